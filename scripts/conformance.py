@@ -1,0 +1,151 @@
+"""Runs vLLM's own scheduler tests with vLLM's scheduler and with SemanticScheduler.
+
+Every test that passes with vLLM's class has to pass with ours under the base policy `fcfs`.
+The tests come out of vLLM's source distribution, which pip's indexes provide; some of them need
+models from a hub and fail with either class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from vllm_sources import extract_tests, fetch_source
+
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
+TESTS = [
+    "tests/v1/core/test_scheduler.py",
+    "tests/v1/core/test_priority_scheduler_random.py",
+    "tests/v1/core/test_async_scheduler.py",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One test of one run: its file, how it ended, and the first line of why."""
+
+    file: str
+    result: str
+    reason: str = ""
+
+
+def prepare(version: str, folder: Path) -> None:
+    """Makes the folder that the tests run in: their files, and the model that they name."""
+    if (folder / "ready").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    source = fetch_source(version, folder)
+    extract_tests(source, folder)
+    source.unlink()
+    # The tests only read the shape of this model; a folder of its name saves asking a hub.
+    shape = transformers.OPTConfig(architectures=["OPTForCausalLM"], dtype="float16")
+    shape.save_pretrained(folder / "facebook" / "opt-125m")
+    (folder / "ready").touch()
+
+
+def run_tests(folder: Path, tests: list[str], report: Path, ours: bool) -> dict[str, Outcome]:
+    """Runs the tests with one of the classes and returns the outcome of each."""
+    environment = os.environ | {
+        "PYTHONPATH": str(SCRIPTS),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "SEMSCHED_POLICY": "fcfs",
+    }
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
+    command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=line", f"--junit-xml={report}"]
+    if ours:
+        command += ["-p", "conformance_plugin"]
+    log = report.with_suffix(".log")
+    report.unlink(missing_ok=True)
+    with log.open("w") as out:
+        subprocess.run(
+            command + tests, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+    if not report.exists():
+        raise SystemExit(f"The tests could not be run; see {log}")
+    return read_report(report)
+
+
+def read_report(report: Path) -> dict[str, Outcome]:
+    """Outcomes by test id from a JUnit file."""
+    outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        result = "passed" if ended is None else ended.tag
+        reason = "" if ended is None else (ended.get("message") or "").partition("\n")[0]
+        file = case.get("classname", "").rpartition(".")[2]
+        outcomes[f"{file}::{case.get('name')}"] = Outcome(file, result, reason)
+    return outcomes
+
+
+def compare(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> dict[str, object]:
+    """Counts per file, and the tests that only vLLM's class passes."""
+    files: dict[str, dict[str, int]] = {}
+    lost = {}
+    for name, outcome in stock.items():
+        other = ours.get(name, Outcome(outcome.file, "missing"))
+        counts = files.setdefault(outcome.file, {"tests": 0, "vllm": 0, "ours": 0, "lost": 0})
+        counts["tests"] += 1
+        counts["vllm"] += outcome.result == "passed"
+        counts["ours"] += other.result == "passed"
+        if outcome.result == "passed" != other.result:
+            counts["lost"] += 1
+            lost[name] = f"{other.result}: {other.reason}"
+    total = {key: sum(counts[key] for counts in files.values()) for key in ("tests", "vllm", "ours", "lost")}
+    return {"files": files, "total": total, "lost": lost}
+
+
+def show(result: dict[str, object]) -> None:
+    columns = ("tests", "vllm", "ours", "lost")
+    print(f"\n{'':40}{'tests':>8}{'vLLM passes':>13}{'ours passes':>13}{'lost':>6}")
+    for name, counts in [*result["files"].items(), ("total", result["total"])]:
+        print("{:40}{:>8}{:>13}{:>13}{:>6}".format(name, *(counts[c] for c in columns)))
+    for name, reason in result["lost"].items():
+        print(f"\nlost: {name}\n      {reason[:300]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/conformance.sh", description=__doc__)
+    parser.add_argument("tests", nargs="*", help=f"test files (default: {', '.join(TESTS)})")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "conformance-output", help="folder for the results"
+    )
+    args = parser.parse_args()
+    import vllm
+
+    version = vllm.__version__.partition("+")[0]
+    folder = ROOT / ".venv" / f"vllm-{version}-tests"
+    args.output.mkdir(parents=True, exist_ok=True)
+    output = args.output.resolve()
+    print(f"vLLM {version}: fetching its tests", flush=True)
+    prepare(version, folder)
+    outcomes = {}
+    for name in ("vllm", "ours"):
+        begin = time.monotonic()
+        print(f"running them with {name} ...", end="", flush=True)
+        outcomes[name] = run_tests(folder, args.tests or TESTS, output / f"{name}.xml", name == "ours")
+        print(f" {len(outcomes[name])} tests in {time.monotonic() - begin:.0f} s")
+    result = compare(outcomes["vllm"], outcomes["ours"])
+    show(result)
+    (output / "conformance.json").write_text(
+        json.dumps({"vllm_version": version, "policy": "fcfs", **result}, indent=2) + "\n"
+    )
+    print(f"\nWritten: {output / 'conformance.json'}")
+    if not result["total"]["vllm"]:
+        print("No test passes with vLLM's own class, so nothing was compared.")
+        return 1
+    return 1 if result["lost"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
