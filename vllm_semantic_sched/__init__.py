@@ -1,0 +1,21 @@
+"""Urgency-first scheduling for vLLM.
+
+    vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+
+__version__ = "0.1.0"
+__all__ = ["SemanticScheduler", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that the policy core and the command line work without vLLM.
+    if name == "SemanticScheduler":
+        from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+
+        return SemanticScheduler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

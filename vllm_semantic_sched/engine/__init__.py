@@ -1,0 +1,1 @@
+"""The seam to vLLM: the only package that imports it."""

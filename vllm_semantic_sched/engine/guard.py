@@ -1,0 +1,42 @@
+"""Keeps an error in this package from becoming an outage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm_semantic_sched.engine.stats import Counters
+
+
+class Guard:
+    """Runs parts of the scheduler so that an exception in them is logged and counted, not raised:
+    any exception that leaves a scheduler kills the server."""
+
+    def __init__(self, counters: Counters, logger: logging.Logger) -> None:
+        self._counters = counters
+        self._logger = logger
+        self._reported: set[str] = set()
+
+    @contextmanager
+    def __call__(self, doing: str) -> Iterator[None]:
+        """Guard a block.
+
+        Args:
+            doing: what the block does, as a phrase; labels the count and the log entry.
+        """
+        try:
+            yield
+        except Exception:
+            self.failed(doing)
+
+    def failed(self, doing: str) -> None:
+        """Note the exception being handled; its traceback is logged the first time only."""
+        self._counters.add("policy_errors", doing)
+        if doing not in self._reported:
+            self._reported.add(doing)
+            self._logger.exception(
+                "Semantic scheduling failed while %s; stock order is used there. Further "
+                "failures are counted in semsched:policy_errors_total only.",
+                doing,
+            )

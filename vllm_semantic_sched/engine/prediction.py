@@ -1,0 +1,106 @@
+"""Connects the prediction service with the scheduler's jobs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.job import Job, LevelSource
+from vllm_semantic_sched.predict.service import PredictionService
+
+# Tokens taken from each end of a prompt: about what fits into a predictor's window twice over.
+_WINDOW = 256
+
+
+class PredictionFeed:
+    """Sends prompts to the predictor and applies what comes back, never waiting for it.
+
+    Args:
+        jobs: the scheduler's jobs by request id.
+        structured_output_manager: where vLLM keeps the served model's tokenizer in this process.
+
+    Raises:
+        PredictorError: the configured model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        core: SchedulingCore,
+        jobs: dict[str, Job],
+        structured_output_manager: Any,
+        counters: Counters,
+        logger: logging.Logger,
+    ) -> None:
+        self._core = core
+        self._jobs = jobs
+        self._counters = counters
+        self._service: PredictionService | None = None
+        policy = core.policy
+        if not policy.predictor.enabled or not (policy.uses_urgency or policy.uses_length):
+            return
+        tokenizer = getattr(structured_output_manager, "tokenizer", None)
+        if tokenizer is None:
+            logger.warning(
+                "Semantic scheduling: vLLM runs without a tokenizer, so prompts cannot be read; "
+                "levels come from hints only."
+            )
+            return
+        self._service = PredictionService(
+            policy.predictor, decode=tokenizer.decode, logger=logger
+        )
+        core.buckets = self._service.start()
+
+    @property
+    def pending(self) -> int:
+        """Prompts that wait for the predictor."""
+        return self._service.pending if self._service else 0
+
+    @property
+    def up(self) -> bool:
+        """Whether a predictor is running."""
+        return self._service is not None and self._service.up
+
+    def submit(self, request: Request, level_known: bool) -> bool:
+        """Send a request's prompt; False if no prediction will come."""
+        if self._service is None or (level_known and not self._core.policy.uses_length):
+            return False
+        tokens = request.prompt_token_ids
+        if not tokens:
+            return False
+        if len(tokens) > 2 * _WINDOW:
+            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
+        if self._service.submit(request.request_id, tokens):
+            return True
+        self._counters.add("unread_prompts")
+        return False
+
+    def cancel(self, job: Job) -> None:
+        """A request ended; do not spend a forward pass on it."""
+        if self._service is not None and job.awaits_prediction:
+            self._service.cancel(job.request_id)
+
+    def apply(self) -> list[Job]:
+        """Apply all predictions that have come back; the jobs that they changed."""
+        if self._service is None:
+            return []
+        changed: list[Job] = []
+        for request_id, prediction in self._service.drain():
+            job = self._jobs.get(request_id)
+            if job is None:
+                continue
+            self._core.predicted(job, prediction)
+            changed.append(job)
+            if prediction is None:
+                self._counters.add("failed_predictions")
+            elif job.level_source is LevelSource.PREDICTION:
+                self._counters.add("predictions", str(job.level))
+        return changed
+
+    def close(self) -> None:
+        """Stop the predictor."""
+        if self._service is not None:
+            self._service.close()

@@ -1,0 +1,115 @@
+"""vLLM's waiting queue in the order of the policy core."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.waiting import WaitingQueue
+
+
+class SemanticRequestQueue(RequestQueue):
+    """Requests by rank. If the core ever fails here, the queue goes on first come, first served.
+
+    vLLM looks at the head, allocates for it and then pops: `pop_request` therefore always
+    returns what `peek_request` returned last, even across a failure.
+
+    Args:
+        jobs: the scheduler's jobs by request id; a request without one is served last.
+        queue: where the core keeps the jobs of this queue.
+    """
+
+    def __init__(
+        self, core: SchedulingCore, jobs: dict[str, Job], queue: WaitingQueue, guard: Guard
+    ) -> None:
+        self._core = core
+        self._jobs = jobs
+        self._queue = queue
+        self._guard = guard
+        self._members: OrderedDict[str, Request] = OrderedDict()
+        self._first_come_first_served = False
+        self._peeked: Request | None = None
+
+    def add_request(self, request: Request) -> None:
+        self._members[request.request_id] = request
+        if self._ordered_by_core:
+            try:
+                self._core.enqueue(self._jobs[request.request_id], self._queue)
+            except Exception:
+                self._fall_back("queueing a request")
+
+    def prepend_request(self, request: Request) -> None:
+        self.prepend_requests((request,))
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._members[request.request_id] = request
+            self._members.move_to_end(request.request_id, last=False)
+            if self._ordered_by_core:
+                try:
+                    self._core.requeue(self._jobs[request.request_id], self._queue)
+                except Exception:
+                    self._fall_back("queueing a request again")
+
+    def peek_request(self) -> Request:
+        self._peeked = self._head()
+        return self._peeked
+
+    def pop_request(self) -> Request:
+        request = self._peeked or self._head()
+        self._remove(request)
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        self._remove(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        # vLLM hands every queue the same list, so some are strangers here.
+        for request in requests:
+            self._remove(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        if not self._ordered_by_core:
+            return iter(list(self._members.values()))
+        return iter([self._members[job.request_id] for job in self._queue.ordered()])
+
+    @property
+    def _ordered_by_core(self) -> bool:
+        return not self._first_come_first_served
+
+    def _head(self) -> Request:
+        if not self._members:
+            raise IndexError("peek from an empty queue")
+        if self._ordered_by_core:
+            try:
+                job = self._queue.peek()
+                assert job is not None, "the core lost a request"
+                return self._members[job.request_id]
+            except Exception:
+                self._fall_back("choosing the next request")
+        return next(iter(self._members.values()))
+
+    def _remove(self, request: Request) -> None:
+        self._peeked = None
+        if self._members.pop(request.request_id, None) is None or not self._ordered_by_core:
+            return
+        try:
+            self._queue.remove(self._jobs[request.request_id])
+        except Exception:
+            self._fall_back("taking a request out of the queue")
+
+    def _fall_back(self, doing: str) -> None:
+        self._guard.failed(doing)
+        self._first_come_first_served = True

@@ -1,0 +1,276 @@
+"""SemanticScheduler: vLLM's V1 scheduler with the policy core's order and preemption.
+
+It never copies `schedule()`; it arranges vLLM's own queues before each step and looks at what
+came out afterwards. All state about requests lives in `policy.core`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.kv_blocks import BlockAccount
+from vllm_semantic_sched.engine.prediction import PredictionFeed
+from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
+from vllm_semantic_sched.engine.settings import load_settings
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.step_limit import StepLimit
+from vllm_semantic_sched.engine.version import check_vllm_version
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.preemption import Need
+
+# Under vLLM's own logger, so that its handlers and levels apply.
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class SemanticScheduler(Scheduler):
+    """Serves the most urgent requests first, and the shortest first among equals.
+
+    Given to vLLM by `--scheduler-cls vllm_semantic_sched.SemanticScheduler`. When vLLM schedules
+    asynchronously the instance is an `AsyncSemanticScheduler`. Under the base policy `fcfs` it
+    is vLLM's scheduler, untouched.
+
+    Raises:
+        PolicyError: at construction, if policy or profile cannot be used.
+        UnsupportedVersion: at construction, if vLLM is outside the supported range.
+    """
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> SemanticScheduler:
+        if cls is SemanticScheduler and vllm_config.scheduler_config.async_scheduling:
+            cls = AsyncSemanticScheduler
+        return super().__new__(cls)
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_vllm_version()
+        policy, profile = load_settings(vllm_config.additional_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self._counters = Counters()
+        self._core: SchedulingCore | None = None
+        if policy.base == "fcfs":
+            logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
+            return
+        self._jobs: dict[str, Job] = {}
+        self._guard = Guard(self._counters, logger)
+        self._core = core = SchedulingCore(policy, profile)
+        # Under this policy vLLM takes its victims from the tail of self.running, which is kept
+        # sorted here, so that the tail is the least urgent request.
+        self.policy = SchedulingPolicy.FCFS
+        self.waiting = SemanticRequestQueue(core, self._jobs, core.waiting, self._guard)
+        self.kv_holding_waiting = SemanticRequestQueue(
+            core, self._jobs, core.new_queue(), self._guard
+        )
+        self._blocks = BlockAccount(self)
+        self._step_limit = StepLimit(self)
+        self._predictions = PredictionFeed(
+            core, self._jobs, self.structured_output_manager, self._counters, logger
+        )
+        logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
+
+    # vLLM's interface
+
+    def add_request(self, request: Request) -> None:
+        if self._core is not None and request.request_id not in self._jobs:
+            with self._guard("reading a new request"):
+                self._jobs[request.request_id] = self._new_job(self._core, request)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        core = self._core
+        if core is None:
+            return super().schedule(*args, **kwargs)
+        with self._guard("applying predictions"):
+            for job in self._predictions.apply():
+                self._reposition(core, job)
+        with self._guard("revising estimates"):
+            for job in core.step(self._observe):
+                self._reposition(core, job)
+        with self._guard("making room for urgent requests"):
+            self._make_room(core)
+        with self._guard("limiting prefills"):
+            self._step_limit.set(core, self._jobs)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._step_limit.restore()
+            with self._guard("ordering running requests"):
+                self._take_in_admitted(core)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._core is not None:
+            with self._guard("reporting statistics"):
+                self._counters.attach(stats, self._gauges(self._core))
+        return stats
+
+    def shutdown(self) -> None:
+        if self._core is not None:
+            with self._guard("stopping the predictor"):
+                self._predictions.close()
+        super().shutdown()
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self._core is not None:
+            with self._guard("preempting a request"):
+                job = self._jobs[request.request_id]
+                self._observe(job)
+                plan = self._core.preempt(job)
+                self._counters.add("preemptions", plan.kind.value)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._core is not None:
+            with self._guard("finishing a request"):
+                job = self._jobs.pop(request.request_id, None)
+                if job is not None:
+                    self._core.finish(job)
+                    self._predictions.cancel(job)
+        return super()._free_request(request, *args, **kwargs)
+
+    # Ours
+
+    def _new_job(self, core: SchedulingCore, request: Request) -> Job:
+        extra_args = request.sampling_params.extra_args if request.sampling_params else None
+        hint = core.read_hints(extra_args, request.priority)
+        if hint.problem is not None:
+            if not self._counters.total("invalid_hints"):
+                logger.warning(
+                    "Request %s: %s; served at its predicted level. Further invalid hints are "
+                    "counted in semsched:invalid_hints_total only.",
+                    request.request_id,
+                    hint.problem,
+                )
+            self._counters.add("invalid_hints")
+        job = core.new_job(
+            request.request_id,
+            arrival=time.monotonic(),
+            prompt_tokens=request.num_prompt_tokens,
+            max_output_tokens=request.max_tokens,
+            hint=hint,
+            awaits_prediction=self._predictions.submit(request, level_known=hint.level is not None),
+        )
+        self._counters.add("requests", hint.source.value)
+        return job
+
+    def _observe(self, job: Job) -> None:
+        request = self.requests[job.request_id]
+        job.computed = request.num_computed_tokens
+        job.generated = request.num_output_tokens
+
+    def _make_room(self, core: SchedulingCore) -> None:
+        """Preempt running requests for waiting ones, which vLLM itself never does (P5).
+
+        Goes down the waiting queue as far as requests can be admitted in this step, and keeps
+        account of the seats and blocks that those before have taken.
+        """
+        first = core.waiting.peek()
+        if first is None or not core.worth_preempting(first):
+            return
+        if self.pause_state is not PauseState.UNPAUSED:
+            return
+        seats = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        seats -= len(self.kv_holding_waiting)  # vLLM seats these first
+        blocks = self._blocks.free_for_admission()
+        victims_left = core.policy.preemption.max_victims_per_step
+        prefill_tokens = self.max_num_scheduled_tokens - len(self.running)
+        admitted: list[Job] = []
+        victims: list[Job] = []
+        for job in core.waiting.ordered():
+            if prefill_tokens <= 0 or not core.worth_preempting(job):
+                break
+            request = self.requests[job.request_id]
+            if not self._blocks.is_ready(request):
+                continue
+            needed = self._blocks.needed(request)
+            need = Need(seats=1 - seats, blocks=needed - blocks)
+            if not need.met:
+                chosen = core.victims_for(
+                    job, need, victims_left, lambda victim: self._freeable(victim, victims)
+                )
+                if not chosen:
+                    break
+                victims += chosen
+                victims_left -= len(chosen)
+                seats += len(chosen)
+                blocks += sum(self._blocks.freed_by(self.requests[v.request_id]) for v in chosen)
+            admitted.append(job)
+            seats -= 1
+            blocks -= needed
+            prefill_tokens -= request.num_tokens
+        for victim in victims:
+            self._evict(self.requests[victim.request_id])
+
+    def _freeable(self, job: Job, already: list[Job]) -> int | None:
+        if job in already:
+            return None
+        request = self.requests[job.request_id]
+        # Blocks that a step in flight may still write do not come free at once.
+        if not self._request_blocks_can_be_freed(request):
+            return None
+        return self._blocks.freed_by(request)
+
+    def _evict(self, request: Request) -> None:
+        self.running.remove(request)
+        self._preempt_request(
+            request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
+        )
+        # Else a resumption in this very step would be taken for a continued run.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._counters.add("admission_preemptions")
+
+    def _take_in_admitted(self, core: SchedulingCore) -> None:
+        """vLLM appends what it admits to self.running; move those to their place."""
+        admitted: list[Request] = []
+        while self.running:
+            job = self._jobs.get(self.running[-1].request_id)
+            if job is None or job.state is JobState.RUNNING:
+                break
+            admitted.append(self.running.pop())
+        for request in reversed(admitted):
+            try:
+                job = self._jobs[request.request_id]
+                self._observe(job)
+                core.start(job)
+            finally:
+                self._insert(core, request)
+
+    def _reposition(self, core: SchedulingCore, job: Job) -> None:
+        """A job's estimate or level changed; if it runs, so does its place in self.running."""
+        if job.state is JobState.RUNNING:
+            request = self.requests[job.request_id]
+            self.running.remove(request)
+            self._insert(core, request)
+
+    def _insert(self, core: SchedulingCore, request: Request) -> None:
+        try:
+            place = bisect.bisect(
+                self.running,
+                core.running.order(self._jobs[request.request_id]),
+                key=lambda other: core.running.order(self._jobs[other.request_id]),
+            )
+        except KeyError:  # a request that the core does not know; nothing may be lost
+            self._guard.failed("ordering running requests")
+            place = len(self.running)
+        self.running.insert(place, request)
+
+    def _gauges(self, core: SchedulingCore) -> dict[str, float]:
+        return {
+            "unpredicted_requests": core.waiting.buffered,
+            "predictor_queue": self._predictions.pending,
+            "predictor_up": float(self._predictions.up),
+        }
+
+
+class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler."""

@@ -1,0 +1,216 @@
+"""The decisions in one place, as the engine and the simulator call them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.cost import (
+    EngineProfile,
+    PreemptionPlan,
+    plan_preemption,
+    remaining_seconds,
+)
+from vllm_semantic_sched.policy.hints import Hint, read_hints
+from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.preemption import Need, choose_victims
+from vllm_semantic_sched.policy.rank import Rank, rank_of
+from vllm_semantic_sched.policy.running import RunningSet
+from vllm_semantic_sched.policy.stage import prefill_token_limit
+from vllm_semantic_sched.policy.waiting import WaitingQueue
+
+
+class SchedulingCore:
+    """State of all jobs and the policy's answers about them. Nothing here reads a clock, and
+    nothing but `WaitingQueue.ordered` and `RunningSet.by_eviction` looks at more than O(log n)
+    jobs.
+
+    Args:
+        buckets: length buckets of the predictor; set later if it is still starting.
+    """
+
+    def __init__(
+        self, policy: Policy, profile: EngineProfile, buckets: LengthBuckets | None = None
+    ) -> None:
+        self.policy = policy
+        self.profile = profile
+        self.buckets = buckets
+        self.waiting = self.new_queue()
+        self.running = RunningSet(step_seconds=profile.gamma2)
+        self._sequence = itertools.count()
+
+    def new_queue(self) -> WaitingQueue:
+        """A waiting queue under this policy's order."""
+        return WaitingQueue(self._default_rank)
+
+    def read_hints(self, extra_args: Any, priority: Any) -> Hint:
+        """See `policy.hints.read_hints`."""
+        return read_hints(extra_args, priority, self.policy)
+
+    def new_job(
+        self,
+        request_id: str,
+        arrival: float,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        hint: Hint,
+        awaits_prediction: bool,
+    ) -> Job:
+        """A job for a request that has just arrived; it is in no queue yet."""
+        level = self.policy.default_level if hint.level is None else hint.level
+        return Job(
+            request_id=request_id,
+            sequence=next(self._sequence),
+            arrival=arrival,
+            prompt_tokens=prompt_tokens,
+            max_output_tokens=max_output_tokens,
+            level=level,
+            level_source=hint.source,
+            awaits_prediction=awaits_prediction,
+        )
+
+    # Queueing
+
+    def enqueue(self, job: Job, queue: WaitingQueue) -> None:
+        """Queue a job: into the unsorted buffer while its level is open, else by rank.
+
+        A job that comes back (skipped, preempted) has waited before and is ranked with what is
+        known by now, so the buffer stays in arrival order.
+        """
+        if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
+            self.running.discard(job)
+            job.move_to(JobState.WAITING)
+        fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
+        if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
+            queue.buffer(job)
+        else:
+            queue.push(job, self.rank(job))
+
+    def requeue(self, job: Job, queue: WaitingQueue) -> None:
+        """Queue a job that was popped and could not be admitted in this step."""
+        queue.push(job, self.rank(job))
+
+    def predicted(self, job: Job, prediction: Prediction | None) -> None:
+        """A prediction has come back, or is known not to come (None). Moves the job, wherever it
+        is, to its new rank. Hints keep the last word on the level."""
+        job.awaits_prediction = False
+        job.prediction = prediction
+        if prediction is not None and job.level_source is LevelSource.DEFAULT:
+            probabilities = prediction.urgency
+            most_likely = max(range(len(probabilities)), key=probabilities.__getitem__)
+            job.level = min(most_likely, self.policy.levels - 1)
+            job.level_source = LevelSource.PREDICTION
+        if job in self.waiting:
+            self.waiting.push(job, self.rank(job))
+        elif job in self.running:
+            self._store_running(job)
+
+    # Running
+
+    def start(self, job: Job) -> None:
+        """A job got its seat."""
+        job.move_to(JobState.RUNNING)
+        self._store_running(job)
+
+    def preempt(self, job: Job, can_swap: bool = False) -> PreemptionPlan:
+        """Take a running job's seat; the caller queues it again.
+
+        Returns:
+            What to do with its KV.
+        """
+        plan = plan_preemption(job, self.profile, can_swap)
+        self.running.discard(job)
+        job.move_to(JobState.SWAPPED if plan.kept_tokens else JobState.WAITING)
+        job.preemptions += 1
+        job.computed = 0
+        job.swapped = plan.kept_tokens
+        return plan
+
+    def finish(self, job: Job) -> None:
+        """A job ended, however it ended."""
+        self.waiting.remove(job)
+        self.running.discard(job)
+        job.move_to(JobState.FINISHED)
+
+    def step(self, observe: Callable[[Job], None]) -> list[Job]:
+        """One engine step has passed.
+
+        Args:
+            observe: updates a job's `generated` and `computed`.
+
+        Returns:
+            Jobs that outlived their estimate; they got a new one, so their order changed.
+        """
+        overdue = self.running.advance()
+        for job in overdue:
+            observe(job)
+            self._store_running(job)
+        return overdue
+
+    # Decisions
+
+    def worth_preempting(self, job: Job) -> bool:
+        """Whether some running job is so much less urgent that `job` may take its place. O(1),
+        so that a step in which nothing is to be done costs nothing."""
+        worst = self.running.least_urgent()
+        limits = self.policy.preemption
+        return (
+            limits.enabled
+            and self.policy.uses_urgency
+            and worst is not None
+            and worst.level >= job.level + limits.min_level_gap
+        )
+
+    def victims_for(
+        self,
+        job: Job,
+        need: Need,
+        max_victims: int,
+        freeable_blocks: Callable[[Job], int | None],
+    ) -> list[Job]:
+        """See `policy.preemption.choose_victims`."""
+        return choose_victims(
+            job.level, need, self.running, self.policy.preemption, max_victims, freeable_blocks
+        )
+
+    def prefill_token_limit(
+        self, decoding_level: int | None, prefill_level: int | None
+    ) -> int | None:
+        """See `policy.stage.prefill_token_limit`."""
+        if not self.policy.uses_urgency:
+            return None
+        return prefill_token_limit(
+            decoding_level, prefill_level, self.policy.stage, self.profile
+        )
+
+    # Ranks
+
+    def rank(self, job: Job) -> Rank:
+        """Where a job stands by what is known of it now."""
+        return rank_of(self.policy.base, job.level, self.remaining(job), job.sequence)
+
+    def remaining(self, job: Job) -> float:
+        """Predicted seconds of engine work left; above zero until the job finishes."""
+        return remaining_seconds(job, self.expected_output(job), self.profile)
+
+    def expected_output(self, job: Job) -> float:
+        """Output tokens expected in all, above what has been generated."""
+        length = self.policy.length
+        if job.prediction is None or job.prediction.length is None or self.buckets is None:
+            expected = expected_without_prediction(length.default_tokens, job.generated)
+        else:
+            expected = expected_output_tokens(
+                job.prediction.length, self.buckets, job.generated, length.estimate
+            )
+        # The client's own limit is a fact; one more token is the least that can come.
+        return max(min(expected, job.max_output_tokens), job.generated + 1.0)
+
+    def _store_running(self, job: Job) -> None:
+        self.running.add(job, self.rank(job), self.remaining(job))
+
+    def _default_rank(self, job: Job) -> Rank:
+        return rank_of(self.policy.base, job.level, float("inf"), job.sequence)

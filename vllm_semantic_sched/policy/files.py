@@ -1,0 +1,80 @@
+"""Finds policies and profiles: by name among the shipped ones, or by path."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vllm_semantic_sched.policy.errors import PolicyError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its booleans yes/no/on/off: `mode: off` is the word."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_config(name_or_path: str | Path, kind: Literal["policy", "profile"]) -> tuple[Any, str]:
+    """What a YAML file says, and a name for it in messages.
+
+    Raises:
+        PolicyError: the file is missing or is not YAML.
+    """
+    path = resolve_config(name_or_path, kind)
+    source = f"{kind} {path}"
+    try:
+        # _Loader is a SafeLoader: it builds plain values only.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(f"{source}: cannot be read as YAML: {error}") from error
+    return data, source
+
+
+def shipped_configs() -> Path:
+    """The folder of shipped YAML files: inside an installed package, beside it in a checkout."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_names(kind: Literal["policy", "profile"]) -> list[str]:
+    """Names of the shipped policies or profiles, sorted."""
+    folder = shipped_configs()
+    if kind == "profile":
+        folder = folder / "profiles"
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def resolve_config(name_or_path: str | Path, kind: Literal["policy", "profile"]) -> Path:
+    """The file that a name (`ems`) or a path stands for.
+
+    Raises:
+        PolicyError: neither a shipped name nor an existing file; the message lists the names.
+    """
+    names = shipped_names(kind)
+    if str(name_or_path) in names:
+        folder = shipped_configs()
+        if kind == "profile":
+            folder = folder / "profiles"
+        return folder / f"{name_or_path}.yaml"
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(str(name_or_path), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise PolicyError(
+        f"{kind} {str(name_or_path)!r}: no such file and no shipped {kind} of that name."
+        f"{hint} Shipped: {', '.join(names)}"
+    )

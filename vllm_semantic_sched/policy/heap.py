@@ -1,0 +1,92 @@
+"""A binary heap whose items can be found, re-keyed and removed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class AddressableHeap(Generic[T]):
+    """Min-heap of items under keys that stay frozen while they are stored.
+
+    Removal marks the entry dead and leaves it in place; dead entries are dropped when they
+    surface, or all at once when they outnumber the living. Every operation is therefore
+    O(log n) amortised. Equal keys leave in the order in which they were pushed, and items are
+    never compared with each other.
+    """
+
+    _SLACK = 64  # dead entries tolerated in a small heap, so that it is not rebuilt all the time
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, int, T]] = []
+        self._live: dict[T, tuple[Any, int, T]] = {}
+        self._ticks = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._live
+
+    def __iter__(self) -> Iterator[T]:
+        """The items, in no particular order."""
+        return iter(self._live)
+
+    def key(self, item: T) -> Any:
+        """The key that `item` is stored under. KeyError if it is not stored."""
+        return self._live[item][0]
+
+    def push(self, item: T, key: Any) -> None:
+        """Store `item` under `key`; if it is stored already, its key changes."""
+        entry = (key, next(self._ticks), item)
+        self._live[item] = entry
+        heapq.heappush(self._entries, entry)
+        self._compact_if_sparse()
+
+    def discard(self, item: T) -> bool:
+        """Remove `item`; False if it was not stored."""
+        if self._live.pop(item, None) is None:
+            return False
+        self._compact_if_sparse()
+        return True
+
+    def peek(self) -> T | None:
+        """The item under the smallest key, or None."""
+        self._drop_dead_top()
+        return self._entries[0][2] if self._entries else None
+
+    def pop(self) -> T:
+        """Remove and return the item under the smallest key. IndexError if empty."""
+        self._drop_dead_top()
+        item = heapq.heappop(self._entries)[2]
+        del self._live[item]
+        return item
+
+    def ordered(self) -> Iterator[T]:
+        """The items by rising key, lazily: the first k cost O(k log k) whatever the size.
+
+        The heap must not change during the iteration.
+        """
+        entries = self._entries
+        frontier = [(entries[0], 0)] if entries else []
+        while frontier:
+            entry, index = heapq.heappop(frontier)
+            if self._live.get(entry[2]) is entry:
+                yield entry[2]
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(entries):
+                    heapq.heappush(frontier, (entries[child], child))
+
+    def _drop_dead_top(self) -> None:
+        entries = self._entries
+        while entries and self._live.get(entries[0][2]) is not entries[0]:
+            heapq.heappop(entries)
+
+    def _compact_if_sparse(self) -> None:
+        if len(self._entries) > 2 * len(self._live) + self._SLACK:
+            self._entries = list(self._live.values())
+            heapq.heapify(self._entries)

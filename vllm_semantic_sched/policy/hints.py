@@ -1,0 +1,71 @@
+"""Urgency hints from clients: untrusted, so parsed without ever raising."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.job import LevelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a client's hints amount to under the policy.
+
+    Attributes:
+        level: urgency level, or None if the policy or the client leaves it open.
+        source: which hint it comes from.
+        problem: why the urgency hint was not usable, for the log; None if it was, or was absent.
+    """
+
+    level: int | None
+    source: LevelSource
+    problem: str | None = None
+
+
+_ABSENT = object()
+
+
+def read_hints(extra_args: Any, priority: Any, policy: Policy) -> Hint:
+    """Explicit urgency first, then a nonzero priority (DESIGN: hints before prediction).
+
+    Args:
+        extra_args: the request's `vllm_xargs`, whatever the client sent there.
+        priority: vLLM's request priority; 0 and unset look the same.
+    """
+    problem = None
+    sent = extra_args.get("urgency", _ABSENT) if isinstance(extra_args, dict) else _ABSENT
+    if sent is not _ABSENT and policy.hints.urgency != "ignore":
+        level = _as_level(sent)
+        if level is not None and 0 <= level < policy.levels:
+            return Hint(_capped(level, policy.hints.urgency, policy), LevelSource.HINT)
+        problem = f"urgency {_shorten(sent)} is not a level; valid: 0 to {policy.levels - 1}"
+    if policy.hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
+        # vLLM's priorities are unbounded; the nearest level is what their sender meant.
+        level = min(max(priority, 0), policy.levels - 1)
+        level = _capped(level, policy.hints.priority, policy)
+        return Hint(level, LevelSource.PRIORITY, problem)
+    return Hint(None, LevelSource.DEFAULT, problem)
+
+
+def _as_level(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    # Headers and form fields arrive as text; int() alone would also take "1_0" and other scripts.
+    if isinstance(value, str) and len(value) <= 3 and value.isascii() and value.isdigit():
+        return int(value)
+    return None
+
+
+def _capped(level: int, mode: str, policy: Policy) -> int:
+    return max(level, policy.hints.most_urgent_level) if mode == "cap" else level
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

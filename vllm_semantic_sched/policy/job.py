@@ -1,0 +1,86 @@
+"""A request as the policy sees it: what is known about it and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from vllm_semantic_sched.policy.errors import IllegalTransition
+from vllm_semantic_sched.policy.prediction import Prediction
+
+
+class JobState(enum.Enum):
+    """Where a job's KV is, and so what can happen to it next."""
+
+    WAITING = "waiting"  # no KV, or only what the prefix cache still holds
+    RUNNING = "running"  # has a seat and KV on the device
+    SWAPPED = "swapped"  # waits for a seat, KV on the host
+    FINISHED = "finished"
+
+
+_LEGAL = {
+    JobState.WAITING: {JobState.RUNNING, JobState.FINISHED},
+    JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED, JobState.FINISHED},
+    # A host copy can be lost (cache reset, pool needed elsewhere): then the job only waits.
+    JobState.SWAPPED: {JobState.RUNNING, JobState.WAITING, JobState.FINISHED},
+    JobState.FINISHED: set[JobState](),
+}
+
+
+class LevelSource(enum.Enum):
+    """Where a job's urgency level comes from, most trusted first."""
+
+    HINT = "hint"
+    PRIORITY = "priority"
+    PREDICTION = "prediction"
+    DEFAULT = "default"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request.
+
+    Attributes:
+        sequence: arrival number; makes every order total.
+        arrival: seconds on the scheduler's clock.
+        prompt_tokens, max_output_tokens: as submitted.
+        level, level_source: current urgency level (0 = most urgent) and its origin.
+        awaits_prediction: text is with the predictor and no answer has come.
+        prediction: what the predictor said.
+        computed: tokens whose KV is on the device.
+        swapped: tokens whose KV is on the host.
+        generated: output tokens so far.
+        preemptions: times that it lost its seat to another request.
+    """
+
+    request_id: str
+    sequence: int
+    arrival: float
+    prompt_tokens: int
+    max_output_tokens: int
+    level: int
+    level_source: LevelSource
+    awaits_prediction: bool = False
+    prediction: Prediction | None = None
+    computed: int = 0
+    swapped: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    state: JobState = JobState.WAITING
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output tokens so far: what must have KV before the next one is decoded."""
+        return self.prompt_tokens + self.generated
+
+    def move_to(self, state: JobState) -> None:
+        """Change state.
+
+        Raises:
+            IllegalTransition: the state machine has no such edge; the job is unchanged.
+        """
+        if state not in _LEGAL[self.state]:
+            raise IllegalTransition(
+                f"request {self.request_id}: {self.state.value} -> {state.value}"
+            )
+        self.state = state

@@ -1,0 +1,68 @@
+"""Expected output length, from bucket probabilities and what has been generated already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from vllm_semantic_sched.policy.prediction import LengthBuckets
+
+# A request that outlived everything expected of it: assume that it needs half as much again as
+# it has had. A constant would make it look almost done for ever.
+_OVERRUN_FACTOR = 1.5
+
+
+def expected_output_tokens(
+    probabilities: Sequence[float],
+    buckets: LengthBuckets,
+    generated: int,
+    estimate: Literal["mean", "median"],
+) -> float:
+    """Output length given that at least `generated + 1` tokens will come.
+
+    Buckets that the request has outlived drop out and the rest is renormalised: the request
+    moves on to the next bucket (the supervisor of S3, Jin et al. 2023).
+
+    Args:
+        probabilities: one per bucket.
+        generated: output tokens so far.
+
+    Returns:
+        Tokens, always above `generated`.
+    """
+    alive = [
+        (probability, _length_within(index, buckets, generated))
+        for index, probability in enumerate(probabilities)
+        if index >= len(buckets.edges) or buckets.edges[index] > generated
+    ]
+    total = sum(probability for probability, _ in alive)
+    if total <= 0:  # everything it was expected to be is behind it
+        return alive[0][1]
+    if estimate == "mean":
+        return sum(probability * length for probability, length in alive) / total
+    below = 0.0
+    for probability, length in alive:
+        below += probability
+        if below >= total / 2:
+            return length
+    return alive[-1][1]
+
+
+def expected_without_prediction(default_tokens: int, generated: int) -> float:
+    """Output length where nothing was predicted; always above `generated`."""
+    if generated < default_tokens:
+        return float(default_tokens)
+    return _overrun(generated)
+
+
+def _length_within(index: int, buckets: LengthBuckets, generated: int) -> float:
+    mean = buckets.means[index]
+    if mean > generated:
+        return mean
+    if index < len(buckets.edges):
+        return (generated + 1 + buckets.edges[index]) / 2
+    return _overrun(generated)
+
+
+def _overrun(generated: int) -> float:
+    return max(generated + 1.0, generated * _OVERRUN_FACTOR)

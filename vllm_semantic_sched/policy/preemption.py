@@ -1,0 +1,75 @@
+"""Who has to go: priority-based eviction (paper, Alg. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_semantic_sched.policy.config import Preemption
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.running import RunningSet
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What is missing before a job can be admitted.
+
+    Attributes:
+        seats: running-request slots, 0 or 1.
+        blocks: KV blocks.
+    """
+
+    seats: int
+    blocks: int
+
+    @property
+    def met(self) -> bool:
+        return self.seats <= 0 and self.blocks <= 0
+
+
+def choose_victims(
+    level: int,
+    need: Need,
+    running: RunningSet,
+    limits: Preemption,
+    max_victims: int,
+    freeable_blocks: Callable[[Job], int | None],
+) -> list[Job]:
+    """The victims that make room for a job of `level`.
+
+    They come off the eviction heap, least urgent first, each at least `min_level_gap` levels
+    less urgent than the newcomer and not preempted too often. Nothing is evicted in vain: if
+    the eligible jobs do not suffice the answer is empty, and a victim that the later ones made
+    unnecessary is spared.
+
+    Args:
+        max_victims: how many this call may name.
+        freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
+    """
+    chosen: list[tuple[Job, int]] = []
+    blocks = 0
+    for job in running.by_eviction():
+        if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
+            break
+        if job.level < level + limits.min_level_gap:
+            break  # all that follow are at least as urgent
+        if job.preemptions >= limits.max_per_request:
+            continue
+        freed = freeable_blocks(job)
+        if freed is None:
+            continue
+        chosen.append((job, freed))
+        blocks += freed
+    if len(chosen) < need.seats or blocks < need.blocks:
+        return []
+    return _without_spare(chosen, blocks, need)
+
+
+def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
+    kept = list(chosen)
+    # Spare the most urgent first.
+    for victim in reversed(chosen):
+        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
+            kept.remove(victim)
+            blocks -= victim[1]
+    return [job for job, _ in kept]

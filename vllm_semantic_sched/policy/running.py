@@ -1,0 +1,74 @@
+"""Jobs that hold KV on the device: the eviction max-heap (paper, Alg. 3) and the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.rank import Rank
+
+
+class RunningSet:
+    """Running jobs, least urgent first, and when each should be done.
+
+    All running jobs advance together, one token a step, so the order by remaining time does not
+    change while they run. It is stored as a finish tag: virtual time at the start plus remaining
+    seconds, where virtual time moves on by one decode step per engine step. Tags stay frozen,
+    no comparison reads a clock, and jobs started at different times compare correctly.
+    """
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._now = 0.0
+        self._eviction: AddressableHeap[Job] = AddressableHeap()
+        self._due: AddressableHeap[Job] = AddressableHeap()
+
+    def __len__(self) -> int:
+        return len(self._eviction)
+
+    def __contains__(self, job: object) -> bool:
+        return job in self._eviction
+
+    def add(self, job: Job, rank: Rank, remaining: float) -> None:
+        """Store a job, or store it anew after its level or its prediction changed.
+
+        Args:
+            rank: as for a waiting job.
+            remaining: predicted seconds of work left, whether or not the rank uses it.
+        """
+        # A rank without remaining time (zero, never reached otherwise) orders by arrival alone.
+        tag = self._now + rank.remaining if rank.remaining else 0.0
+        self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
+        self._due.push(job, self._now + remaining)
+
+    def discard(self, job: Job) -> bool:
+        """Take a job out; False if it is not stored."""
+        self._due.discard(job)
+        return self._eviction.discard(job)
+
+    def order(self, job: Job) -> tuple[int, float, int]:
+        """Sort key for running jobs, most urgent and soonest done first."""
+        level, tag, sequence = self._eviction.key(job)
+        return (-level, -tag, -sequence)
+
+    def least_urgent(self) -> Job | None:
+        """The root of the eviction heap: least urgent, most remaining time."""
+        return self._eviction.peek()
+
+    def by_eviction(self) -> Iterator[Job]:
+        """Jobs in the order in which they would be evicted; lazily."""
+        return self._eviction.ordered()
+
+    def advance(self) -> list[Job]:
+        """One engine step has passed.
+
+        Returns:
+            Jobs that should have finished by now and have not. The caller stores each anew with
+            a revised estimate (S3's supervisor), so a job comes up O(log length) times.
+        """
+        self._now += self._step_seconds
+        overdue: list[Job] = []
+        while (job := self._due.peek()) is not None and self._due.key(job) <= self._now:
+            overdue.append(self._due.pop())
+        return overdue

@@ -1,0 +1,35 @@
+"""Stage awareness: keep less urgent prefills from stretching an urgent decode (paper, Alg. 2)."""
+
+from __future__ import annotations
+
+from vllm_semantic_sched.policy.config import Stage
+from vllm_semantic_sched.policy.cost import EngineProfile
+
+
+def prefill_token_limit(
+    decoding_level: int | None,
+    prefill_level: int | None,
+    stage: Stage,
+    profile: EngineProfile,
+) -> int | None:
+    """Prefill tokens that this step may compute.
+
+    The limit applies when the most urgent decoding job is protected and every prefill that
+    could run beside it is less urgent. A prefill at least as urgent as the decode is p* of
+    Alg. 2 and runs unhindered.
+
+    Args:
+        decoding_level: level of the most urgent decoding job, None if none decodes.
+        prefill_level: level of the most urgent job that waits or prefills, None if there is none.
+
+    Returns:
+        Tokens; 0 closes the gate; None leaves the step as it is.
+    """
+    if stage.mode == "off" or decoding_level is None or prefill_level is None:
+        return None
+    if decoding_level > stage.protected_level or prefill_level <= decoding_level:
+        return None
+    if stage.mode == "gate":
+        return 0
+    affordable = profile.prefill_tokens_within(stage.max_slowdown * profile.gamma2)
+    return max(affordable, stage.min_prefill_tokens)

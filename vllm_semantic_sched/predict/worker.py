@@ -1,0 +1,70 @@
+"""The predictor process: reads batches of texts on stdin, answers on stdout, one JSON line each.
+
+It is a process of its own so that its Python code cannot hold up the engine's, its threads are
+its own, and its death is survivable. It ends when its stdin closes, so it never outlives the
+engine.
+
+    -> {"id": 7, "texts": ["..."]}
+    <- {"id": 7, "urgency": [[...]], "length": [[...]] or [null]}
+    <- {"id": 7, "error": "..."}
+
+The first line out is {"ready": {...}} or {"failed": "why"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+
+def main() -> int:
+    """Serve until stdin closes."""
+    parser = argparse.ArgumentParser(description="Predictor process; started by the scheduler.")
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+
+    # Libraries print; keep the answers' channel to ourselves.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the accelerator belongs to the engine
+
+    try:
+        from vllm_semantic_sched.predict.model import TextPredictor
+
+        predictor = TextPredictor.load(args.model, threads=args.threads)
+        predictor.predict(["warm up"])
+    except Exception as error:
+        _send(answers, {"failed": f"{type(error).__name__}: {error}"})
+        return 1
+    buckets = predictor.length_buckets
+    ready = None if buckets is None else {"edges": buckets.edges, "means": buckets.means}
+    _send(answers, {"ready": {"length_buckets": ready}})
+    for line in sys.stdin:
+        _send(answers, _answer(predictor, json.loads(line)))
+    return 0
+
+
+def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        predictions = predictor.predict(message["texts"])
+    except Exception as error:
+        return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+    return {
+        "id": message["id"],
+        "urgency": [prediction.urgency for prediction in predictions],
+        "length": [prediction.length for prediction in predictions],
+    }
+
+
+def _send(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
