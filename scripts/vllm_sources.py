@@ -8,6 +8,7 @@ configuration, so that no index has to be named here.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import tarfile
 from pathlib import Path
@@ -21,6 +22,8 @@ def fetch_source(version: str, folder: Path) -> Path:
     Raises:
         SystemExit: no index has it, or what came is not what the index promised.
     """
+    # Else it warns of each index that does not have vLLM at all.
+    logging.getLogger("pip").setLevel(logging.ERROR)
     command = create_command("download")
     options, _ = command.parse_args(["--quiet", "--no-binary", "vllm", "vllm"])
     with command.main_context():
