@@ -1,0 +1,88 @@
+"""Policy files: what is refused, and what the refusal says."""
+
+import pytest
+import yaml
+
+from vllm_semantic_sched.policy.command import describe_keys
+from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
+from vllm_semantic_sched.policy.cost import load_profile
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.files import shipped_names
+
+
+@pytest.mark.parametrize("name", shipped_names("policy"))
+def test_every_shipped_policy_is_valid_and_names_a_valid_profile(name: str) -> None:
+    load_profile(load_policy(name).profile)
+
+
+@pytest.mark.parametrize("name", shipped_names("profile"))
+def test_every_shipped_profile_is_valid(name: str) -> None:
+    # A 100-token prompt takes milliseconds on all of these cards; the paper's misprint took 146 s.
+    assert 0.001 < load_profile(name).prefill(0, 100) < 0.1
+
+
+def test_the_issue_names_are_shipped() -> None:
+    wanted = {"ems", "tiers", "latency", "throughput", "fairness", "fcfs", "priority", "sjf"}
+    assert wanted <= set(shipped_names("policy"))
+    assert len(shipped_names("profile")) >= 4
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"bse": "fcfs"}, ["bse", "unknown key", "'base'", "predictor"]),
+        ({"base": "round_robin"}, ["base", "'semantic'", "'sjf'", "'fcfs'", "round_robin"]),
+        ({"preemption": {"max_per_req": 1}}, ["preemption.max_per_req", "'max_per_request'"]),
+        ({"levels": "3"}, ["levels", "integer", "'3'"]),
+        ({"levels": 0}, ["levels", "greater than or equal to 1"]),
+        ({"default_level": 9}, ["default_level", "9", "0 to 4"]),
+        ({"levels": 2, "default_level": 1, "stage": {"protected_level": 2}}, ["protected_level"]),
+        ({"hints": 3}, ["hints", "3"]),
+        ({"preemption": {"enabled": 1}}, ["preemption.enabled", "boolean"]),
+        ({"stage": {"mode": True}}, ["stage.mode", "'cap', 'gate' or 'off'"]),
+        ([1, 2], ["mapping"]),
+        ("text", ["mapping"]),
+    ],
+)
+def test_invalid_policies_are_refused_by_name_value_and_choice(data, words) -> None:
+    with pytest.raises(PolicyError) as refusal:
+        parse_policy(data, source="my.yaml")
+    for word in ["my.yaml", *words]:
+        assert word in str(refusal.value)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(PolicyError) as refusal:
+        parse_policy({"bse": 1, "levels": "x"})
+    assert len(str(refusal.value).splitlines()) == 2
+
+
+def test_an_unknown_name_lists_the_shipped_ones() -> None:
+    with pytest.raises(PolicyError, match="Did you mean 'ems'.*fairness"):
+        load_policy("emms")
+
+
+@pytest.mark.parametrize("text", ["a: [", "\xff\xfe", "? [1, 2]\n: 3"])
+def test_files_that_are_not_policies(tmp_path, text: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(PolicyError, match="p.yaml"):
+        load_policy(path)
+
+
+def test_off_is_a_word_and_an_empty_file_is_the_default(tmp_path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("stage:\n  mode: off\npredictor:\n  enabled: true\n")
+    assert load_policy(path).stage.mode == "off"
+    path.write_text("# nothing\n")
+    assert load_policy(path) == Policy()
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    text = describe_keys()
+    assert "preemption.max_per_request: 3" in text
+    assert "semantic | priority | sjf | fcfs" in text
+    documented = {line.split(":")[0] for line in text.splitlines() if not line.startswith(" ")}
+    flat = yaml.safe_load(Policy().model_dump_json())
+    keys = {f"{k}.{s}" for k, v in flat.items() if isinstance(v, dict) for s in v}
+    assert documented == keys | {k for k, v in flat.items() if not isinstance(v, dict)}

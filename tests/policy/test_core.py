@@ -1,0 +1,166 @@
+"""The core as the engine drives it: random lives of many jobs under every base policy."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.cost import load_profile
+from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.preemption import Need
+
+BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
+LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]
+LENGTHS = [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), None]
+
+
+def make_core(base: str = "semantic", **policy) -> SchedulingCore:
+    return SchedulingCore(
+        parse_policy({"base": base} | policy), load_profile("default"), BUCKETS
+    )
+
+
+def arrive(core: SchedulingCore, name: str, urgency=None, unread=False, priority=0) -> Job:
+    extra_args = {} if urgency is None else {"urgency": urgency}
+    hint = core.read_hints(extra_args, priority)
+    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=unread)
+    core.enqueue(job, core.waiting)
+    return job
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "predict", "admit", "preempt", "finish", "step", "skip"]),
+        st.integers(0, 50),
+        st.integers(0, 4),
+    ),
+    max_size=150,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["semantic", "priority", "sjf"]), actions)
+def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> None:
+    core = make_core(base)
+    jobs: list[Job] = []
+    for number, (action, pick, level) in enumerate(actions):
+        waiting = [job for job in jobs if job.state is JobState.WAITING]
+        running = [job for job in jobs if job.state is JobState.RUNNING]
+        if action == "arrive":
+            hinted = level if pick % 2 else None
+            jobs.append(arrive(core, str(number), hinted, unread=pick % 3 == 0))
+        elif action == "predict" and jobs:
+            job = jobs[pick % len(jobs)]
+            core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3]))
+        elif action == "admit" and waiting:
+            best = min(waiting, key=lambda job: list(core.waiting.ordered()).index(job))
+            assert core.waiting.peek() is best
+            core.start(core.waiting.pop())
+        elif action == "skip" and waiting:
+            job = core.waiting.pop()
+            core.requeue(job, core.waiting)
+        elif action == "preempt" and running:
+            job = running[pick % len(running)]
+            core.preempt(job)
+            core.enqueue(job, core.waiting)
+        elif action == "finish" and jobs:
+            job = jobs.pop(pick % len(jobs))
+            core.finish(job)
+            assert job not in core.waiting and job not in core.running
+        elif action == "step":
+            for job in running:
+                job.generated += 1
+            core.step(lambda job: None)
+        for job in jobs:
+            assert (job in core.waiting) == (job.state is JobState.WAITING)
+            assert (job in core.running) == (job.state is JobState.RUNNING)
+        assert len(core.waiting) + len(core.running) == len(jobs)
+
+
+def test_order_under_each_base_policy() -> None:
+    def order(base: str) -> list[str]:
+        core = make_core(base)
+        for name, level, length in (
+            ("routine-short", 4, LENGTHS[0]),
+            ("urgent-long", 0, LENGTHS[1]),
+            ("urgent-short", 0, LENGTHS[0]),
+        ):
+            job = arrive(core, name, level, unread=True)
+            core.predicted(job, Prediction(LEVELS[0], length))
+        return [core.waiting.pop().request_id for _ in range(3)]
+
+    assert order("semantic") == ["urgent-short", "urgent-long", "routine-short"]
+    assert order("priority") == ["urgent-long", "urgent-short", "routine-short"]
+    assert order("sjf") == ["routine-short", "urgent-short", "urgent-long"]
+
+
+def test_a_hint_has_the_last_word_and_a_prediction_moves_a_job_wherever_it_is() -> None:
+    core = make_core()
+    hinted, unread, other = arrive(core, "a", 3), arrive(core, "b", unread=True), arrive(core, "c")
+    assert core.waiting.buffered == 1
+    core.predicted(hinted, Prediction(LEVELS[0]))
+    assert (hinted.level, hinted.level_source) == (3, LevelSource.HINT)
+    core.predicted(unread, Prediction(LEVELS[0]))
+    assert core.waiting.peek() is unread and core.waiting.buffered == 0
+    core.start(core.waiting.pop())
+    core.start(core.waiting.pop())
+    assert core.running.least_urgent() is other
+    core.predicted(other, Prediction(LEVELS[0]))
+    assert {job.level for job in core.running.by_eviction()} == {0}
+
+
+def test_a_prediction_for_more_levels_than_the_policy_has_is_clipped() -> None:
+    core = make_core(levels=3, default_level=1)
+    job = arrive(core, "a", unread=True)
+    core.predicted(job, Prediction(LEVELS[1]))
+    assert job.level == 2
+
+
+@pytest.mark.parametrize(("base", "worth"), [("semantic", True), ("sjf", False)])
+def test_preemption_is_for_urgency_only(base: str, worth: bool) -> None:
+    core = make_core(base)
+    routine = arrive(core, "a", 4)
+    core.start(core.waiting.pop())
+    urgent = arrive(core, "b", 0)
+    assert core.worth_preempting(urgent) is worth
+    assert not core.worth_preempting(arrive(core, "c", 4))
+    if worth:
+        assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+
+
+def test_nobody_is_preempted_for_ever() -> None:
+    core = make_core()
+    routine = arrive(core, "a", 4)
+    urgent = arrive(core, "b", 0)
+    core.waiting.remove(urgent)
+    for _ in range(core.policy.preemption.max_per_request):
+        core.start(core.waiting.pop())
+        assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+        core.preempt(routine)
+        core.enqueue(routine, core.waiting)
+    core.start(core.waiting.pop())
+    assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
+
+
+def test_the_clients_own_limit_bounds_the_expected_length() -> None:
+    core = make_core()
+    job = arrive(core, "a", 1)
+    assert core.expected_output(job) == core.policy.length.default_tokens
+    job.max_output_tokens = 7
+    assert core.expected_output(job) == 7
+
+
+def test_an_overdue_job_gets_a_new_estimate() -> None:
+    core = make_core()
+    job = arrive(core, "a", 1)
+    core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
+    core.start(core.waiting.pop())
+
+    def observe(job: Job) -> None:
+        job.generated = 15
+
+    late = [core.step(observe) for _ in range(40)]
+    assert [job] in late
+    assert core.expected_output(job) > 15

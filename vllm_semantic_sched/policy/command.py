@@ -1,0 +1,66 @@
+"""`semsched policy`: what can be configured, and whether a file is valid."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+
+from vllm_semantic_sched.policy.config import Policy, Section, load_policy
+from vllm_semantic_sched.policy.cost import load_profile
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.files import resolve_config, shipped_names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions of `semsched policy`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="names of the shipped policies and engine profiles")
+    actions.add_parser("keys", help="every key of a policy file with default and meaning")
+    check = actions.add_parser("check", help="check a policy by name or path")
+    check.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
+    show = actions.add_parser("show", help="print a shipped policy, to start one's own from")
+    show.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out an action; 1 if the policy is invalid."""
+    try:
+        if args.action == "list":
+            print("policies:", *shipped_names("policy"))
+            print("profiles:", *shipped_names("profile"))
+        elif args.action == "keys":
+            print(describe_keys(), end="")
+        elif args.action == "show":
+            print(resolve_config(args.policy, "policy").read_text(encoding="utf-8"), end="")
+        else:
+            policy = load_policy(args.policy)
+            load_profile(policy.profile)
+            print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
+    except PolicyError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def describe_keys() -> str:
+    """All keys of a policy file as text: name, default, valid values, meaning."""
+    lines = []
+    for key, default, valid, meaning in _keys(Policy, ""):
+        lines.append(f"{key}: {default}{f'   ({valid})' if valid else ''}")
+        lines += textwrap.wrap(meaning, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
+def _keys(model: type[Section], prefix: str) -> Iterator[tuple[str, object, str, str]]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from _keys(annotation, f"{prefix}{name}.")
+        else:
+            choices = typing.get_args(annotation)
+            literal = typing.get_origin(annotation) is typing.Literal
+            valid = " | ".join(map(str, choices)) if literal else ""
+            yield f"{prefix}{name}", field.default, valid, field.description or ""
