@@ -3,11 +3,16 @@
 Every test that passes with vLLM's class has to pass with ours under the base policy `fcfs`.
 The tests come out of vLLM's source distribution, which pip's indexes provide; some of them need
 models from a hub and fail with either class.
+
+`--vllm` names another release than the installed one. A release without a CPU wheel is tried by
+putting the Python part of its CUDA wheel in front of the installed CPU build: the scheduler needs
+no more than that.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -16,6 +21,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from vllm_sources import extract_tests, fetch_source
@@ -27,6 +33,7 @@ TESTS = [
     "tests/v1/core/test_priority_scheduler_random.py",
     "tests/v1/core/test_async_scheduler.py",
 ]
+COLUMNS = ("tests", "vllm", "ours", "lost")
 
 
 @dataclass(frozen=True)
@@ -52,15 +59,28 @@ def prepare(version: str, folder: Path) -> None:
     (folder / "ready").touch()
 
 
-def run_tests(folder: Path, tests: list[str], report: Path, ours: bool) -> dict[str, Outcome]:
+def install_beside(version: str, folder: Path) -> Path:
+    """Puts that release of vLLM, without its dependencies, into a folder of its own."""
+    target = folder / "engine"
+    if not (target / "vllm").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*command, str(target), f"vllm=={version}"], check=True)
+    return target
+
+
+def run_tests(
+    folder: Path, tests: list[str], report: Path, ours: bool, engine: Path | None
+) -> dict[str, Outcome]:
     """Runs the tests with one of the classes and returns the outcome of each."""
     environment = os.environ | {
-        "PYTHONPATH": str(SCRIPTS),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (engine, SCRIPTS) if path),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "SEMSCHED_POLICY": "fcfs",
     }
+    if engine:
+        environment["VLLM_TARGET_DEVICE"] = "cpu"
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
     command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=line", f"--junit-xml={report}"]
     if ours:
@@ -80,67 +100,74 @@ def read_report(report: Path) -> dict[str, Outcome]:
     """Outcomes by test id from a JUnit file."""
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        ended = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
         result = "passed" if ended is None else ended.tag
         reason = "" if ended is None else (ended.get("message") or "").partition("\n")[0]
-        file = case.get("classname", "").rpartition(".")[2]
+        # "tests.v1.core.test_scheduler", or with the name of a class behind it
+        parts = case.get("classname", "").split(".")
+        file = next((part for part in reversed(parts) if part.startswith("test_")), parts[-1])
         outcomes[f"{file}::{case.get('name')}"] = Outcome(file, result, reason)
     return outcomes
 
 
-def compare(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> dict[str, object]:
+def compare(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> dict[str, Any]:
     """Counts per file, and the tests that only vLLM's class passes."""
     files: dict[str, dict[str, int]] = {}
     lost = {}
     for name, outcome in stock.items():
         other = ours.get(name, Outcome(outcome.file, "missing"))
-        counts = files.setdefault(outcome.file, {"tests": 0, "vllm": 0, "ours": 0, "lost": 0})
+        counts = files.setdefault(outcome.file, dict.fromkeys(COLUMNS, 0))
         counts["tests"] += 1
         counts["vllm"] += outcome.result == "passed"
         counts["ours"] += other.result == "passed"
         if outcome.result == "passed" != other.result:
             counts["lost"] += 1
             lost[name] = f"{other.result}: {other.reason}"
-    total = {key: sum(counts[key] for counts in files.values()) for key in ("tests", "vllm", "ours", "lost")}
+    total = {key: sum(counts[key] for counts in files.values()) for key in COLUMNS}
     return {"files": files, "total": total, "lost": lost}
 
 
-def show(result: dict[str, object]) -> None:
-    columns = ("tests", "vllm", "ours", "lost")
+def show(result: dict[str, Any]) -> None:
     print(f"\n{'':40}{'tests':>8}{'vLLM passes':>13}{'ours passes':>13}{'lost':>6}")
     for name, counts in [*result["files"].items(), ("total", result["total"])]:
-        print("{:40}{:>8}{:>13}{:>13}{:>6}".format(name, *(counts[c] for c in columns)))
+        print("{:40}{:>8}{:>13}{:>13}{:>6}".format(name, *(counts[c] for c in COLUMNS)))
     for name, reason in result["lost"].items():
         print(f"\nlost: {name}\n      {reason[:300]}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/conformance.sh", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/conformance.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("tests", nargs="*", help=f"test files (default: {', '.join(TESTS)})")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "conformance-output", help="folder for the results"
     )
+    installed = importlib.metadata.version("vllm").partition("+")[0]
+    parser.add_argument("--vllm", default=installed, help=f"release (default: {installed})")
     args = parser.parse_args()
-    import vllm
-
-    version = vllm.__version__.partition("+")[0]
-    folder = ROOT / ".venv" / f"vllm-{version}-tests"
-    args.output.mkdir(parents=True, exist_ok=True)
     output = args.output.resolve()
-    print(f"vLLM {version}: fetching its tests", flush=True)
-    prepare(version, folder)
+    output.mkdir(parents=True, exist_ok=True)
+    print(f"vLLM {args.vllm}: fetching its tests", flush=True)
+    folder = ROOT / ".venv" / "conformance" / args.vllm
+    prepare(args.vllm, folder)
+    engine = install_beside(args.vllm, folder) if args.vllm != installed else None
     outcomes = {}
     for name in ("vllm", "ours"):
         begin = time.monotonic()
         print(f"running them with {name} ...", end="", flush=True)
-        outcomes[name] = run_tests(folder, args.tests or TESTS, output / f"{name}.xml", name == "ours")
+        report = output / f"{args.vllm}-{name}.xml"
+        outcomes[name] = run_tests(folder, args.tests or TESTS, report, name == "ours", engine)
         print(f" {len(outcomes[name])} tests in {time.monotonic() - begin:.0f} s")
     result = compare(outcomes["vllm"], outcomes["ours"])
     show(result)
-    (output / "conformance.json").write_text(
-        json.dumps({"vllm_version": version, "policy": "fcfs", **result}, indent=2) + "\n"
-    )
-    print(f"\nWritten: {output / 'conformance.json'}")
+    file = output / f"{args.vllm}.json"
+    file.write_text(json.dumps({"vllm": args.vllm, "policy": "fcfs", **result}, indent=2) + "\n")
+    print(f"\nWritten: {file}")
     if not result["total"]["vllm"]:
         print("No test passes with vLLM's own class, so nothing was compared.")
         return 1

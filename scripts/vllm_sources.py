@@ -54,7 +54,7 @@ def extract_tests(source: Path, folder: Path) -> None:
     """Unpacks only `tests/`: beside it, the `vllm/` folder would hide the installed one."""
     with tarfile.open(source) as archive:
         for member in archive:
-            top, _, path = member.name.partition("/")
+            _, _, path = member.name.partition("/")
             if path.startswith("tests/"):
                 member.name = path
                 archive.extract(member, folder, filter="data")
