@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.guard import Guard
-from vllm_semantic_sched.engine.kv_blocks import BlockAccount
+from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
@@ -71,8 +71,8 @@ class SemanticScheduler(Scheduler):
         self.kv_holding_waiting = SemanticRequestQueue(
             core, self._jobs, core.new_queue(), self._guard
         )
-        self._blocks = BlockAccount(self)
-        self._step_limit = StepLimit(self)
+        self._capacity = Capacity(self)
+        self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
         )
@@ -99,12 +99,12 @@ class SemanticScheduler(Scheduler):
         with self._guard("making room for urgent requests"):
             self._make_room(core)
         with self._guard("limiting prefills"):
-            self._step_limit.set(core, self._jobs)
+            self._step_limit.set(core)
         try:
             return super().schedule(*args, **kwargs)
         finally:
             self._step_limit.restore()
-            with self._guard("ordering running requests"):
+            with self._guard("taking in admitted requests"):
                 self._take_in_admitted(core)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,20 +179,18 @@ class SemanticScheduler(Scheduler):
             return
         if self.pause_state is not PauseState.UNPAUSED:
             return
-        seats = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
-        seats -= len(self.kv_holding_waiting)  # vLLM seats these first
-        blocks = self._blocks.free_for_admission()
+        seats = self._capacity.free_seats()
+        blocks = self._capacity.free_for_admission()
         victims_left = core.policy.preemption.max_victims_per_step
         prefill_tokens = self.max_num_scheduled_tokens - len(self.running)
-        admitted: list[Job] = []
         victims: list[Job] = []
         for job in core.waiting.ordered():
             if prefill_tokens <= 0 or not core.worth_preempting(job):
                 break
             request = self.requests[job.request_id]
-            if not self._blocks.is_ready(request):
+            if not self._capacity.is_ready(request):
                 continue
-            needed = self._blocks.needed(request)
+            needed = self._capacity.needed(request)
             need = Need(seats=1 - seats, blocks=needed - blocks)
             if not need.met:
                 chosen = core.victims_for(
@@ -203,8 +201,7 @@ class SemanticScheduler(Scheduler):
                 victims += chosen
                 victims_left -= len(chosen)
                 seats += len(chosen)
-                blocks += sum(self._blocks.freed_by(self.requests[v.request_id]) for v in chosen)
-            admitted.append(job)
+                blocks += sum(self._capacity.freed_by(self.requests[v.request_id]) for v in chosen)
             seats -= 1
             blocks -= needed
             prefill_tokens -= request.num_tokens
@@ -218,7 +215,7 @@ class SemanticScheduler(Scheduler):
         # Blocks that a step in flight may still write do not come free at once.
         if not self._request_blocks_can_be_freed(request):
             return None
-        return self._blocks.freed_by(request)
+        return self._capacity.freed_by(request)
 
     def _evict(self, request: Request) -> None:
         self.running.remove(request)
@@ -238,12 +235,11 @@ class SemanticScheduler(Scheduler):
                 break
             admitted.append(self.running.pop())
         for request in reversed(admitted):
-            try:
+            with self._guard("starting a request"):
                 job = self._jobs[request.request_id]
                 self._observe(job)
                 core.start(job)
-            finally:
-                self._insert(core, request)
+            self._insert(core, request)
 
     def _reposition(self, core: SchedulingCore, job: Job) -> None:
         """A job's estimate or level changed; if it runs, so does its place in self.running."""
@@ -253,15 +249,13 @@ class SemanticScheduler(Scheduler):
             self._insert(core, request)
 
     def _insert(self, core: SchedulingCore, request: Request) -> None:
-        try:
+        place = len(self.running)  # whatever fails, the request must not get lost
+        with self._guard("ordering running requests"):
             place = bisect.bisect(
                 self.running,
                 core.running.order(self._jobs[request.request_id]),
                 key=lambda other: core.running.order(self._jobs[other.request_id]),
             )
-        except KeyError:  # a request that the core does not know; nothing may be lost
-            self._guard.failed("ordering running requests")
-            place = len(self.running)
         self.running.insert(place, request)
 
     def _gauges(self, core: SchedulingCore) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
@@ -20,7 +20,7 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.rank import Rank, rank_of
 from vllm_semantic_sched.policy.running import RunningSet
-from vllm_semantic_sched.policy.stage import prefill_token_limit
+from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield
 from vllm_semantic_sched.policy.waiting import WaitingQueue
 
 
@@ -186,6 +186,14 @@ class SchedulingCore:
         return prefill_token_limit(
             decoding_level, prefill_level, self.policy.stage, self.profile
         )
+
+    def prefills_that_yield(
+        self, newcomer: Job, prefilling: Iterable[Job], token_budget: int
+    ) -> list[Job]:
+        """See `policy.stage.prefills_that_yield`."""
+        if not self.policy.uses_urgency:
+            return []
+        return prefills_that_yield(newcomer, prefilling, token_budget)
 
     # Ranks
 

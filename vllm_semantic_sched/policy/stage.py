@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from vllm_semantic_sched.policy.config import Stage
 from vllm_semantic_sched.policy.cost import EngineProfile
+from vllm_semantic_sched.policy.job import Job
 
 
 def prefill_token_limit(
@@ -33,3 +36,23 @@ def prefill_token_limit(
         return 0
     affordable = profile.prefill_tokens_within(stage.max_slowdown * profile.gamma2)
     return max(affordable, stage.min_prefill_tokens)
+
+
+def prefills_that_yield(
+    newcomer: Job, prefilling: Iterable[Job], token_budget: int
+) -> list[Job]:
+    """Running prefills that must sit out a step so that a more urgent newcomer can start.
+
+    The engine serves running requests first; a long prompt can take whole steps in a row.
+
+    Args:
+        newcomer: the waiting job that is next and has a seat and blocks.
+        token_budget: tokens that the step can spend on prefills.
+    """
+    wanted = newcomer.tokens
+    yielding: list[Job] = []
+    for job in prefilling:
+        wanted += job.tokens - job.computed
+        if job.level > newcomer.level:
+            yielding.append(job)
+    return yielding if wanted > token_budget else []

@@ -1,4 +1,4 @@
-"""KV block arithmetic by vLLM's own block manager."""
+"""Seats and KV blocks: what is free, needed and held, by vLLM's own accounts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 
-class BlockAccount:
-    """Answers how many KV blocks are free, needed and held, without changing anything."""
+class Capacity:
+    """Answers questions about seats and KV blocks without changing anything."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -55,6 +55,21 @@ class BlockAccount:
         groups = self._manager.get_blocks(request.request_id).blocks
         return sum(
             1 for group in groups for block in group if block.ref_cnt == 1 and not block.is_null
+        )
+
+    def free_seats(self) -> int:
+        """Running-request slots that waiting requests may take in the coming step."""
+        scheduler = self._scheduler
+        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        # Requests that hold blocks while they wait are seated before all others.
+        return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
+
+    def admissible(self, request: Request) -> bool:
+        """Whether a waiting request has a seat and its blocks without preempting anybody."""
+        return (
+            self.free_seats() > 0
+            and self.is_ready(request)
+            and self.needed(request) <= self.free_for_admission()
         )
 
     def is_ready(self, request: Request) -> bool:

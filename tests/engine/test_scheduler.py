@@ -1,0 +1,337 @@
+"""SemanticScheduler as vLLM's scheduler, without a model."""
+
+from collections import deque
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+from vllm.v1.request import RequestStatus
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import (
+    build_scheduler,
+    make_request,
+    model_output,
+    run_step,
+)
+from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.policy.errors import PolicyError
+
+HINTS_ONLY = "predictor: {enabled: false}\n"
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """Writes a policy that reads hints only; returns its path for `build`."""
+
+    def write(text: str = "") -> dict[str, str]:
+        path = tmp_path / "policy.yaml"
+        path.write_text(HINTS_ONLY + text)
+        return {"policy": str(path)}
+
+    return write
+
+
+def build(settings, **options):
+    return build_scheduler(SemanticScheduler, semantic_sched=settings, **options)
+
+
+def running(scheduler) -> list[str]:
+    return [request.request_id for request in scheduler.running]
+
+
+def add(scheduler, *names: str, **fields) -> None:
+    for name in names:
+        scheduler.add_request(make_request(name, **fields))
+
+
+def finish_all(scheduler, limit: int = 5000) -> int:
+    """Steps until everything has finished."""
+    for steps in range(limit):
+        if not scheduler.get_num_unfinished_requests():
+            return steps
+        run_step(scheduler)
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+def assert_clean(scheduler) -> None:
+    """Nothing is left: no request, no job, no block."""
+    run_step(scheduler)
+    assert not scheduler.requests and not scheduler._jobs
+    assert not scheduler._core.waiting and not len(scheduler._core.running)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM keeps one as null block
+
+
+def test_an_urgent_request_takes_a_seat_in_the_step_after_it_arrives(policy) -> None:
+    scheduler = build(policy(), max_num_seqs=3)
+    add(scheduler, "a", "b", "c", "d", urgency=4, output_tokens=50)
+    run_step(scheduler)
+    add(scheduler, "urgent", urgency=0)
+    step = run_step(scheduler)
+    assert "urgent" in step.num_scheduled_tokens
+    assert running(scheduler) == ["urgent", "a", "b"]
+    assert scheduler._counters.total("admission_preemptions") == 1
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+def test_several_victims_make_room_for_one_long_prompt(policy) -> None:
+    scheduler = build(policy(), max_num_seqs=8, num_blocks=33)
+    add(scheduler, *"abcdefgh", urgency=4, prompt_tokens=40, output_tokens=30)
+    run_step(scheduler)
+    add(scheduler, "urgent", urgency=0, prompt_tokens=200, output_tokens=5)
+    run_step(scheduler)
+    assert running(scheduler)[0] == "urgent"
+    assert scheduler._counters.total("admission_preemptions") > 1
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+def test_nothing_is_evicted_when_it_would_not_suffice(policy) -> None:
+    scheduler = build(policy(), max_num_seqs=8, num_blocks=33)
+    add(scheduler, *"ab", urgency=1, prompt_tokens=200, output_tokens=30)
+    add(scheduler, *"cd", urgency=4, prompt_tokens=20, output_tokens=30)
+    run_step(scheduler)
+    add(scheduler, "urgent", urgency=1, prompt_tokens=300, output_tokens=5)
+    for _ in range(5):
+        run_step(scheduler)
+    assert scheduler._counters.total("admission_preemptions") == 0
+    finish_all(scheduler)
+
+
+def test_a_victim_is_protected_after_so_many_preemptions(policy) -> None:
+    scheduler = build(policy("preemption: {max_per_request: 2}\n"), max_num_seqs=1)
+    add(scheduler, "routine", urgency=4, output_tokens=40)
+    run_step(scheduler)
+    for name in "abc":
+        add(scheduler, name, urgency=0, output_tokens=2)
+        for _ in range(4):
+            run_step(scheduler)
+    assert scheduler._counters.total("admission_preemptions") == 2
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+def test_the_tail_of_running_is_the_least_urgent(policy) -> None:
+    """vLLM takes its own victims there when KV runs short."""
+    scheduler = build(policy(), max_num_seqs=8)
+    for level in (3, 0, 4, 1, 2):
+        add(scheduler, f"level{level}", urgency=level, output_tokens=30)
+        run_step(scheduler)
+    assert running(scheduler) == [f"level{level}" for level in range(5)]
+
+
+def test_a_kv_shortage_hits_the_least_urgent(policy) -> None:
+    scheduler = build(policy("preemption: {enabled: false}\n"), max_num_seqs=4, num_blocks=16)
+    add(scheduler, "routine", urgency=4, prompt_tokens=60, output_tokens=100)
+    run_step(scheduler)
+    add(scheduler, "urgent", urgency=0, prompt_tokens=60, output_tokens=100)
+    seen = set()
+    while scheduler.get_num_unfinished_requests():
+        run_step(scheduler)
+        seen |= {r.request_id for r in scheduler.requests.values() if r.num_preemptions}
+    assert seen == {"routine"}
+    assert_clean(scheduler)
+
+
+def test_an_urgent_decode_caps_less_urgent_prefills(policy) -> None:
+    for mode, bound in (("cap", 1 + 90), ("gate", 1), ("off", 8192)):
+        scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_seqs=8)
+        add(scheduler, "urgent", urgency=0, output_tokens=20)
+        run_step(scheduler)
+        add(scheduler, "long", urgency=3, prompt_tokens=3000)
+        for _ in range(10):
+            step = run_step(scheduler)
+            assert step.num_scheduled_tokens["urgent"] == 1
+            assert step.total_num_scheduled_tokens <= bound
+        if mode == "gate":
+            assert running(scheduler) == ["urgent"]
+        assert scheduler.max_num_scheduled_tokens == 8192
+        finish_all(scheduler)
+        assert_clean(scheduler)
+
+
+@pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", 0), ("cap", 90)])
+def test_a_long_prefill_under_way_yields_to_an_urgent_request(
+    policy, mode, beside_the_decode
+) -> None:
+    scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_batched_tokens=100)
+    add(scheduler, "long", urgency=3, prompt_tokens=1000)
+    run_step(scheduler)
+    add(scheduler, "urgent", urgency=0, prompt_tokens=20, output_tokens=5)
+    assert run_step(scheduler).num_scheduled_tokens == {"urgent": 20}
+    step = run_step(scheduler)
+    assert step.num_scheduled_tokens.get("long", 0) <= beside_the_decode
+    assert step.num_scheduled_tokens["urgent"] == 1
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("urgency", ["abc", 99, -1, {"a": 1}, [0], 1.5, True])
+def test_an_invalid_hint_is_counted_and_the_request_served(policy, urgency) -> None:
+    scheduler = build(policy())
+    add(scheduler, "a", urgency=urgency)
+    assert scheduler._jobs["a"].level == 2
+    assert scheduler._counters.total("invalid_hints") == 1
+    assert scheduler._counters.total("policy_errors") == 0
+    finish_all(scheduler)
+
+
+def test_fcfs_is_vllm_untouched() -> None:
+    scheduler = build({"policy": "fcfs"})
+    assert type(scheduler.waiting) is FCFSRequestQueue
+    scheduler = build({"policy": "fcfs"}, policy="priority")
+    assert type(scheduler.waiting) is PriorityRequestQueue
+    add(scheduler, "a", "b")
+    finish_all(scheduler)
+
+
+def test_the_base_follows_the_engines_scheduling_mode(policy) -> None:
+    assert not isinstance(build(policy()), AsyncScheduler)
+    assert isinstance(build(policy(), async_scheduling=True), AsyncScheduler)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "emms"}, ["emms", "'ems'", "fairness"]),
+        ({"policy": "/does/not/exist.yaml"}, ["/does/not/exist.yaml"]),
+        ({"polcy": "ems"}, ["polcy", "'policy'"]),
+        ({"policy": 3}, ["policy", "string"]),
+        ({"profile": "a100"}, ["a100", "a100-qwen1.5-4b"]),
+    ],
+)
+def test_settings_that_cannot_be_used_stop_the_start(settings, words) -> None:
+    with pytest.raises(PolicyError) as refusal:
+        build(settings)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_the_environment_goes_before_the_command_line(monkeypatch) -> None:
+    monkeypatch.setenv("SEMSCHED_POLICY", "fcfs")
+    assert build({"policy": "does-not-matter"})._core is None
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
+def test_an_unsupported_vllm_is_named(version) -> None:
+    with pytest.raises(UnsupportedVersion, match=rf"{version} is installed"):
+        check_vllm_version(version)
+
+
+def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None:
+    for version in ("0.32.0", "0.32.1+cpu", "0.32.0.dev3+g1234"):
+        check_vllm_version(version)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        ("_core", "new_job"),
+        ("_core", "enqueue"),
+        ("_core", "requeue"),
+        ("_core", "step"),
+        ("_core", "start"),
+        ("_core", "preempt"),
+        ("_core", "finish"),
+        ("_core", "victims_for"),
+        ("_core", "worth_preempting"),
+        ("_core", "prefill_token_limit"),
+        ("_core.waiting", "peek"),
+        ("_core.waiting", "remove"),
+        ("_core.running", "order"),
+        ("_predictions", "apply"),
+        ("_predictions", "submit"),
+        ("_capacity", "needed"),
+    ],
+)
+def test_an_error_anywhere_in_our_code_is_counted_and_everybody_is_served(
+    policy, monkeypatch, owner, method
+) -> None:
+    scheduler = build(policy(), max_num_seqs=3, num_blocks=40)
+    add(scheduler, *"abcdef", urgency=4, output_tokens=30, prompt_tokens=60)
+    for _ in range(3):
+        run_step(scheduler)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    target = scheduler
+    for name in owner.split("."):
+        target = getattr(target, name)
+    monkeypatch.setattr(target, method, fail)
+    add(scheduler, *"uvwxyz", urgency=0, output_tokens=30, prompt_tokens=60)
+    if method == "requeue":
+        scheduler.waiting.prepend_request(scheduler.waiting.pop_request())
+    finish_all(scheduler)
+    assert scheduler._counters.total("policy_errors") > 0
+    assert not scheduler.requests
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 4), st.integers(1, 150), st.integers(1, 40)),
+        st.tuples(st.just("abort"), st.integers(0, 100)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("reset")),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(events, st.sampled_from([0, 1]), st.sampled_from(["cap", "gate"]))
+def test_random_traffic_leaves_nothing_behind(tmp_path_factory, events, ahead, mode) -> None:
+    """Asynchronous scheduling runs one step ahead of the outputs."""
+    path = tmp_path_factory.mktemp("policy") / "p.yaml"
+    path.write_text(f"{HINTS_ONLY}stage: {{mode: {mode}}}\n")
+    scheduler = build(
+        {"policy": str(path)},
+        max_num_seqs=3,
+        num_blocks=24,
+        max_num_batched_tokens=128,
+        async_scheduling=bool(ahead),
+    )
+    in_flight = deque()
+
+    def step() -> None:
+        output = scheduler.schedule()
+        in_flight.append((output, model_output(scheduler, output)))
+        while len(in_flight) > ahead:
+            scheduler.update_from_output(*in_flight.popleft())
+
+    for number, (kind, *values) in enumerate(events):
+        if kind == "add":
+            level, prompt, output = values
+            add(
+                scheduler,
+                str(number),
+                urgency=level,
+                prompt_tokens=prompt,
+                output_tokens=output,
+            )
+        elif kind == "abort" and scheduler.requests:
+            names = list(scheduler.requests)
+            name = names[values[0] % len(names)]
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        elif kind == "step":
+            for _ in range(values[0]):
+                step()
+        elif kind == "reset" and not ahead:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(3000):
+        if not scheduler.get_num_unfinished_requests():
+            break
+        step()
+    while in_flight:
+        scheduler.update_from_output(*in_flight.popleft())
+    assert scheduler._counters.total("policy_errors") == 0
+    assert_clean(scheduler)
