@@ -1,0 +1,47 @@
+"""Length buckets: every length has exactly one, and equal shares where lengths allow it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.prediction import LengthBuckets
+from vllm_semantic_sched.predict.buckets import bucket_of, expected_tokens, length_buckets
+
+
+def test_quantiles_divide_evenly():
+    buckets = length_buckets(list(range(1, 101)), 4)
+    assert buckets.edges == (26, 51, 76)
+    assert buckets.means == (13.0, 38.0, 63.0, 88.0)
+    assert [bucket_of(length, buckets.edges) for length in (1, 25, 26, 100, 9999)] == [
+        0,
+        0,
+        1,
+        3,
+        3,
+    ]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1), st.integers(2, 12))
+def test_buckets_are_ordered_and_never_empty(lengths, count):
+    buckets = length_buckets(lengths, count)
+    assert len(buckets.means) == len(buckets.edges) + 1 <= count
+    assert list(buckets.means) == sorted(set(buckets.means))
+    assert {bucket_of(length, buckets.edges) for length in lengths} == set(
+        range(len(buckets.means))
+    )
+
+
+def test_expected_tokens_is_the_mean():
+    assert expected_tokens((0.25, 0.75), LengthBuckets((10,), (4.0, 40.0))) == 31.0
+
+
+def test_nothing_cannot_be_divided():
+    with pytest.raises(ValueError, match="no lengths"):
+        length_buckets([], 3)
+
+
+def test_mismatched_buckets_are_refused():
+    with pytest.raises(ValueError, match="2 buckets"):
+        LengthBuckets((10,), (4.0,))
+    with pytest.raises(ValueError, match="increase"):
+        LengthBuckets((10, 10), (4.0, 5.0, 6.0))

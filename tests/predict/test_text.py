@@ -1,0 +1,58 @@
+"""What the predictor sees of a prompt."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.text import WindowTokenizer, clean
+
+START, END = 101, 102
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="[PAD]"
+    )
+
+
+def test_template_markers_go_and_words_stay():
+    text = "<|im_start|>user\nmy dad  fell<|im_end|>\n<s>[INST] now [/INST]"
+    assert clean(text) == "user my dad fell now"
+
+
+def test_comparison_signs_are_no_markers():
+    assert clean("is a <b and c> d? <|") == "is a <b and c> d? <|"
+
+
+def test_long_texts_keep_head_and_tail(bert):
+    tokenizer = WindowTokenizer(bert, window=16)
+    text = "first words here " + "filler " * 5000 + "last words there"
+    (row,) = tokenizer.encode([text])
+    assert len(row) == 16
+    assert row[0] == START and row[-1] == END
+    said = bert.decode(row[1:-1])
+    assert said.startswith("first words here") and said.endswith("last words there")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " \n\t", "\x00\x01\ufffd", "\ud800 half a pair", "😀" * 4000, "a" * 100_000, "[CLS][PAD]"],
+)
+def test_any_string_gives_a_framed_row(bert, text):
+    (row,) = WindowTokenizer(bert, window=32).encode([text])
+    assert 2 <= len(row) <= 32
+    assert row[0] == START and row[-1] == END
+
+
+def test_padding_is_masked(bert):
+    tokenizer = WindowTokenizer(bert, window=32)
+    ids, mask = tokenizer.pad(tokenizer.encode(["one", "one two three"]))
+    assert ids.shape == mask.shape == (2, 5)
+    assert mask.sum(1).tolist() == [3, 5]
+    assert ids[0, 3:].tolist() == [0, 0]
+
+
+def test_a_window_without_room_is_refused(bert):
+    with pytest.raises(ValueError, match="window of 3"):
+        WindowTokenizer(bert, window=3)

@@ -1,0 +1,77 @@
+"""The stored form: int8 and back, and a whole network through a folder."""
+
+import pytest
+import torch
+from transformers import DistilBertConfig
+
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.weights import (
+    dequantised,
+    load_network,
+    quantised,
+    save_network,
+)
+
+
+@pytest.fixture
+def tiny_network():
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=30522,
+        dim=16,
+        hidden_dim=32,
+        n_layers=1,
+        n_heads=2,
+        num_labels=5,
+        length_bucket_edges=[10, 20],
+        length_bucket_means=[5.0, 15.0, 40.0],
+    )
+    return UrgencyLengthClassifier(config).eval()
+
+
+def test_int8_is_off_by_half_a_step_at_most():
+    torch.manual_seed(0)
+    matrix = torch.randn(7, 33) * torch.tensor([[10.0**-row] for row in range(7)])
+    matrix[3] = 0.0
+    state = {"layer.weight": matrix, "layer.bias": torch.randn(7)}
+    stored = quantised(state)
+    assert stored["layer.weight"].dtype == torch.int8
+    restored = dequantised(stored)
+    assert restored.keys() == state.keys()
+    assert torch.equal(restored["layer.bias"], state["layer.bias"])
+    half_step = matrix.abs().amax(1, keepdim=True) / 127 / 2
+    assert ((restored["layer.weight"] - matrix).abs() <= half_step * 1.001).all()
+
+
+def test_a_network_survives_its_folder(tiny_network, tmp_path):
+    save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path)
+    loaded = load_network(tmp_path)
+    ids = torch.tensor([[101, 2000, 3000, 102]])
+    with torch.inference_mode():
+        before = tiny_network(ids, torch.ones_like(ids))
+        after = loaded(ids, torch.ones_like(ids))
+    for old, new in zip(before, after, strict=True):
+        assert torch.allclose(old, new, atol=0.02)
+
+
+def test_a_stored_folder_can_be_configured_as_model(tiny_network, tmp_path):
+    save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path / "model")
+    predictor = TextPredictor.load(str(tmp_path / "model"))
+    assert predictor.length_buckets.edges == (10, 20)
+    (prediction,) = predictor.predict(["hello"])
+    assert len(prediction.urgency) == 5 and len(prediction.length) == 3
+
+
+def test_padding_does_not_change_a_prediction(tiny_network):
+    ids = torch.tensor([[101, 2000, 102, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.inference_mode():
+        padded = tiny_network(ids, mask)[0]
+        alone = tiny_network(ids[:, :3], mask[:, :3])[0]
+    assert torch.allclose(padded, alone, atol=1e-5)
+
+
+def test_what_is_shipped_stays_small():
+    size = sum(file.stat().st_size for file in SHIPPED_WEIGHTS.iterdir())
+    assert size < 25_000_000

@@ -1,0 +1,147 @@
+"""The training mixture: messages with a level, prompts with a length, and both combined."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_semantic_sched.datasets import (
+    KtasVisit,
+    Split,
+    TextLength,
+    TriageVisit,
+    instruction_pairs,
+    ktas_visits,
+    medical_questions,
+    triage_visits,
+)
+from vllm_semantic_sched.predict import render, voices
+from vllm_semantic_sched.predict.wording_routine import (
+    NO_RESOURCE,
+    ONE_RESOURCE,
+    SEVERAL_RESOURCES,
+)
+from vllm_semantic_sched.predict.wording_urgent import HIGH_RISK, IMMEDIATE
+
+_Item = TypeVar("_Item")
+
+WORDINGS = (IMMEDIATE, HIGH_RISK, SEVERAL_RESOURCES, ONE_RESOURCE, NO_RESOURCE)
+
+# Visits of each level per round. The survey has 0.8 % at level 0 and half at level 2, and a
+# head trained so would call nothing level 0.
+_VISITS_PER_LEVEL = (1400, 4200, 5200, 4200, 2400)
+_MESSAGES_PER_LEVEL = (3000, 2800, 2400, 2200, 1600)
+_HARMLESS = 4000
+_KTAS_COPIES = 3
+_MEDICAL_QUESTIONS = 8000
+_COMPOSED = 7000
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text with an urgency level (0-4), an output length in tokens, or both."""
+
+    text: str
+    level: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records of one split, read once and rendered afresh every round."""
+
+    visits: tuple[TriageVisit, ...]
+    ktas: tuple[KtasVisit, ...]
+    prompts: tuple[TextLength, ...]
+    questions: tuple[TextLength, ...]
+
+    @classmethod
+    def read(cls, root: Path, split: Split) -> "Sources":
+        """Read all sources below `root`; raises DataNotFound if one is missing."""
+        return cls(
+            visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
+            ktas=tuple(visit for visit in ktas_visits(root) if visit.split == split),
+            prompts=tuple(pair for pair in instruction_pairs(root) if pair.split == split),
+            questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Output lengths of all prompts and questions, in tokens."""
+        return [pair.output_tokens for pair in (*self.prompts, *self.questions)]
+
+
+def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
+    """About 50,000 shuffled examples (times `scale`); another seed renders them differently."""
+    rng = random.Random(seed)
+    examples = _visit_examples(sources.visits, scale, rng)
+    for visit in sources.ktas:
+        for _ in range(_KTAS_COPIES):
+            text = render.with_noise(render.ktas_message(visit, rng), rng)
+            examples.append(Example(text, visit.level))
+    for wording, count in zip(WORDINGS, _MESSAGES_PER_LEVEL, strict=True):
+        for _ in range(round(count * scale)):
+            examples.append(_message_example(wording.level, rng))
+    for _ in range(round(_HARMLESS * scale)):
+        examples.append(Example(render.with_noise(render.harmless_prompt(rng), rng), 4))
+    examples += _length_examples(_sample(sources.prompts, len(sources.prompts) * scale, rng), rng)
+    examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
+    examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
+    rng.shuffle(examples)
+    return examples
+
+
+def _visit_examples(
+    visits: Sequence[TriageVisit], scale: float, rng: random.Random
+) -> list[Example]:
+    examples = []
+    for level, count in enumerate(_VISITS_PER_LEVEL):
+        chosen = [visit for visit in visits if visit.level == level]
+        for visit in _sample(chosen, count * scale, rng):
+            # The plain rendering stays clean half of the time: it is also what is evaluated.
+            text = render.visit_message(visit, rng)
+            if text != visit.text or rng.random() < 0.4:
+                text = render.with_noise(text, rng)
+            examples.append(Example(text, level))
+    return examples
+
+
+def _message_example(level: int, rng: random.Random) -> Example:
+    message = render.level_message(WORDINGS[level], rng)
+    return Example(render.with_noise(message, rng), level)
+
+
+def _length_examples(pairs: Iterable[TextLength], rng: random.Random) -> list[Example]:
+    return [Example(render.with_noise(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
+
+
+def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list[Example]:
+    """Messages followed by a request: urgency from the message, length from the request."""
+    examples = []
+    for _ in range(count):
+        if rng.random() < 0.65:
+            level = rng.choices(range(5), (3, 3, 2, 2, 2))[0]
+            message = render.level_message(WORDINGS[level], rng)
+        else:
+            visit = rng.choice(sources.visits)
+            level, message = visit.level, render.visit_message(visit, rng)
+        tokens = None
+        kind = rng.random()
+        if kind < 0.5:
+            text = voices.with_task(message, voices.pick(voices.TASKS, rng), rng)
+        else:
+            pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
+            text = voices.with_question(message, pair.text, rng)
+            tokens = pair.output_tokens
+        examples.append(Example(render.with_noise(text, rng), level, tokens))
+    return examples
+
+
+def _sample(items: Sequence[_Item], count: float, rng: random.Random) -> list[_Item]:
+    """`count` items, each as often as the others to within one."""
+    wanted = round(count)
+    if not items:
+        return []
+    whole, rest = divmod(wanted, len(items))
+    return [*items] * whole + rng.sample(items, rest)

@@ -1,0 +1,89 @@
+"""What training checks at its end: calibration, and figures on the validation split."""
+
+import random
+from pathlib import Path
+
+import torch
+
+from vllm_semantic_sched.predict import render
+from vllm_semantic_sched.predict.buckets import expected_tokens
+from vllm_semantic_sched.predict.data import WORDINGS, Example, Sources, training_round
+from vllm_semantic_sched.predict.metrics import kendall_tau, urgency_report
+from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.predict.network import URGENCY_LEVELS, UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+
+_PER_PART = 2000
+_CALIBRATION_SCALE = 0.05
+
+
+def calibrate(
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, sources: Sources, seed: int
+) -> None:
+    """Store in the configuration the temperature that fits unseen visits and prompts best."""
+    examples = [
+        example
+        for example in training_round(sources, seed, _CALIBRATION_SCALE)
+        if example.level is not None
+    ]
+    network.eval()
+    logits = []
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for start in range(0, len(examples), 64):
+            texts = [example.text for example in examples[start : start + 64]]
+            logits.append(network(*tokenizer.pad(tokenizer.encode(texts)))[0])
+    stacked = torch.cat(logits).float()
+    levels = torch.tensor([example.level for example in examples])
+    candidates = [0.6 + 0.05 * step for step in range(49)]
+    losses = [
+        float(torch.nn.functional.cross_entropy(stacked / value, levels)) for value in candidates
+    ]
+    network.config.temperature = round(candidates[losses.index(min(losses))], 2)
+
+
+def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
+    """Named sets of held-out texts, at most 2,000 each."""
+    rng = random.Random(seed)
+    visits = rng.sample(sources.visits, min(_PER_PART, len(sources.visits)))
+    messages = [
+        Example(render.level_message(wording, rng), wording.level)
+        for wording in WORDINGS
+        for _ in range(_PER_PART // 10)
+    ]
+    pairs = [*sources.prompts, *sources.questions]
+    chosen = rng.sample(pairs, min(_PER_PART, len(pairs)))
+    return {
+        "NHAMCS visits": [Example(visit.text, visit.level) for visit in visits],
+        "KTAS visits": [
+            Example(render.ktas_message(visit, rng), visit.level) for visit in sources.ktas
+        ],
+        "generated messages": messages,
+        "prompts and questions": [Example(pair.text, 4, pair.output_tokens) for pair in chosen],
+    }
+
+
+def validation_table(model: Path, sources: Sources, seed: int) -> str:
+    """A table of the stored model's figures on the validation split."""
+    predictor = TextPredictor.load(str(model), torch.get_num_threads())
+    lines = [
+        f"{'validation':24}{'n':>6}{'accuracy':>10}{'balanced':>10}{'kappa':>8}{'AUC<=1':>8}"
+        f"{'tau':>7}  recall of levels"
+    ]
+    for name, examples in validation_parts(sources, seed).items():
+        predictions = predictor.predict([example.text for example in examples])
+        truth = [-1 if example.level is None else example.level for example in examples]
+        report = urgency_report(truth, [one.urgency for one in predictions], URGENCY_LEVELS)
+        tau = ""
+        if examples and examples[0].output_tokens is not None and predictor.length_buckets:
+            expected = [
+                expected_tokens(one.length or (), predictor.length_buckets) for one in predictions
+            ]
+            tau = f"{kendall_tau([one.output_tokens or 0 for one in examples], expected):.2f}"
+        auc = report["auc_level_0_or_1"]
+        recall = " ".join("-" if value is None else f"{value:.2f}" for value in report["recall"])
+        lines.append(
+            f"{name:24}{report['n']:>6}{report['accuracy']:>10.3f}"
+            f"{report['balanced_accuracy']:>10.3f}{report['quadratic_weighted_kappa']:>8.2f}"
+            f"{'' if auc is None else format(auc, '.2f'):>8}{tau:>7}  {recall}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""The stored form of a trained network: a folder with int8 weights, config and tokenizer.
+
+Matrices are stored as int8 with one fp32 scale per row (a quarter of fp32), everything else
+as fp32. `semsched train` writes this form and the package ships it.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DistilBertConfig
+
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+
+WEIGHTS_FILE = "model.int8.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_SCALE = ".row_scale"
+
+
+def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with every matrix (rows, columns) as int8 and its row scales (rows,) beside it."""
+    stored: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if value.dim() == 2:
+            scale = value.abs().amax(dim=1).clamp(min=1e-12) / 127.0
+            stored[name] = torch.round(value / scale[:, None]).to(torch.int8).contiguous()
+            stored[name + _SCALE] = scale.to(torch.float32)
+        else:
+            stored[name] = value.to(torch.float32).contiguous()
+    return stored
+
+
+def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fp32 state that `stored` stands for; off by half a row scale at most."""
+    return {
+        name: value.to(torch.float32) * stored[name + _SCALE][:, None]
+        if name + _SCALE in stored
+        else value
+        for name, value in stored.items()
+        if not name.endswith(_SCALE)
+    }
+
+
+def is_stored_network(folder: Path) -> bool:
+    """Whether `folder` holds a network in this form."""
+    return (folder / WEIGHTS_FILE).is_file()
+
+
+def save_network(network: UrgencyLengthClassifier, tokenizer_from: Path, folder: Path) -> None:
+    """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(quantised(network.state_dict()), folder / WEIGHTS_FILE)
+    config = network.config.to_diff_dict()
+    config["architectures"] = [type(network).__name__]
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    for name in _TOKENIZER_FILES:
+        if tokenizer_from != folder:
+            shutil.copyfile(tokenizer_from / name, folder / name)
+
+
+def load_network(folder: Path) -> UrgencyLengthClassifier:
+    """The network stored in `folder`, in fp32 and evaluation mode."""
+    config = DistilBertConfig.from_json_file(folder / "config.json")
+    network = UrgencyLengthClassifier(config)
+    network.load_state_dict(dequantised(load_file(folder / WEIGHTS_FILE)))
+    return network.eval()
