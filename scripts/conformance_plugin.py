@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from vllm.v1.core.sched import async_scheduler, scheduler
 
+from vllm_semantic_sched.engine import version
 from vllm_semantic_sched.engine.scheduler import AsyncSemanticScheduler, SemanticScheduler
 
+# Any release: this comparison is how one comes into the supported range.
+version.SUPPORTED = SpecifierSet()
 scheduler.Scheduler = SemanticScheduler
 async_scheduler.AsyncScheduler = AsyncSemanticScheduler
 

@@ -79,6 +79,11 @@ find_python() {
     die "no Python 3.11 to 3.14 with the venv module found; install one or set PYTHON."
 }
 
+current_activity() {
+    tail -n 60 "$log" | grep -E '^ *(Collecting|Downloading|Building|Installing|Uninstalling) ' |
+        tail -n 1 || true
+}
+
 # step TITLE COMMAND...: runs it with its output in the log, and shows what it is doing.
 step() {
     local title=$1 begin=$SECONDS pid status=0
@@ -88,7 +93,7 @@ step() {
     pid=$!
     if [[ -t 1 ]]; then
         while kill -0 "$pid" 2>/dev/null; do
-            printf '\r\033[K  %s  %ds  %.70s' "$title" $((SECONDS - begin)) "$(tail -n 1 "$log")"
+            printf '\r\033[K  %s  %ds  %.60s' "$title" $((SECONDS - begin)) "$(current_activity)"
             sleep 1
         done
         printf '\r\033[K'
@@ -123,9 +128,11 @@ remove_cuda_extras() {
 
 check_engine() {
     "$venv/bin/vllm" --version
-    "$venv/bin/python" -c 'import vllm; from vllm.platforms import current_platform as p
-assert p.is_cpu(), f"vLLM chose the platform {p}"'
-    "$venv/bin/python" -c 'from transformers import DistilBertForSequenceClassification'
+    "$venv/bin/python" -c '
+from transformers import DistilBertForSequenceClassification
+from vllm.platforms import current_platform as platform
+
+assert platform.is_cpu(), f"vLLM chose the platform {platform}"'
 }
 
 check_platform
