@@ -89,14 +89,14 @@ class PredictionFeed:
             return []
         changed: list[Job] = []
         for request_id, prediction in self._service.drain():
+            if prediction is None:
+                self._counters.add("failed_predictions")
             job = self._jobs.get(request_id)
-            if job is None:
+            if job is None:  # it has ended meanwhile
                 continue
             self._core.predicted(job, prediction)
             changed.append(job)
-            if prediction is None:
-                self._counters.add("failed_predictions")
-            elif job.level_source is LevelSource.PREDICTION:
+            if job.level_source is LevelSource.PREDICTION:
                 self._counters.add("predictions", str(job.level))
         return changed
 

@@ -1,0 +1,214 @@
+"""SemanticScheduler in a real `vllm serve`, through the interface that clients use."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
+
+
+@pytest.fixture(scope="module")
+def semantic(serve):
+    """The default policy with the shipped predictor, four seats."""
+    return serve("semantic", *OURS, seats=4)
+
+
+@pytest.fixture(scope="module")
+def stock(serve):
+    """vLLM as it is."""
+    return serve("stock", seats=4)
+
+
+def complete(server, prompt="hello", headers=None, path="/v1/completions", **body):
+    """One request; (status, answer, seconds)."""
+    body = {"model": "bench", "max_tokens": 8, "ignore_eos": True, "temperature": 0} | body
+    if path.endswith("/completions") and "messages" not in body:
+        body["prompt"] = prompt
+    request = urllib.request.Request(
+        server.url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"} | (headers or {}),
+    )
+    begin = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return reply.status, json.load(reply), time.monotonic() - begin
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), time.monotonic() - begin
+
+
+class Background:
+    """Long requests of little urgency on all seats, and more waiting."""
+
+    def __init__(self, server, count=10, **body) -> None:
+        self.results: list[tuple] = []
+        self._threads = [
+            threading.Thread(
+                target=lambda: self.results.append(complete(server, max_tokens=400, **body))
+            )
+            for _ in range(count)
+        ]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        time.sleep(1.0)
+        return self
+
+    def __exit__(self, *_):
+        for thread in self._threads:
+            thread.join()
+        assert [result[0] for result in self.results] == [200] * len(self._threads)
+
+
+def metric(server, name: str, **labels: str) -> float:
+    """A value on /metrics, summed over labels that are not given. Statistics follow the next
+    engine step, so one is caused first."""
+    complete(server, "one more step", max_tokens=3)
+    total = 0.0
+    for line in server.get_text("/metrics").splitlines():
+        if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+ROUTINE = {"prompt": "write a poem about rain", "vllm_xargs": {"urgency": 4}}
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"vllm_xargs": {"urgency": 0}},
+        {"priority": -1},
+        {"headers": {"X-Vllm-Priority": "-1"}},
+        {"prompt": "my dad collapsed and isn't breathing, please send help now"},
+        {
+            "path": "/v1/chat/completions",
+            "messages": [{"role": "user", "content": "she is choking and turning blue, help"}],
+        },
+    ],
+    ids=["urgency", "priority", "header", "text", "chat"],
+)
+def test_an_urgent_request_overtakes_everything(semantic, hint) -> None:
+    with Background(semantic, **ROUTINE):
+        status, _, seconds = complete(semantic, **hint)
+        _, _, routine_seconds = complete(semantic, **ROUTINE)
+    assert status == 200
+    assert seconds < routine_seconds / 3
+
+
+def test_what_happened_is_on_the_metrics_page(semantic) -> None:
+    before = metric(semantic, "semsched:admission_preemptions_total")
+    with Background(semantic, count=5, **ROUTINE):
+        complete(semantic, vllm_xargs={"urgency": 0})
+    assert metric(semantic, "semsched:admission_preemptions_total") > before
+    assert metric(semantic, "semsched:requests_total", level_from="hint") > 0
+    assert metric(semantic, "semsched:predictions_total") > 0
+    assert metric(semantic, "semsched:predictor_up") == 1
+    assert metric(semantic, "semsched:policy_errors_total") == 0
+
+
+@pytest.mark.parametrize("urgency", ["abc", 99, -1, [0, 1], 1.5])
+def test_an_invalid_hint_is_counted_and_served_at_the_predicted_level(semantic, urgency) -> None:
+    before = metric(semantic, "semsched:invalid_hints_total")
+    assert complete(semantic, vllm_xargs={"urgency": urgency})[0] == 200
+    assert metric(semantic, "semsched:invalid_hints_total") == before + 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"vllm_xargs": {"urgency": None}},
+        {"vllm_xargs": {"urgency": {"a": 1}}},
+        {"prompt": ""},
+        {"prompt": "</s><s><s>[INST]"},
+        {"prompt": [1, 2, 2, 2]},
+        {"prompt": [31999, 10**6]},
+        {"prompt": "word " * 30_000},
+        {"prompt": "\x00\x01\ufffd\ud83d\ude80 \u202e" * 50},
+        {"prompt": ["one", "two"]},
+        {"max_tokens": 0},
+        {"priority": "high"},
+    ],
+    ids=lambda body: repr(body)[:40],
+)
+def test_strange_input_gets_the_answer_that_vllm_gives_it(semantic, stock, body) -> None:
+    ours, theirs = complete(semantic, **body), complete(stock, **body)
+    assert ours[0] == theirs[0]
+    if ours[0] == 200:
+        assert [c["text"] for c in ours[1]["choices"]] == [c["text"] for c in theirs[1]["choices"]]
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            request = urllib.request.Request(
+                semantic.url + "/v1/completions",
+                json.dumps({"model": "bench", "prompt": "x", "max_tokens": 900, "ignore_eos": True,
+                            "vllm_xargs": {"urgency": 0}}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=0.2)
+    deadline = time.monotonic() + 20
+    while metric(semantic, "vllm:num_requests_running") + metric(
+        semantic, "vllm:num_requests_waiting"
+    ):
+        assert time.monotonic() < deadline
+    assert metric(semantic, "semsched:policy_errors_total") == 0
+
+
+def test_the_server_outlives_its_predictor(semantic) -> None:
+    worker = next(
+        process
+        for process in psutil.Process(semantic._process.pid).children(recursive=True)
+        if any("predict.worker" in part for part in process.cmdline())
+    )
+    os.kill(worker.pid, signal.SIGKILL)
+    for _ in range(3):
+        assert complete(semantic, "help, he is not breathing")[0] == 200
+    assert metric(semantic, "semsched:failed_predictions_total") > 0
+    deadline = time.monotonic() + 90
+    while metric(semantic, "semsched:predictor_up") != 1:
+        assert time.monotonic() < deadline, "the predictor was not restarted"
+        time.sleep(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("preemption: {max_per_req: 1}\n", ["preemption.max_per_req", "max_per_request"]),
+        ("predictor: {model: /no/such/model}\n", ["predictor.model", "/no/such/model"]),
+    ],
+)
+def test_a_policy_that_cannot_be_used_stops_the_server_with_a_sentence(
+    model, tmp_path, policy, words
+) -> None:
+    from vllm_semantic_sched.bench.server import ServerConfig
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(policy)
+    settings = json.dumps({"semantic_sched": {"policy": str(path)}})
+    config = ServerConfig(
+        model=model, log=tmp_path / "log", scheduler_args=(*OURS, "--additional-config", settings)
+    )
+    result = subprocess.run(
+        config.command(port=0),
+        env=config.process_environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode != 0
+    for word in words:
+        assert word in result.stdout + result.stderr
