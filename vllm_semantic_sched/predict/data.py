@@ -30,12 +30,13 @@ WORDINGS = (IMMEDIATE, HIGH_RISK, SEVERAL_RESOURCES, ONE_RESOURCE, NO_RESOURCE)
 
 # Visits of each level per round. The survey has 0.8 % at level 0 and half at level 2, and a
 # head trained so would call nothing level 0.
-_VISITS_PER_LEVEL = (1400, 4200, 5200, 4200, 2400)
-_MESSAGES_PER_LEVEL = (3000, 2800, 2400, 2200, 1600)
-_HARMLESS = 4000
+_VISITS_PER_LEVEL = (1000, 3200, 4200, 3200, 2000)
+_MESSAGES_PER_LEVEL = (2700, 2700, 2500, 2300, 1500)
+_HARMLESS = 3000
 _KTAS_COPIES = 3
-_MEDICAL_QUESTIONS = 8000
-_COMPOSED = 7000
+_PROMPTS = 7800
+_MEDICAL_QUESTIONS = 5000
+_COMPOSED = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Sources:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 50,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 47,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
     for visit in sources.ktas:
@@ -85,7 +86,7 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
             examples.append(_message_example(wording.level, rng))
     for _ in range(round(_HARMLESS * scale)):
         examples.append(Example(render.with_noise(render.harmless_prompt(rng), rng), 4))
-    examples += _length_examples(_sample(sources.prompts, len(sources.prompts) * scale, rng), rng)
+    examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
     examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
     examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
     rng.shuffle(examples)

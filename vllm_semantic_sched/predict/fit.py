@@ -7,7 +7,7 @@ texts lack must keep their place beside those they do not lack.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ def fit(
     epochs: int,
     minutes: float | None = None,
     scale: float = 1.0,
+    after_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Train `network` in place for `epochs` rounds, or until `minutes` are over.
 
     The result depends on the arguments alone, except where `minutes` cuts it short.
     """
     network.distilbert.embeddings.requires_grad_(False)
-    optimizer = torch.optim.AdamW(_parameter_groups(network), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(_parameter_groups(network), weight_decay=0.01, fused=True)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     started = time.monotonic()
     network.train()
@@ -73,6 +74,7 @@ def fit(
             step += 1
             if step % 50 == 0:
                 batches.set_postfix(loss=f"{loss.item():.3f}")
+        after_round()
 
 
 def _loss(

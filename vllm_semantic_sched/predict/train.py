@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
     parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
-    parser.add_argument("--epochs", type=int, default=3, help="rounds of freshly rendered texts")
+    parser.add_argument("--epochs", type=int, default=2, help="rounds of freshly rendered texts")
     parser.add_argument("--minutes", type=float, help="stop after this time (default: no limit)")
     parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
     parser.add_argument(
@@ -73,6 +73,8 @@ def _train(args: argparse.Namespace, root: Path) -> None:
         epochs=args.epochs,
         minutes=args.minutes,
         scale=args.scale,
+        # A run that is cut short leaves its last round's model behind.
+        after_round=lambda: save_network(network, encoder, args.output),
     )
     calibrate(network, tokenizer, validation, args.seed)
     save_network(network, encoder, args.output)
