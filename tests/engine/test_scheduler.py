@@ -3,10 +3,6 @@
 from collections import deque
 
 import pytest
-
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.engine
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,6 +18,8 @@ from vllm_semantic_sched.bench.fake_engine import (
 )
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.errors import PolicyError
+
+pytestmark = pytest.mark.engine
 
 HINTS_ONLY = "predictor: {enabled: false}\n"
 

@@ -12,7 +12,6 @@ import urllib.request
 import psutil
 import pytest
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
@@ -155,8 +154,15 @@ def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
         with pytest.raises(TimeoutError):
             request = urllib.request.Request(
                 semantic.url + "/v1/completions",
-                json.dumps({"model": "bench", "prompt": "x", "max_tokens": 900, "ignore_eos": True,
-                            "vllm_xargs": {"urgency": 0}}).encode(),
+                json.dumps(
+                    {
+                        "model": "bench",
+                        "prompt": "x",
+                        "max_tokens": 900,
+                        "ignore_eos": True,
+                        "vllm_xargs": {"urgency": 0},
+                    }
+                ).encode(),
                 {"Content-Type": "application/json"},
             )
             urllib.request.urlopen(request, timeout=0.2)

@@ -58,7 +58,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    with pytest.raises(PolicyError, match="Did you mean 'ems'.*fairness"):
+    with pytest.raises(PolicyError, match=r"Did you mean 'ems'.*fairness"):
         load_policy("emms")
 
 
@@ -66,7 +66,7 @@ def test_an_unknown_name_lists_the_shipped_ones() -> None:
 def test_files_that_are_not_policies(tmp_path, text: str) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(PolicyError, match="p.yaml"):
+    with pytest.raises(PolicyError, match=r"p\.yaml"):
         load_policy(path)
 
 

@@ -17,9 +17,7 @@ LENGTHS = [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), None]
 
 
 def make_core(base: str = "semantic", **policy) -> SchedulingCore:
-    return SchedulingCore(
-        parse_policy({"base": base} | policy), load_profile("default"), BUCKETS
-    )
+    return SchedulingCore(parse_policy({"base": base} | policy), load_profile("default"), BUCKETS)
 
 
 def arrive(core: SchedulingCore, name: str, urgency=None, unread=False, priority=0) -> Job:

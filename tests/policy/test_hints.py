@@ -47,9 +47,7 @@ def test_a_priority_counts_when_there_is_no_urgency_and_it_is_not_zero() -> None
 
 
 def test_the_policy_can_cap_or_ignore_them() -> None:
-    cap = parse_policy(
-        {"hints": {"urgency": "cap", "priority": "cap", "most_urgent_level": 2}}
-    )
+    cap = parse_policy({"hints": {"urgency": "cap", "priority": "cap", "most_urgent_level": 2}})
     assert read_hints({"urgency": 0}, 0, cap).level == 2
     assert read_hints({"urgency": 3}, 0, cap).level == 3
     assert read_hints(None, -1, cap).level == 2

@@ -92,6 +92,4 @@ class Capacity:
             for running in self._scheduler.running
             if running.lora_request
         }
-        return (
-            request.lora_request.lora_int_id in active or len(active) < lora_config.max_loras
-        )
+        return request.lora_request.lora_int_id in active or len(active) < lora_config.max_loras

@@ -49,9 +49,7 @@ class PredictionFeed:
                 "levels come from hints only."
             )
             return
-        self._service = PredictionService(
-            policy.predictor, decode=tokenizer.decode, logger=logger
-        )
+        self._service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
         core.buckets = self._service.start()
 
     @property

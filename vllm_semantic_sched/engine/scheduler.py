@@ -19,8 +19,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.capacity import Capacity
+from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
@@ -184,6 +184,10 @@ class SemanticScheduler(Scheduler):
         victims_left = core.policy.preemption.max_victims_per_step
         prefill_tokens = self.max_num_scheduled_tokens - len(self.running)
         victims: list[Job] = []
+
+        def freeable(victim: Job) -> int | None:
+            return None if victim in victims else self._freed_at_once(victim)
+
         for job in core.waiting.ordered():
             if prefill_tokens <= 0 or not core.worth_preempting(job):
                 break
@@ -193,9 +197,7 @@ class SemanticScheduler(Scheduler):
             needed = self._capacity.needed(request)
             need = Need(seats=1 - seats, blocks=needed - blocks)
             if not need.met:
-                chosen = core.victims_for(
-                    job, need, victims_left, lambda victim: self._freeable(victim, victims)
-                )
+                chosen = core.victims_for(job, need, victims_left, freeable)
                 if not chosen:
                     break
                 victims += chosen
@@ -208,9 +210,7 @@ class SemanticScheduler(Scheduler):
         for victim in victims:
             self._evict(self.requests[victim.request_id])
 
-    def _freeable(self, job: Job, already: list[Job]) -> int | None:
-        if job in already:
-            return None
+    def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]
         # Blocks that a step in flight may still write do not come free at once.
         if not self._request_blocks_can_be_freed(request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
@@ -58,8 +58,8 @@ _GAUGES = {
 class SemanticStatLogger(StatLoggerBase):
     """One per engine; the metric objects are shared, told apart by the label `engine`."""
 
-    _counters: dict[str, Counter] = {}
-    _gauges: dict[str, Gauge] = {}
+    _counters: ClassVar[dict[str, Counter]] = {}
+    _gauges: ClassVar[dict[str, Gauge]] = {}
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)

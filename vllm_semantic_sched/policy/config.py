@@ -146,8 +146,7 @@ class Policy(Section):
     )
     profile: str = Field(
         "default",
-        description="Engine profile (alpha, beta, gamma): a name under configs/profiles or a "
-        "path.",
+        description="Engine profile (alpha, beta, gamma): a name under configs/profiles or a path.",
     )
     hints: Hints = Hints()
     preemption: Preemption = Preemption()

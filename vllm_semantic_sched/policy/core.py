@@ -183,9 +183,7 @@ class SchedulingCore:
         """See `policy.stage.prefill_token_limit`."""
         if not self.policy.uses_urgency:
             return None
-        return prefill_token_limit(
-            decoding_level, prefill_level, self.policy.stage, self.profile
-        )
+        return prefill_token_limit(decoding_level, prefill_level, self.policy.stage, self.profile)
 
     def prefills_that_yield(
         self, newcomer: Job, prefilling: Iterable[Job], token_budget: int

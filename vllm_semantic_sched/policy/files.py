@@ -37,7 +37,7 @@ def read_config(name_or_path: str | Path, kind: Literal["policy", "profile"]) ->
     source = f"{kind} {path}"
     try:
         # _Loader is a SafeLoader: it builds plain values only.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PolicyError(f"{source}: cannot be read as YAML: {error}") from error
     return data, source

@@ -38,9 +38,7 @@ def prefill_token_limit(
     return max(affordable, stage.min_prefill_tokens)
 
 
-def prefills_that_yield(
-    newcomer: Job, prefilling: Iterable[Job], token_budget: int
-) -> list[Job]:
+def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: int) -> list[Job]:
     """Running prefills that must sit out a step so that a more urgent newcomer can start.
 
     The engine serves running requests first; a long prompt can take whole steps in a row.

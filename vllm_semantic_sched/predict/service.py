@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_semantic_sched.policy.config import Predictor
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
@@ -109,21 +110,24 @@ class PredictionService:
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF
         while batch := self._next_batch():
+            request_ids = [request_id for request_id, _ in batch]
             try:
-                predictions = self._predict(batch)
-                backoff = _FIRST_BACKOFF
+                predictions = self._predict([token_ids for _, token_ids in batch])
             except Exception as error:
-                predictions = [None] * len(batch)
-                if not self._closing:
-                    self._logger.warning(
-                        "The urgency predictor failed (%s: %s); requests run at the default "
-                        "level until it is back.",
-                        type(error).__name__,
-                        error,
-                    )
-                    if not self.up:
-                        backoff = self._relaunch(backoff)
-            self._done.extend(zip((request_id for request_id, _ in batch), predictions))
+                self._done.extend((request_id, None) for request_id in request_ids)
+                if self._closing:
+                    return
+                self._logger.warning(
+                    "The urgency predictor failed (%s: %s); requests run at the default level "
+                    "until it is back.",
+                    type(error).__name__,
+                    error,
+                )
+                if not self.up:
+                    backoff = self._relaunch(backoff)
+            else:
+                self._done.extend(zip(request_ids, predictions, strict=True))
+                backoff = _FIRST_BACKOFF
 
     def _next_batch(self) -> list[tuple[str, Sequence[int]]]:
         """Wait for work; empty when closing."""
@@ -140,8 +144,8 @@ class PredictionService:
             oldest = list(itertools.islice(self._queue, settings.max_batch))
             return [(request_id, self._queue.pop(request_id)) for request_id in oldest]
 
-    def _predict(self, batch: list[tuple[str, Sequence[int]]]) -> list[Prediction | None]:
-        texts = [self._text(token_ids) for _, token_ids in batch]
+    def _predict(self, prompts: list[Sequence[int]]) -> list[Prediction]:
+        texts = [self._text(token_ids) for token_ids in prompts]
         answer = self._exchange({"id": next(self._batch_ids), "texts": texts})
         if "error" in answer:
             raise PredictorError(answer["error"])
@@ -158,7 +162,7 @@ class PredictionService:
 
     # The process
 
-    def _exchange(self, message: dict[str, object] | None = None) -> dict[str, object]:
+    def _exchange(self, message: dict[str, Any] | None = None) -> dict[str, Any]:
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise PredictorError("no predictor process")
@@ -168,7 +172,7 @@ class PredictionService:
         line = process.stdout.readline()
         if not line:
             raise PredictorError(f"the predictor process ended with status {process.wait()}")
-        answer: dict[str, object] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _launch(self) -> LengthBuckets | None:
