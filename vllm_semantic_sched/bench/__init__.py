@@ -1,0 +1,1 @@
+"""Load tests on the real engine: workload, client, metrics, comparison of schedulers."""

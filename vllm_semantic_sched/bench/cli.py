@@ -1,0 +1,47 @@
+"""`semsched bench`: run, overhead, make-model."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+from vllm_semantic_sched.bench import model_command, overhead, run_command
+
+_COMMANDS = {
+    "run": (run_command, "compare schedulers under the same load on a real vllm serve"),
+    "overhead": (overhead, "time of schedule() with many waiting requests"),
+    "make-model": (model_command, "write a small random-weight model with a real tokenizer"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Mount the three commands below `parser`."""
+    commands = parser.add_subparsers(dest="bench_command", required=True)
+    for name, (module, text) in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen command and return its exit status (2: bad arguments)."""
+    # Without this a plain kill would leave the server that a benchmark started behind.
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return int(_COMMANDS[args.bench_command][0].run(args))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"semsched bench: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"semsched bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="semsched bench", description=__doc__)
+    add_arguments(_parser)
+    sys.exit(run(_parser.parse_args()))

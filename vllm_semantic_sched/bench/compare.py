@@ -1,0 +1,248 @@
+"""The same workload through several schedulers, one server each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from vllm_semantic_sched.bench.client import (
+    ClientConfig,
+    Record,
+    send_one_by_one,
+    send_open_loop,
+)
+from vllm_semantic_sched.bench.metrics import (
+    Difference,
+    IdleModel,
+    differences,
+    explain,
+    fit_idle,
+    throughput,
+)
+from vllm_semantic_sched.bench.results import Comparison, MixResult
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, set_priority
+from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
+
+_WARM_UP_REQUESTS = 24
+_IDLE_REQUESTS = 24
+_CAPACITY_ROUNDS = 6  # requests per seat, so that filling and emptying the seats weigh little
+_IDLE_TOKENS = 128  # longer answers would tell nothing new about a straight line
+# Room between the longest answer and max_tokens, the same for every request.
+_SPARE_TOKENS = 16
+_PREEMPTIONS = "vllm:num_preemptions_total"
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.eE\d]+)$")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything a comparison needs, checked before the first server starts.
+
+    With `overload`, the workloads' gap is set so that they offer that many times the output
+    tokens per second that the first server can give.
+    """
+
+    server: ServerConfig
+    schedulers: Sequence[SchedulerSpec]
+    workloads: Sequence[Workload]
+    output: Path
+    overload: float | None
+    eos_token: int
+
+
+def end_token(model: Path) -> int:
+    """The model's end token.
+
+    Raises:
+        ValueError: `config.json` names none.
+    """
+    token = json.loads((model / "config.json").read_text()).get("eos_token_id")
+    if isinstance(token, list):
+        token = token[0] if token else None
+    if not isinstance(token, int):
+        raise ValueError(f"{model / 'config.json'} names no eos_token_id")
+    return token
+
+
+def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Comparison:
+    """Run every workload on every scheduler.
+
+    Writes `results.json` after each scheduler, so that an interrupted run is not lost, and
+    the servers' logs beside it.
+
+    Raises:
+        ServerFailed: a server did not start or ended by itself.
+        ValueError: the idle engine answered too few requests to compare with.
+    """
+    comparison: Comparison | None = None
+    workloads = plan.workloads
+    if plan.server.nice:
+        set_priority(os.getpid(), plan.server.nice)
+    for spec in plan.schedulers:
+        if progress:
+            print(f"starting the server: {spec.title}", flush=True)
+        config = replace(
+            plan.server,
+            log=plan.output / f"server-{spec.name.replace('@', '-')}.log",
+            scheduler_args=spec.server_args(),
+        )
+        with VllmServer(config) as server:
+            client = ClientConfig(
+                url=server.url,
+                eos_token=plan.eos_token,
+                max_tokens=plan.workloads[0].config.max_output_tokens + _SPARE_TOKENS,
+                progress="" if progress else None,
+            )
+            _warm_up(spec, client, plan)
+            if comparison is None:
+                comparison = Comparison(_idle(spec, client, plan), options)
+                workloads = _paced(spec, client, plan)
+            for workload in workloads:
+                label = f"{spec.name}, {workload.config.mix}" if progress else None
+                result = _measure(spec, workload, server, client, label, comparison.idle)
+                reference = next(iter(comparison.mixes.get(workload.config.mix, {}).values()), None)
+                if reference is not None:
+                    result.differences = _differences(reference, result, client)
+                comparison.add(result)
+        comparison.write(plan.output / "results.json")
+    assert comparison is not None
+    return comparison
+
+
+def _label(client: ClientConfig, text: str) -> str | None:
+    return None if client.progress is None else text
+
+
+def _warm_up(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> None:
+    requests = _other_requests(plan, _WARM_UP_REQUESTS, "even", 32)
+    together = [replace(request, arrival=0.0) for request in requests]
+    client = replace(client, progress=None)
+    asyncio.run(send_open_loop(together, client, spec.body_extras))
+
+
+def _idle(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> IdleModel:
+    requests = _other_requests(plan, _IDLE_REQUESTS, "1:1:1:1:2", _IDLE_TOKENS)
+    client = replace(client, progress=_label(client, "one by one on the idle engine"))
+    return fit_idle(asyncio.run(send_one_by_one(requests, client, spec.body_extras)))
+
+
+def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence[Workload]:
+    """The workloads at the wanted overload, whatever the speed of this machine."""
+    if plan.overload is None:
+        return plan.workloads
+    like = plan.workloads[0].config
+    count = _CAPACITY_ROUNDS * plan.server.seats
+    requests = _other_requests(plan, count, like.mix, like.max_output_tokens)
+    together = [replace(request, arrival=0.0) for request in requests]
+    client = replace(client, progress=_label(client, "capacity"))
+    capacity = throughput(asyncio.run(send_open_loop(together, client, spec.body_extras)))
+    if capacity <= 0:
+        raise ValueError("the first server answered no request")
+    paced = []
+    for workload in plan.workloads:
+        burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
+        gap = burst / (plan.overload * capacity)
+        paced.append(make_workload(replace(workload.config, gap=gap)))
+    return paced
+
+
+def _differences(
+    reference: MixResult, result: MixResult, client: ClientConfig
+) -> list[Difference]:
+    """Differing outputs with their margins: each is sent again, with log-probabilities.
+
+    Asking for them in the measured run would slow it down.
+    """
+    found = differences(reference.records, result.records)
+    if not found:
+        return found
+    wanted = {difference.index for difference in found}
+    requests = [request for request in result.workload.requests if request.index in wanted]
+    repeated = asyncio.run(
+        send_one_by_one(
+            requests, replace(client, record_margins=True), result.scheduler.body_extras
+        )
+    )
+    again = {record.index: record for record in repeated}
+    answers = {record.index: record for record in result.records}
+    return [explain(item, answers[item.index], again[item.index]) for item in found]
+
+
+def _other_requests(
+    plan: RunPlan, count: int, mix: str, max_tokens: int
+) -> tuple[BenchRequest, ...]:
+    """Requests of the same kind that the measured workloads do not contain."""
+    like = plan.workloads[0].config
+    return make_workload(
+        replace(
+            like, requests=count, mix=mix, seed=like.seed + 1_000_003, max_output_tokens=max_tokens
+        )
+    ).requests
+
+
+def _measure(
+    spec: SchedulerSpec,
+    workload: Workload,
+    server: VllmServer,
+    client: ClientConfig,
+    label: str | None,
+    idle: IdleModel,
+) -> MixResult:
+    before = _Usage.now(server)
+    records: list[Record] = asyncio.run(
+        send_open_loop(workload.requests, replace(client, progress=label), spec.body_extras)
+    )
+    server.check()
+    after = _Usage.now(server)
+    result = MixResult.of(spec, workload, records, idle)
+    result.counters = _difference(after.counters, before.counters)
+    result.cpu_seconds = _difference(after.ours, before.ours)
+    machine = after.machine_busy - before.machine_busy
+    total = max(after.machine_total - before.machine_total, 1e-9)
+    result.elsewhere = max(0.0, machine - sum(result.cpu_seconds.values())) / total
+    return result
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """Counters at one moment; CPU times in seconds."""
+
+    counters: Mapping[str, float]
+    ours: Mapping[str, float]
+    machine_busy: float
+    machine_total: float
+
+    @classmethod
+    def now(cls, server: VllmServer) -> _Usage:
+        own = psutil.Process().cpu_times()
+        machine = psutil.cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # Guest time is part of user time and would count twice.
+        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        return cls(
+            counters=_counters(server.get_text("/metrics")),
+            ours={**server.cpu_seconds(), "client": own.user + own.system},
+            machine_busy=total - idle,
+            machine_total=total,
+        )
+
+
+def _counters(metrics: str) -> dict[str, float]:
+    """vLLM's preemptions and every plain counter of the scheduler, summed over labels."""
+    values: dict[str, float] = {}
+    for line in metrics.splitlines():
+        match = _SAMPLE.match(line)
+        if match and (match[1] == _PREEMPTIONS or match[1].startswith("semsched:")):
+            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
+    return values
+
+
+def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}

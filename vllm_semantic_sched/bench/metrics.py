@@ -1,0 +1,210 @@
+"""What is measured, from per-request records. `docs/benchmark.md` has every formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_semantic_sched.bench.client import Record
+
+MARGIN_LIMIT = 1e-4
+"""Below this distance of the two best log-probabilities either token may win in fp32."""
+
+
+@dataclass(frozen=True)
+class IdleModel:
+    """E2E latency of a request alone on the engine: a line in prompt and output tokens.
+
+    `base` is in seconds, the others in seconds per token. `floor` is the shortest latency
+    that was measured, below which the line is not followed. `error` is the median relative
+    residual of the fit.
+    """
+
+    base: float
+    per_prompt_token: float
+    per_output_token: float
+    floor: float
+    error: float
+
+    def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Estimated E2E latency on an idle engine."""
+        line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
+        return max(self.floor, self.base + line)
+
+
+def fit_idle(records: Sequence[Record]) -> IdleModel:
+    """Least-squares fit over requests that were sent one by one.
+
+    Raises:
+        ValueError: fewer than four of them were answered.
+    """
+    done = [record for record in records if record.ok]
+    if len(done) < 4:
+        raise ValueError(f"only {len(done)} of {len(records)} idle requests were answered")
+    measured = np.array([_e2e(record) for record in done])
+    output = np.array([record.output_tokens for record in done], dtype=float)
+    prompt = np.array([record.prompt_tokens for record in done], dtype=float)
+    ones = np.ones_like(output)
+    # Noise can make a small effect negative; a term that would shorten the latency of
+    # longer requests is dropped.
+    coefficients = np.zeros(3)
+    for columns in ((0, 1, 2), (0, 2), (2,)):
+        design = np.stack([ones, prompt, output], axis=1)[:, columns]
+        solution = np.linalg.lstsq(design, measured, rcond=None)[0]
+        if (solution >= 0).all():
+            coefficients[list(columns)] = solution
+            break
+    base, per_prompt, per_output = (float(value) for value in coefficients)
+    estimate = base + per_prompt * prompt + per_output * output
+    error = float(np.median(np.abs(estimate - measured) / measured))
+    return IdleModel(base, per_prompt, per_output, float(measured.min()), error)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and percentiles (linear interpolation between ranks) of one metric."""
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A per-request metric; `value` gives None where it is not defined for a request."""
+
+    key: str
+    title: str
+    unit: str
+    scale: float
+    value: Callable[[Record, IdleModel], float | None]
+
+
+def _e2e(record: Record) -> float:
+    assert record.finish is not None
+    return record.finish - record.arrival
+
+
+def _ttft(record: Record, idle: IdleModel) -> float | None:
+    return None if record.first_token is None else record.first_token - record.arrival
+
+
+def _tpot(record: Record, idle: IdleModel) -> float | None:
+    if record.output_tokens < 2 or record.first_token is None or record.finish is None:
+        return None
+    return (record.finish - record.first_token) / (record.output_tokens - 1)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("ttft", "TTFT", "s", 1, _ttft),
+    Metric("tpot", "TPOT", "ms", 1e3, _tpot),
+    Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
+    Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
+    Metric(
+        "normalized_waiting",
+        "norm. waiting",
+        "ms/tok",
+        1e3,
+        lambda record, idle: _e2e(record) / record.output_tokens,
+    ),
+    Metric(
+        "slowdown",
+        "slowdown",
+        "x",
+        1,
+        lambda record, idle: (
+            _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
+        ),
+    ),
+)
+"""In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
+
+
+def summarize(values: Iterable[float | None]) -> Summary:
+    """Summary of the defined values; all NaN where there is none."""
+    defined = np.array([value for value in values if value is not None], dtype=float)
+    if defined.size == 0:
+        return Summary(0, float("nan"), float("nan"), float("nan"))
+    p50, p99 = np.percentile(defined, [50, 99])
+    return Summary(int(defined.size), float(defined.mean()), float(p50), float(p99))
+
+
+def by_level(records: Sequence[Record], idle: IdleModel) -> dict[str, dict[str, Summary]]:
+    """Summaries of every metric, keyed "0" to "4" and "all", then by `Metric.key`.
+
+    Only answered requests count; `failed` tells how many are missing.
+    """
+    done = [record for record in records if record.ok]
+    groups: dict[str, list[Record]] = {"all": done}
+    for record in done:
+        groups.setdefault(str(record.level), []).append(record)
+    return {
+        group: {
+            metric.key: summarize(metric.value(record, idle) for record in members)
+            for metric in METRICS
+        }
+        for group, members in sorted(groups.items())
+    }
+
+
+def failed(records: Iterable[Record]) -> list[Record]:
+    """The requests that were refused, cut off, or answered at another length."""
+    return [record for record in records if not record.ok]
+
+
+def throughput(records: Sequence[Record]) -> float:
+    """Output tokens of all requests / (last finish - first arrival), in tokens per second."""
+    finishes = [record.finish for record in records if record.finish is not None]
+    if not finishes:
+        return 0.0
+    start = min(record.arrival for record in records)
+    return sum(record.output_tokens for record in records) / (max(finishes) - start)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First position at which a greedy output departs from the reference's.
+
+    `margin` is the distance of the two best log-probabilities there, None while unknown.
+    """
+
+    index: int
+    position: int
+    margin: float | None = None
+
+    @property
+    def counts(self) -> bool:
+        """False where the two best tokens were too close to call."""
+        return self.margin is None or self.margin >= MARGIN_LIMIT
+
+
+def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+    """Requests answered by both whose output tokens are not the same."""
+    answers: Mapping[int, Record] = {record.index: record for record in other if record.ok}
+    found = []
+    for record in reference:
+        answer = answers.get(record.index)
+        if record.ok and answer is not None and answer.token_ids != record.token_ids:
+            found.append(Difference(record.index, _first_difference(record, answer)))
+    return found
+
+
+def explain(difference: Difference, answer: Record, repeated: Record) -> Difference:
+    """Add the margin, read from the same request sent again with log-probabilities.
+
+    The margin is that of the common beginning, so that it stays unknown if the repetition
+    leaves `answer` before the position in question.
+    """
+    position = difference.position
+    same = repeated.token_ids[:position] == answer.token_ids[:position]
+    if not same or position >= len(repeated.margins):
+        return difference
+    return Difference(difference.index, position, repeated.margins[position])
+
+
+def _first_difference(one: Record, other: Record) -> int:
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

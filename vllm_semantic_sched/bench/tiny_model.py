@@ -1,0 +1,162 @@
+"""A small random-weight Llama with a real tokenizer, for load tests without a download.
+
+The model says nothing sensible, but everything around it is real: the prompts are
+tokenized as a served model would, the engine runs the same attention and sampling code,
+and weights are fp32 so that greedy outputs of two schedulers can be compared token by
+token. The tokenizer is the 32k SentencePiece vocabulary that `mistral_common`, a
+dependency of vLLM, carries in its package data. (Llama, because `transformers` gives any
+Qwen model directory the Qwen vocabulary's splitting rules, whatever its files say.)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+_SENTENCEPIECE_FILE = "mistral_instruct_tokenizer_240323.model.v3"
+_SPACE = "\u2581"
+_STAMP = "semsched_model.json"
+
+# Roles appear in the prompt as plain words: an urgency predictor that reads the served
+# text meets them as it would with a chat model.
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TinyModelConfig:
+    """Shape and seed of the model.
+
+    The defaults make the engine, not the HTTP server, the bottleneck on two CPU cores.
+    """
+
+    hidden_size: int = 384
+    intermediate_size: int = 1024
+    num_layers: int = 4
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    max_model_len: int = 1024
+    # Random weights of ordinary scale make every next token a function of the last one
+    # alone, and greedy decoding falls into a short cycle. A larger scale lets attention
+    # move the result, so that outputs differ between prompts.
+    init_std: float = 0.05
+    seed: int = 0
+
+
+def make_model(directory: Path, config: TinyModelConfig | None = None) -> bool:
+    """Write the model and its tokenizer into `directory`.
+
+    Returns:
+        True if it was written, False if the same model was there already.
+
+    Raises:
+        FileNotFoundError: `mistral_common` lacks the expected tokenizer file.
+    """
+    config = config or TinyModelConfig()
+    stamp = directory / _STAMP
+    wanted = json.dumps(asdict(config), sort_keys=True)
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return False
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(directory)
+    _write_weights(directory, config)
+    # Written last: a run that was interrupted leaves no stamp and starts over.
+    stamp.write_text(wanted)
+    return True
+
+
+def _write_weights(directory: Path, config: TinyModelConfig) -> None:
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_model_len,
+        initializer_range=config.init_std,
+        # Tied embeddings make a random model repeat its input.
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        torch_dtype="float32",
+    )
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(shape).to(torch.float32)
+    model.generation_config.do_sample = False
+    model.save_pretrained(str(directory), safe_serialization=True)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """Convert the bundled SentencePiece BPE vocabulary to a `tokenizer.json`."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    source = resources.files("mistral_common") / "data" / _SENTENCEPIECE_FILE
+    if not source.is_file():
+        raise FileNotFoundError(f"mistral_common does not carry {_SENTENCEPIECE_FILE}")
+    with resources.as_file(source) as path:
+        pieces = SentencePieceProcessor(model_file=str(path))
+    size = pieces.vocab_size()
+    vocab = {pieces.id_to_piece(i): i for i in range(size)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges(pieces, vocab),
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(pieces.id_to_piece(i), special=True, normalized=False)
+            for i in range(size)
+            if pieces.is_control(i) or pieces.is_unknown(i)
+        ]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(str(directory))
+
+
+def _merges(pieces: object, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """The merge list that a SentencePiece BPE vocabulary stands for.
+
+    SentencePiece stores scores instead of merges: a piece of better score is merged
+    first, whichever two known halves it is made of.
+    """
+    ranked: list[tuple[float, int, str, str]] = []
+    for piece, index in vocab.items():
+        if pieces.is_control(index) or pieces.is_byte(index) or len(piece) < 2:  # type: ignore[attr-defined]
+            continue
+        score = pieces.get_score(index)  # type: ignore[attr-defined]
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-score, index, left, right))
+    ranked.sort()
+    return [(left, right) for _, _, left, right in ranked]
