@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_semantic_sched.bench.load import LEVELS
-from vllm_semantic_sched.datasets import TextLength, instruction_pairs, medical_questions
+from vllm_semantic_sched.datasets import TextLength, medical_questions
 
 # A prompt above this many characters says more about long inputs than about scheduling, and
 # would not fit the model of the default benchmark beside its answer.
@@ -50,14 +49,10 @@ BUILTIN_ASKS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """An ask with the length of its answer in tokens.
-
-    `alone` means that the text is a whole prompt and takes no message before it.
-    """
+    """An ask with the length of its answer in tokens."""
 
     text: str
     output_tokens: int
-    alone: bool = False
 
 
 AskSource = Callable[[int, np.random.Generator], Ask]
@@ -75,21 +70,17 @@ def ask_source(root: Path | None) -> tuple[AskSource, str]:
     """
     if root is None:
         return _builtin, "built-in asks, a range of lengths each (no data folder found)"
+    # The same questions at every level: urgency and output length are independent, as in the
+    # paper. Were the least urgent also the shortest, any order by urgency would raise the mean
+    # normalized waiting time, and the benchmark would measure that.
     medical = _held_out(medical_questions(root))
-    general = _held_out(instruction_pairs(root))
 
     def draw(level: int, rng: np.random.Generator) -> Ask:
-        # The least urgent level is what people ask a chat model all day; half of it is
-        # medical, so that the subject alone does not give the level away.
-        if level == LEVELS - 1 and rng.random() < 0.5:
-            pair = general[int(rng.integers(len(general)))]
-            return Ask(pair.text, pair.output_tokens, alone=True)
         pair = medical[int(rng.integers(len(medical)))]
         return Ask(pair.text, pair.output_tokens)
 
     return draw, (
-        f"real held-out pairs ({len(medical)} medical questions, {len(general)} instructions), "
-        "each prompt with the length of its own answer"
+        f"{len(medical)} real held-out medical questions, each with the length of its own answer"
     )
 
 

@@ -117,6 +117,6 @@ def _request(
     rng: np.random.Generator,
 ) -> BenchRequest:
     ask: Ask = source(level, rng)
-    text = ask.text if ask.alone else f"{write_message(level, rng)} {ask.text}"
+    text = f"{write_message(level, rng)} {ask.text}"
     length = int(np.clip(ask.output_tokens, config.min_output_tokens, config.max_output_tokens))
     return BenchRequest(index, arrival, level, text, length)
