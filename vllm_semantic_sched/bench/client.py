@@ -141,7 +141,8 @@ async def send_one_by_one(
 def _session(config: ClientConfig) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         base_url=config.url,
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection each: one kept open may be closed by the server just when it is used again.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=config.request_seconds),
     )
 

@@ -56,6 +56,7 @@ def _totals(rows: dict[str, MixResult]) -> Table:
         "overload",
         "preemptions",
         "outputs differ",
+        "latest send",
         "CPU used elsewhere",
     ):
         table.add_column(column, justify="left" if column == "scheduler" else "right")
@@ -71,6 +72,7 @@ def _totals(rows: dict[str, MixResult]) -> Table:
             f"{row.overload:.1f}x",
             f"{row.counters.get('vllm:num_preemptions_total', 0):.0f}",
             differ if reference and row is not reference else "-",
+            f"{row.latest_send:.2f} s",
             f"{row.elsewhere:.0%}",
         )
     return table

@@ -61,6 +61,16 @@ class MixResult:
         return failed(self.records)
 
     @property
+    def latest_send(self) -> float:
+        """Seconds by which the request that left latest missed its time.
+
+        Large values mean that this machine was too busy to keep the open loop, and that the
+        figures are not to be trusted.
+        """
+        delays = (item.sent - item.arrival for item in self.records if item.sent is not None)
+        return max(delays, default=0.0)
+
+    @property
     def overload(self) -> float:
         """Offered over served output tokens per second."""
         offered = self.workload.output_tokens / max(self.workload.arrival_seconds, 1e-9)
@@ -134,6 +144,7 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "tokens_per_second": row.tokens_per_second,
         "overload": row.overload,
         "failed": len(row.failed),
+        "latest_send": row.latest_send,
         "differences": [asdict(difference) for difference in row.differences],
         "counted_differences": len(row.counted_differences),
         "counters": dict(row.counters),

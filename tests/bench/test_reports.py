@@ -1,0 +1,131 @@
+"""Command line, targets, tables, picture and file of a comparison, without a server."""
+
+import argparse
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from vllm_semantic_sched.bench import cli, report
+from vllm_semantic_sched.bench.asks import ask_source
+from vllm_semantic_sched.bench.client import ClientConfig, Record, request_body
+from vllm_semantic_sched.bench.compare import _counters, end_token
+from vllm_semantic_sched.bench.load import WorkloadConfig
+from vllm_semantic_sched.bench.metrics import IdleModel
+from vllm_semantic_sched.bench.results import Comparison, MixResult
+from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
+from vllm_semantic_sched.bench.targets import check_targets
+from vllm_semantic_sched.bench.workload import make_workload
+
+IDLE = IdleModel(0.1, 0.0, 0.01, 0.05, 0.0)
+WORKLOAD = make_workload(WorkloadConfig(requests=20, gap=0.01), ask_source(None)[0])
+
+
+def result(name: str, seconds_per_token: float) -> MixResult:
+    (spec,) = parse_schedulers(name, "ems")
+    records = [
+        Record(
+            request.index, request.level, request.text_hash, request.output_tokens,
+            request.arrival, sent=request.arrival,
+            first_token=request.arrival + seconds_per_token,
+            finish=request.arrival + seconds_per_token * request.output_tokens,
+            prompt_tokens=20, output_tokens=request.output_tokens, engine_queue_seconds=0.0,
+        )
+        for request in WORKLOAD.requests
+    ]  # fmt: skip
+    return MixResult.of(spec, WORKLOAD, records, IDLE)
+
+
+@pytest.fixture
+def comparison():
+    made = Comparison(IDLE, {"seed": 0})
+    for name, pace in zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True):
+        made.add(result(name, pace))
+    return made
+
+
+def test_targets_compare_within_the_run(comparison):
+    targets = {target.text: target for target in check_targets(comparison.mixes)}
+    urgent = targets["even: urgency 0, mean normalized_waiting, fcfs / semantic-true"]
+    assert urgent.measured == pytest.approx(10.0)
+    assert targets["even: urgency 0, mean normalized_waiting, fcfs / semantic"].met
+    assert targets["even: urgency 0, mean normalized_waiting, priority / semantic-true"].met
+    assert not any("rare" in text for text in targets)
+
+
+def test_a_slower_scheduler_misses_targets():
+    made = Comparison(IDLE, {})
+    made.add(result("fcfs", 0.1))
+    made.add(result("semantic", 0.2))
+    missed = [target.text for target in check_targets(made.mixes) if not target.met]
+    assert "even: all levels, mean normalized_waiting, fcfs / semantic" in missed
+    assert "even: output tokens per second, semantic / fcfs" in missed
+
+
+def test_tables_have_a_row_per_scheduler_and_a_table_per_level(comparison):
+    screen = io.StringIO()
+    console = Console(file=screen, width=160)
+    report.print_mix(console, "even", comparison.mixes["even"])
+    report.print_targets(console, check_targets(comparison.mixes))
+    text = screen.getvalue()
+    assert all(f"urgency {level}" in text for level in range(5))
+    assert text.count("Semantic (hint)") == 7  # totals, five levels, all
+
+
+def test_picture_and_file_are_written(comparison, tmp_path):
+    report.draw(comparison, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    comparison.write(tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())
+    row = document["mixes"]["even"]["semantic-true"]
+    assert len(row["records"]) == 20
+    assert document["environment"]["cores"] >= 1
+
+
+def test_length_is_enforced_but_not_told():
+    request = WORKLOAD.requests[0]
+    config = ClientConfig("http://x", eos_token=2, max_tokens=500)
+    body = request_body(request, config, {})
+    assert body["max_tokens"] == 500
+    assert body["min_tokens"] == request.output_tokens - 1
+    assert body["logit_bias"] == {"2": 100}
+
+
+def test_only_the_told_schedulers_learn_the_urgency():
+    request = WORKLOAD.requests[0]
+    extras = {s.name: dict(s.body_extras(request)) for s in parse_schedulers(",".join(NAMES), None)}
+    assert extras == {
+        "fcfs": {},
+        "priority": {"priority": request.level},
+        "semantic": {},
+        "semantic-true": {"vllm_xargs": {"urgency": request.level}},
+    }
+
+
+def test_scheduler_names():
+    specs = parse_schedulers("semantic,semantic@sjf", "ems")
+    assert '"policy": "ems"' in specs[0].server_args()[-1]
+    assert '"policy": "sjf"' in specs[1].server_args()[-1]
+    for bad in ("unknown", "fcfs@sjf", "fcfs,fcfs"):
+        with pytest.raises(ValueError):
+            parse_schedulers(bad, None)
+
+
+def test_counters_sum_labels_and_ignore_the_rest():
+    text = (
+        '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'
+        'vllm:num_preemptions_total{engine="1"} 4.0\nsemsched:errors_total 1.0\nother 9.0\n'
+    )
+    assert _counters(text) == {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0}
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="eos_token_id"):
+        end_token(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    command = ["run", "--model", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert cli.run(parser.parse_args(command)) == 2
+    assert "eos_token_id" in capsys.readouterr().err
