@@ -161,7 +161,8 @@ def _bars(
         bars = axis.bar(
             offsets, heights, width, label=row.scheduler.title, color=_COLORS[place % len(_COLORS)]
         )
-        axis.bar_label(bars, fmt="%.2g", fontsize=6, padding=1)
+        labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
+        axis.bar_label(bars, labels=labels, fontsize=6, padding=1)
     axis.set_yscale("log")
     axis.set_xticks(range(len(levels)))
     axis.set_xticklabels(["all" if level == "all" else f"urgency {level}" for level in levels])
