@@ -56,7 +56,7 @@ def _fitted(features: Any, labels: Sequence[int]) -> Any:
     from sklearn.linear_model import LogisticRegression
 
     rows = [place for place, label in enumerate(labels) if label >= 0]
-    model = LogisticRegression(C=4.0, max_iter=200)
+    model = LogisticRegression(C=4.0, max_iter=600)
     return model.fit(features[rows], [labels[place] for place in rows])
 
 

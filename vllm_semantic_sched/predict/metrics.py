@@ -15,7 +15,7 @@ def confusion_matrix(truth: Sequence[int], guess: Sequence[int], levels: int) ->
 
 
 def quadratic_weighted_kappa(confusion: Sequence[Sequence[int]]) -> float:
-    """Agreement beyond chance, disagreement weighted by squared distance (Cohen, 1968)."""
+    """Agreement beyond chance, weighted by squared distance (Cohen, 1968); 0 if undefined."""
     counts = numpy.asarray(confusion, dtype=float)
     places = numpy.arange(len(counts))
     weights = (places[:, None] - places[None, :]) ** 2
