@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_semantic_sched.datasets import TextLength, medical_questions
+from vllm_semantic_sched.datasets import TextLength, instruction_pairs, medical_questions
 
 # A prompt above this many characters says more about long inputs than about scheduling, and
 # would not fit the model of the default benchmark beside its answer.
@@ -55,8 +55,8 @@ class Ask:
     output_tokens: int
 
 
-AskSource = Callable[[int, np.random.Generator], Ask]
-"""Draws an ask for an urgency level."""
+AskSource = Callable[[np.random.Generator], Ask]
+"""Draws an ask."""
 
 
 def ask_source(root: Path | None) -> tuple[AskSource, str]:
@@ -70,21 +70,23 @@ def ask_source(root: Path | None) -> tuple[AskSource, str]:
     """
     if root is None:
         return _builtin, "built-in asks, a range of lengths each (no data folder found)"
-    # The same questions at every level: urgency and output length are independent, as in the
-    # paper. Were the least urgent also the shortest, any order by urgency would raise the mean
+    # Half of each, at every level: urgency and output length are independent, as in the paper.
+    # Were the least urgent also the shortest, any order by urgency would raise the mean
     # normalized waiting time, and the benchmark would measure that.
-    medical = _held_out(medical_questions(root))
+    pools = (_held_out(medical_questions(root)), _held_out(instruction_pairs(root)))
 
-    def draw(level: int, rng: np.random.Generator) -> Ask:
-        pair = medical[int(rng.integers(len(medical)))]
+    def draw(rng: np.random.Generator) -> Ask:
+        pool = pools[int(rng.integers(len(pools)))]
+        pair = pool[int(rng.integers(len(pool)))]
         return Ask(pair.text, pair.output_tokens)
 
     return draw, (
-        f"{len(medical)} real held-out medical questions, each with the length of its own answer"
+        f"real held-out pairs ({len(pools[0])} medical questions, {len(pools[1])} instructions), "
+        "each with the length of its own answer"
     )
 
 
-def _builtin(level: int, rng: np.random.Generator) -> Ask:
+def _builtin(rng: np.random.Generator) -> Ask:
     ask = BUILTIN_ASKS[int(rng.integers(len(BUILTIN_ASKS)))]
     return Ask(ask.text, int(rng.integers(ask.low, ask.high + 1)))
 

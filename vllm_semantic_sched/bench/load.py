@@ -22,7 +22,7 @@ MIXES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 class WorkloadConfig:
     """What is drawn. Times in seconds, lengths in tokens."""
 
-    requests: int = 400
+    requests: int = 600
     mix: str = "even"
     gap: float = 0.5
     max_burst: int = 50

@@ -116,7 +116,7 @@ def _request(
     config: WorkloadConfig,
     rng: np.random.Generator,
 ) -> BenchRequest:
-    ask: Ask = source(level, rng)
+    ask: Ask = source(rng)
     text = f"{write_message(level, rng)} {ask.text}"
     length = int(np.clip(ask.output_tokens, config.min_output_tokens, config.max_output_tokens))
     return BenchRequest(index, arrival, level, text, length)
