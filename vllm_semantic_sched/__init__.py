@@ -1,6 +1,6 @@
 """Urgency-first scheduling for vLLM.
 
-    vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler
+vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler
 """
 
 from typing import TYPE_CHECKING, Any

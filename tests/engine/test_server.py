@@ -149,6 +149,25 @@ def test_strange_input_gets_the_answer_that_vllm_gives_it(semantic, stock, body)
         assert [c["text"] for c in ours[1]["choices"]] == [c["text"] for c in theirs[1]["choices"]]
 
 
+def test_answers_are_those_of_stock_vllm_in_spite_of_preemptions(semantic, stock) -> None:
+    routine = [{"prompt": f"write story number {n}", "max_tokens": 120} for n in range(8)]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        body = routine[number] | {"vllm_xargs": {"urgency": 4}}
+        answers[number] = complete(semantic, **body)[1]["choices"][0]["text"]
+
+    before = metric(semantic, "semsched:admission_preemptions_total")
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(routine))]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        complete(semantic, "urgent", vllm_xargs={"urgency": 0})
+    assert metric(semantic, "semsched:admission_preemptions_total") > before
+    for number, body in enumerate(routine):
+        assert complete(stock, **body)[1]["choices"][0]["text"] == answers[number]
+
+
 def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
     for _ in range(5):
         with pytest.raises(TimeoutError):

@@ -132,7 +132,7 @@ def test_an_error_answer_and_undecodable_tokens_cost_only_their_own_batch(start)
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        ("print('{\"failed\": \"OSError: no such model\"}')", "no such model"),
+        ('print(\'{"failed": "OSError: no such model"}\')', "no such model"),
         ("import sys; sys.exit(9)", "status 9"),
     ],
 )

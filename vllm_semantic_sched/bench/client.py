@@ -197,7 +197,7 @@ async def _send(
                     _take_message(record, json.loads(line[6:]), start, config)
         if record.finish_reason is None and record.error is None:
             record.error = "the stream ended without a finish reason"
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
         record.error = f"{type(error).__name__}: {error}"
 
 

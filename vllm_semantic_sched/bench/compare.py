@@ -153,9 +153,7 @@ def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence
     return paced
 
 
-def _differences(
-    reference: MixResult, result: MixResult, client: ClientConfig
-) -> list[Difference]:
+def _differences(reference: MixResult, result: MixResult, client: ClientConfig) -> list[Difference]:
     """Differing outputs with their margins: each is sent again, with log-probabilities.
 
     Asking for them in the measured run would slow it down.

@@ -122,7 +122,8 @@ def _print(
     from vllm_semantic_sched.bench.console import make_console
 
     table = Table(
-        title=f"one step with {args.running} running, microseconds of CPU time (p50 / p99)", box=box.SIMPLE
+        title=f"one step with {args.running} running, microseconds of CPU time (p50 / p99)",
+        box=box.SIMPLE,
     )
     for column in (
         "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]} waiting",

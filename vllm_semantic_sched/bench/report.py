@@ -147,9 +147,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(
-    axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float
-) -> None:
+def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float) -> None:
     levels = list(next(iter(rows.values())).levels)
     width = 0.82 / len(rows)
     for place, row in enumerate(rows.values()):
@@ -164,6 +162,8 @@ def _bars(
         labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
         axis.bar_label(bars, labels=labels, fontsize=6, padding=1)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.set_xticks(range(len(levels)))
     axis.set_xticklabels(["all" if level == "all" else f"urgency {level}" for level in levels])
     axis.grid(axis="y", alpha=0.3)

@@ -45,7 +45,11 @@ class MixResult:
 
     @classmethod
     def of(
-        cls, scheduler: SchedulerSpec, workload: Workload, records: Sequence[Record], idle: IdleModel
+        cls,
+        scheduler: SchedulerSpec,
+        workload: Workload,
+        records: Sequence[Record],
+        idle: IdleModel,
     ) -> MixResult:
         """Summarise the records of a run."""
         return cls(scheduler, workload, records, by_level(records, idle), throughput(records))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -67,6 +68,9 @@ class ServerConfig:
             # Memory may appear in small steps on a virtual machine: give sizes explicitly.
             args += ["--gpu-memory-utilization", "0.7", "--enforce-eager"]
             args += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+            # In one process with its worker the engine core does not spin while it waits for it;
+            # the spinning takes a core that HTTP server, client and predictor need.
+            args += ["--distributed-executor-backend", "uni"]
         return [*args, *self.scheduler_args, *self.extra_args]
 
     def process_environment(self) -> dict[str, str]:
@@ -163,14 +167,10 @@ class VllmServer:
         group = process.pid  # the leader's id, as the group was made for it
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
     def check(self) -> None:

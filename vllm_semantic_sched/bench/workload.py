@@ -19,6 +19,7 @@ from vllm_semantic_sched.bench.load import WorkloadConfig, parse_mix
 from vllm_semantic_sched.bench.messages import write_message
 from vllm_semantic_sched.datasets import data_root
 
+
 @dataclass(frozen=True)
 class BenchRequest:
     """One request: what is sent, when, and what only the benchmark knows.

@@ -7,6 +7,7 @@ came out afterwards. All state about requests lives in `policy.core`.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from typing import Any
@@ -33,6 +34,10 @@ from vllm_semantic_sched.policy.preemption import Need
 
 # Under vLLM's own logger, so that its handlers and levels apply.
 logger = logging.getLogger("vllm.semantic_sched")
+
+
+# How far down the waiting queue a step looks for requests to make room for.
+_LOOKAHEAD = 64
 
 
 class SemanticScheduler(Scheduler):
@@ -188,7 +193,7 @@ class SemanticScheduler(Scheduler):
         def freeable(victim: Job) -> int | None:
             return None if victim in victims else self._freed_at_once(victim)
 
-        for job in core.waiting.ordered():
+        for job in itertools.islice(core.waiting.ordered(), _LOOKAHEAD):
             if prefill_tokens <= 0 or not core.worth_preempting(job):
                 break
             request = self.requests[job.request_id]
