@@ -68,9 +68,6 @@ class ServerConfig:
             # Memory may appear in small steps on a virtual machine: give sizes explicitly.
             args += ["--gpu-memory-utilization", "0.7", "--enforce-eager"]
             args += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
-            # In one process with its worker the engine core does not spin while it waits for it;
-            # the spinning takes a core that HTTP server, client and predictor need.
-            args += ["--distributed-executor-backend", "uni"]
         return [*args, *self.scheduler_args, *self.extra_args]
 
     def process_environment(self) -> dict[str, str]:
