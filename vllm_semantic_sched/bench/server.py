@@ -106,7 +106,8 @@ def set_priority(process: int, nice: int) -> None:
     # session's own weight is what other programs compete with.
     group = Path(f"/proc/{process}/autogroup")
     if group.exists():
-        group.write_text(str(nice))
+        with contextlib.suppress(BlockingIOError):  # too many changes in too short a time
+            group.write_text(str(nice))
 
 
 class VllmServer:
@@ -139,8 +140,8 @@ class VllmServer:
             )
         atexit.register(self.stop)
         try:
-            if self.config.nice:
-                set_priority(self._process.pid, self.config.nice)
+            # Also for 0: the client that starts it may be running at another priority.
+            set_priority(self._process.pid, self.config.nice)
             self._wait_until_healthy()
         except BaseException:
             self.stop()
