@@ -240,7 +240,9 @@ def _counters(metrics: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for line in metrics.splitlines():
         match = _SAMPLE.match(line)
-        if match and (match[1] == _PREEMPTIONS or match[1].startswith("semsched:")):
+        if not match or not match[1].endswith("_total"):  # a gauge has no meaningful difference
+            continue
+        if match[1] == _PREEMPTIONS or match[1].startswith("semsched:"):
             values[match[1]] = values.get(match[1], 0.0) + float(match[2])
     return values
 

@@ -12,10 +12,10 @@ from vllm_semantic_sched.policy.running import RunningSet
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is missing before a job can be admitted.
+    """What is missing before a job can be admitted; zero or below where there is enough.
 
     Attributes:
-        seats: running-request slots, 0 or 1.
+        seats: running-request slots.
         blocks: KV blocks.
     """
 
