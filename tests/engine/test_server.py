@@ -48,9 +48,10 @@ def complete(server, prompt="hello", headers=None, path="/v1/completions", **bod
 
 
 class Background:
-    """Long requests of little urgency on all seats, and more waiting."""
+    """Long requests of little urgency on all seats, and more waiting; begins when it is so."""
 
     def __init__(self, server, count=10, **body) -> None:
+        self._server = server
         self.results: list[tuple] = []
         self._threads = [
             threading.Thread(
@@ -62,8 +63,16 @@ class Background:
     def __enter__(self):
         for thread in self._threads:
             thread.start()
-        time.sleep(1.0)
+        deadline = time.monotonic() + 20
+        while not self._all_seats_taken():
+            assert time.monotonic() < deadline
         return self
+
+    def _all_seats_taken(self) -> bool:
+        running, waiting = (
+            page_value(self._server, f"vllm:num_requests_{state}") for state in ("running", "waiting")
+        )
+        return running == self._server.config.seats and waiting > 0
 
     def __exit__(self, *_):
         for thread in self._threads:
@@ -72,9 +81,13 @@ class Background:
 
 
 def metric(server, name: str, **labels: str) -> float:
-    """A value on /metrics, summed over labels that are not given. Statistics follow the next
-    engine step, so one is caused first."""
+    """A value on /metrics after one more engine step, with which statistics come."""
     complete(server, "one more step", max_tokens=3)
+    return page_value(server, name, **labels)
+
+
+def page_value(server, name: str, **labels: str) -> float:
+    """A value on /metrics, summed over labels that are not given."""
     total = 0.0
     for line in server.get_text("/metrics").splitlines():
         if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
@@ -109,7 +122,7 @@ def test_an_urgent_request_overtakes_everything(semantic, hint) -> None:
 
 def test_what_happened_is_on_the_metrics_page(semantic) -> None:
     before = metric(semantic, "semsched:admission_preemptions_total")
-    with Background(semantic, count=5, **ROUTINE):
+    with Background(semantic, **ROUTINE):
         complete(semantic, vllm_xargs={"urgency": 0})
     assert metric(semantic, "semsched:admission_preemptions_total") > before
     assert metric(semantic, "semsched:requests_total", level_from="hint") > 0

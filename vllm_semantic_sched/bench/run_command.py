@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--overload",
         type=float,
-        default=6.0,
+        default=8.0,
         help="offered load over the first scheduler's measured capacity (%(default)s)",
     )
     add("--gap", type=float, help="seconds between bursts, instead of --overload")

@@ -38,7 +38,7 @@ class ServerConfig:
     model: Path
     log: Path
     seats: int = 16
-    num_blocks: int | None = 64
+    num_blocks: int | None = 96
     block_size: int = 32
     kv_cache_bytes: int = 256 * 2**20
     # Tokens per streamed message after the first. Formatting one message per token would
