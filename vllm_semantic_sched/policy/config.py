@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import read_config
@@ -117,14 +117,62 @@ class Predictor(Section):
         description="Texts that may wait for the predictor; requests beyond that run at the "
         "default level.",
     )
+    cache_size: int = Field(
+        4096,
+        ge=0,
+        description="Distinct prompts whose predictions are remembered; an identical prompt is "
+        "answered from memory. 0: none.",
+    )
+    timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds for one forward pass after which the predictor process counts as "
+        "stuck and is started anew; its requests run at the default level.",
+    )
+    extra_latency: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds added to every batch: shows what a slower predictor would cost.",
+    )
     threads: int = Field(1, ge=1, description="CPU threads of the predictor process.")
+
+
+class Decision(Section):
+    """From the predicted probabilities of the levels to one level."""
+
+    rule: Literal["least_cost", "most_likely"] = Field(
+        "least_cost",
+        description="`least_cost`: the level with the lowest expected cost, where a mistake costs "
+        "the number of levels it is off, times `missed_cost` if the request is more urgent than "
+        "decided. `most_likely`: the most probable level, whatever mistakes cost.",
+    )
+    missed_cost: tuple[float, ...] = Field(
+        (4.0, 2.0, 1.0),
+        min_length=1,
+        description="`least_cost`: what it costs to serve a request one level too late, beside 1 "
+        "for one level too early; one number per true level, the last one for all further levels.",
+    )
+
+    @field_validator("missed_cost")
+    @classmethod
+    def _costs_positive(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < cost < float("inf") for cost in costs):
+            raise ValueError(f"decision.missed_cost: {list(costs)} must be numbers above 0")
+        return costs
 
 
 class Length(Section):
     """How a predicted distribution over output-length buckets becomes a number of tokens."""
 
-    estimate: Literal["mean", "median"] = Field(
-        "mean", description="Point estimate of the output length."
+    estimate: Literal["mean", "median", "p90"] = Field(
+        "mean",
+        description="Point estimate of the output length; `p90` is the length that nine requests "
+        "in ten stay below.",
+    )
+    calibrate: bool = Field(
+        True,
+        description="Let the lengths that buckets stand for follow the answers of the served "
+        "model.",
     )
     default_tokens: int = Field(
         256, ge=1, description="Output tokens assumed where no prediction is available."
@@ -152,6 +200,7 @@ class Policy(Section):
     preemption: Preemption = Preemption()
     stage: Stage = Stage()
     predictor: Predictor = Predictor()
+    decision: Decision = Decision()
     length: Length = Length()
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.cost import (
     plan_preemption,
     remaining_seconds,
 )
+from vllm_semantic_sched.policy.decision import decide_level
 from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
@@ -100,9 +101,8 @@ class SchedulingCore:
         job.awaits_prediction = False
         job.prediction = prediction
         if prediction is not None and job.level_source is LevelSource.DEFAULT:
-            probabilities = prediction.urgency
-            most_likely = max(range(len(probabilities)), key=probabilities.__getitem__)
-            job.level = min(most_likely, self.policy.levels - 1)
+            level = decide_level(prediction.urgency, self.policy.decision)
+            job.level = min(level, self.policy.levels - 1)
             job.level_source = LevelSource.PREDICTION
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))

@@ -11,12 +11,14 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets
 # it has had. A constant would make it look almost done for ever.
 _OVERRUN_FACTOR = 1.5
 
+_SHARE_BELOW = {"median": 0.5, "p90": 0.9}
+
 
 def expected_output_tokens(
     probabilities: Sequence[float],
     buckets: LengthBuckets,
     generated: int,
-    estimate: Literal["mean", "median"],
+    estimate: Literal["mean", "median", "p90"],
 ) -> float:
     """Output length given that at least `generated + 1` tokens will come.
 
@@ -40,10 +42,11 @@ def expected_output_tokens(
         return alive[0][1]
     if estimate == "mean":
         return sum(probability * length for probability, length in alive) / total
+    share = _SHARE_BELOW[estimate] * total
     below = 0.0
     for probability, length in alive:
         below += probability
-        if below >= total / 2:
+        if below >= share:
             return length
     return alive[-1][1]
 
