@@ -3,6 +3,8 @@
 import argparse
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,11 +12,12 @@ from rich.console import Console
 from vllm_semantic_sched.bench import cli, report
 from vllm_semantic_sched.bench.asks import ask_source
 from vllm_semantic_sched.bench.client import ClientConfig, Record, request_body
-from vllm_semantic_sched.bench.compare import _counters, end_token
+from vllm_semantic_sched.bench.compare import RunPlan, _counters, end_token
 from vllm_semantic_sched.bench.load import WorkloadConfig
-from vllm_semantic_sched.bench.metrics import IdleModel
-from vllm_semantic_sched.bench.results import Comparison, MixResult
+from vllm_semantic_sched.bench.metrics import Difference, IdleModel
+from vllm_semantic_sched.bench.results import Comparison, MixResult, Round
 from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
+from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.targets import check_targets
 from vllm_semantic_sched.bench.workload import make_workload
 
@@ -22,7 +25,9 @@ IDLE = IdleModel(0.1, 0.0, 0.01, 0.05, 0.0)
 WORKLOAD = make_workload(WorkloadConfig(requests=20, gap=0.01), ask_source(None)[0])
 
 
-def result(name: str, seconds_per_token: float) -> MixResult:
+def add_round(
+    made: Comparison, name: str, seconds_per_token: float, number: int = 1, **usage
+) -> None:
     (spec,) = parse_schedulers(name, "ems")
     records = [
         Record(
@@ -34,14 +39,14 @@ def result(name: str, seconds_per_token: float) -> MixResult:
         )
         for request in WORKLOAD.requests
     ]  # fmt: skip
-    return MixResult.of(spec, WORKLOAD, records, IDLE)
+    made.add(spec, WORKLOAD, Round(number, records, **usage))
 
 
 @pytest.fixture
 def comparison():
     made = Comparison(IDLE, {"seed": 0})
     for name, pace in zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True):
-        made.add(result(name, pace))
+        add_round(made, name, pace)
     return made
 
 
@@ -56,8 +61,8 @@ def test_targets_compare_within_the_run(comparison):
 
 def test_a_slower_scheduler_misses_targets():
     made = Comparison(IDLE, {})
-    made.add(result("fcfs", 0.1))
-    made.add(result("semantic", 0.2))
+    add_round(made, "fcfs", 0.1)
+    add_round(made, "semantic", 0.2)
     missed = [target.text for target in check_targets(made.mixes) if not target.met]
     assert "even: all levels, mean normalized_waiting, fcfs / semantic" in missed
     assert "even: output tokens per second, semantic / fcfs" in missed
@@ -71,6 +76,55 @@ def test_tables_have_a_row_per_scheduler_and_a_table_per_level(comparison):
     text = screen.getvalue()
     assert all(f"urgency {level}" in text for level in range(5))
     assert text.count("Semantic (hint)") == 7  # totals, five levels, all
+
+
+def test_rounds_are_pooled_by_tokens_and_seconds(tmp_path):
+    made = Comparison(IDLE, {})
+    for number, (pace, moved) in enumerate(((0.1, 3.0), (0.3, 4.0)), start=1):
+        add_round(
+            made, "fcfs", pace, number,
+            counters={"moves": moved}, cpu_seconds={"client": moved},
+            machine_seconds=10.0, elsewhere_seconds=moved, differences=[Difference(number, 0)],
+        )  # fmt: skip
+    row = made.mixes["even"]["fcfs"]
+    fast, slow = (done.tokens_per_second for done in row.rounds)
+    assert slow < fast / 2
+    # The same tokens in each round: the pooled rate is the harmonic mean, not the mean.
+    assert row.tokens_per_second == pytest.approx(2 / (1 / fast + 1 / slow))
+    assert row.levels["all"]["ttft"].mean == pytest.approx(0.2)
+    assert row.levels["all"]["ttft"].count == row.requests == 40
+    assert (row.counters["moves"], row.cpu_seconds["client"], row.elsewhere) == (7.0, 7.0, 0.35)
+    assert [difference.index for difference in row.counted_differences] == [1, 2]
+    assert made.reference("even") is row.rounds[0]
+
+    made.write(tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())["mixes"]["even"]["fcfs"]
+    assert [item["tokens_per_second"] for item in document["rounds"]] == [fast, slow]
+    assert [record["round"] for record in document["records"]] == [1] * 20 + [2] * 20
+    screen = io.StringIO()
+    report.print_mix(Console(file=screen, width=160), "even", made.mixes["even"])
+    assert f"{row.tokens_per_second:.0f} ({slow:.0f}-{fast:.0f})" in screen.getvalue()
+
+
+def test_late_sending_is_the_worst_of_all_rounds():
+    record = Record(0, 0, "", 1, arrival=1.0)
+    row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
+    for number, sent in enumerate((1.5, 1.2), start=1):
+        row.add(Round(number, [replace(record, sent=sent)]), IDLE)
+    assert row.latest_send == 0.5
+    assert row.tokens_per_second == 0.0  # nothing finished
+
+
+def test_every_second_round_runs_backwards():
+    plan = RunPlan(
+        ServerConfig(Path(), Path()), parse_schedulers("fcfs,priority,semantic", None),
+        [WORKLOAD], Path(), overload=None, eos_token=2, rounds=3,
+    )  # fmt: skip
+    names = [(number, spec.name[0]) for number, spec in plan.servers()]
+    assert names == [(1, "f"), (1, "p"), (1, "s"), (2, "s"), (2, "p"), (2, "f"),
+                     (3, "f"), (3, "p"), (3, "s")]  # fmt: skip
+    with pytest.raises(ValueError, match="round"):
+        replace(plan, rounds=0)
 
 
 def test_picture_and_file_are_written(comparison, tmp_path):

@@ -7,18 +7,13 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from vllm_semantic_sched.bench.client import (
-    ClientConfig,
-    Record,
-    send_one_by_one,
-    send_open_loop,
-)
+from vllm_semantic_sched.bench.client import ClientConfig, send_one_by_one, send_open_loop
 from vllm_semantic_sched.bench.metrics import (
     Difference,
     IdleModel,
@@ -27,7 +22,7 @@ from vllm_semantic_sched.bench.metrics import (
     fit_idle,
     throughput,
 )
-from vllm_semantic_sched.bench.results import Comparison, MixResult
+from vllm_semantic_sched.bench.results import Comparison, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, set_priority
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
@@ -47,7 +42,12 @@ class RunPlan:
     """Everything a comparison needs, checked before the first server starts.
 
     With `overload`, the workloads' gap is set so that they offer that many times the output
-    tokens per second that the first server can give.
+    tokens per second that the first server can give. All schedulers are run `rounds` times, in
+    reversed order in every second round: a machine whose speed drifts steadily is then, over two
+    rounds, equally fast for all of them.
+
+    Raises:
+        ValueError: no scheduler, no workload or no round.
     """
 
     server: ServerConfig
@@ -56,6 +56,17 @@ class RunPlan:
     output: Path
     overload: float | None
     eos_token: int
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.schedulers or not self.workloads:
+            raise ValueError("a comparison needs at least one scheduler, workload and round")
+
+    def servers(self) -> Iterator[tuple[int, SchedulerSpec]]:
+        """Round (from 1) and scheduler of every server, in the order they are started."""
+        for number in range(1, self.rounds + 1):
+            for spec in self.schedulers if number % 2 else reversed(self.schedulers):
+                yield number, spec
 
 
 def end_token(model: Path) -> int:
@@ -73,10 +84,11 @@ def end_token(model: Path) -> int:
 
 
 def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Comparison:
-    """Run every workload on every scheduler.
+    """Run every workload on every scheduler, in every round.
 
-    Writes `results.json` after each scheduler, so that an interrupted run is not lost, and
-    the servers' logs beside it.
+    The idle engine and the capacity are measured once, with the first scheduler. Writes
+    `results.json` after each server, so that an interrupted run is not lost, and the servers'
+    logs beside it.
 
     Raises:
         ServerFailed: a server did not start or ended by itself.
@@ -88,14 +100,13 @@ def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Com
     # not be preferred, `latest send` in the report shows what that did.
     with contextlib.suppress(PermissionError):
         set_priority(os.getpid(), max(-20, plan.server.nice - 10))
-    for spec in plan.schedulers:
+    for number, spec in plan.servers():
+        place = f"{spec.name}, round {number}/{plan.rounds}" if plan.rounds > 1 else spec.name
         if progress:
-            print(f"starting the server: {spec.title}", flush=True)
-        config = replace(
-            plan.server,
-            log=plan.output / f"server-{spec.name.replace('@', '-')}.log",
-            scheduler_args=spec.server_args(),
-        )
+            print(f"starting the server: {place}", flush=True)
+        # A policy may be given as a path: nothing of it but words belongs into a file name.
+        log = f"server-{re.sub(r'[^A-Za-z0-9.]+', '-', spec.name)}-{number}.log"
+        config = replace(plan.server, log=plan.output / log, scheduler_args=spec.server_args())
         with VllmServer(config) as server:
             client = ClientConfig(
                 url=server.url,
@@ -108,12 +119,14 @@ def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Com
                 comparison = Comparison(_idle(spec, client, plan), options)
                 workloads = _paced(spec, client, plan)
             for workload in workloads:
-                label = f"{spec.name}, {workload.config.mix}" if progress else None
-                result = _measure(spec, workload, server, client, label, comparison.idle)
-                reference = next(iter(comparison.mixes.get(workload.config.mix, {}).values()), None)
+                mix = workload.config.mix
+                label = f"{place}, {mix}" if progress else None
+                done = _measure(number, spec, workload, server, replace(client, progress=label))
+                reference = comparison.reference(mix)
                 if reference is not None:
-                    result.differences = _differences(reference, result, client)
-                comparison.add(result)
+                    found = _differences(reference, done, spec, workload, client)
+                    done = replace(done, differences=found)
+                comparison.add(spec, workload, done)
         comparison.write(plan.output / "results.json")
     assert comparison is not None
     return comparison
@@ -145,7 +158,7 @@ def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence
     requests = _other_requests(plan, count, like.mix, like.max_output_tokens)
     together = [replace(request, arrival=0.0) for request in requests]
     client = replace(client, progress=_label(client, "capacity"))
-    capacity = throughput(asyncio.run(send_open_loop(together, client, spec.body_extras)))
+    capacity = throughput([asyncio.run(send_open_loop(together, client, spec.body_extras))])
     if capacity <= 0:
         raise ValueError("the first server answered no request")
     paced = []
@@ -156,23 +169,23 @@ def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence
     return paced
 
 
-def _differences(reference: MixResult, result: MixResult, client: ClientConfig) -> list[Difference]:
+def _differences(
+    reference: Round, done: Round, spec: SchedulerSpec, workload: Workload, client: ClientConfig
+) -> list[Difference]:
     """Differing outputs with their margins: each is sent again, with log-probabilities.
 
     Asking for them in the measured run would slow it down.
     """
-    found = differences(reference.records, result.records)
+    found = differences(reference.records, done.records)
     if not found:
         return found
     wanted = {difference.index for difference in found}
-    requests = [request for request in result.workload.requests if request.index in wanted]
+    requests = [request for request in workload.requests if request.index in wanted]
     repeated = asyncio.run(
-        send_one_by_one(
-            requests, replace(client, record_margins=True), result.scheduler.body_extras
-        )
+        send_one_by_one(requests, replace(client, record_margins=True), spec.body_extras)
     )
     again = {record.index: record for record in repeated}
-    answers = {record.index: record for record in result.records}
+    answers = {record.index: record for record in done.records}
     return [explain(item, answers[item.index], again[item.index]) for item in found]
 
 
@@ -189,26 +202,26 @@ def _other_requests(
 
 
 def _measure(
+    number: int,
     spec: SchedulerSpec,
     workload: Workload,
     server: VllmServer,
     client: ClientConfig,
-    label: str | None,
-    idle: IdleModel,
-) -> MixResult:
+) -> Round:
     before = _Usage.now(server)
-    records: list[Record] = asyncio.run(
-        send_open_loop(workload.requests, replace(client, progress=label), spec.body_extras)
-    )
+    records = asyncio.run(send_open_loop(workload.requests, client, spec.body_extras))
     server.check()
     after = _Usage.now(server)
-    result = MixResult.of(spec, workload, records, idle)
-    result.counters = _difference(after.counters, before.counters)
-    result.cpu_seconds = _difference(after.ours, before.ours)
-    machine = after.machine_busy - before.machine_busy
-    total = max(after.machine_total - before.machine_total, 1e-9)
-    result.elsewhere = max(0.0, machine - sum(result.cpu_seconds.values())) / total
-    return result
+    ours = _difference(after.ours, before.ours)
+    busy = after.machine_busy - before.machine_busy
+    return Round(
+        number,
+        records,
+        counters=_difference(after.counters, before.counters),
+        cpu_seconds=ours,
+        machine_seconds=after.machine_total - before.machine_total,
+        elsewhere_seconds=max(0.0, busy - sum(ours.values())),
+    )
 
 
 @dataclass(frozen=True)

@@ -155,13 +155,21 @@ def failed(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if not record.ok]
 
 
-def throughput(records: Sequence[Record]) -> float:
-    """Output tokens of all requests / (last finish - first arrival), in tokens per second."""
+def duration(records: Sequence[Record]) -> float:
+    """Seconds from the first arrival to the last finish; 0 if nothing finished."""
     finishes = [record.finish for record in records if record.finish is not None]
     if not finishes:
         return 0.0
-    start = min(record.arrival for record in records)
-    return sum(record.output_tokens for record in records) / (max(finishes) - start)
+    return max(finishes) - min(record.arrival for record in records)
+
+
+def throughput(runs: Iterable[Sequence[Record]]) -> float:
+    """Output tokens of all runs / their durations together, in tokens per second."""
+    tokens = seconds = 0.0
+    for records in runs:
+        tokens += sum(record.output_tokens for record in records)
+        seconds += duration(records)
+    return tokens / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True)

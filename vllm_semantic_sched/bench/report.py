@@ -24,14 +24,17 @@ def print_mix(console: Console, mix: str, rows: dict[str, MixResult]) -> None:
     """Print totals and one table per urgency level for one mix of levels."""
     first = next(iter(rows.values()))
     console.print()
-    console.rule(f"mix {mix}: {first.requests} requests")
+    rounds = len(first.rounds)
+    times = f", {rounds} times" if rounds > 1 else ""
+    console.rule(f"mix {mix}: {len(first.workload.requests)} requests{times}")
     console.print(f"answer lengths: {first.workload.length_source}")
     console.print(_totals(rows))
     for level in first.levels:
         console.print(_level_table(level, rows))
     console.print(
         "Each cell is mean, p50, p99. norm. waiting = (finish - arrival) / output tokens; "
-        "slowdown = E2E / E2E of the same request on an idle engine (fitted); gain = FCFS / this row."
+        "slowdown = E2E / E2E of the same request on an idle engine (fitted); "
+        "gain = FCFS / this row."
     )
 
 
@@ -60,22 +63,30 @@ def _totals(rows: dict[str, MixResult]) -> Table:
         "CPU used elsewhere",
     ):
         table.add_column(column, justify="left" if column == "scheduler" else "right")
+    first = next(iter(rows.values()))
     reference = rows.get(_REFERENCE)
     for row in rows.values():
         ratio = row.tokens_per_second / reference.tokens_per_second if reference else None
+        compared = row is not first or len(row.rounds) > 1
         differ = f"{len(row.counted_differences)} ({len(row.differences)} with near ties)"
         table.add_row(
             row.scheduler.title,
             f"{row.requests - len(row.failed)}/{row.requests}",
-            f"{row.tokens_per_second:.0f}",
+            _with_range(row.tokens_per_second, [done.tokens_per_second for done in row.rounds]),
             "-" if ratio is None else f"{ratio:.3f}",
             f"{row.overload:.1f}x",
             f"{row.counters.get('vllm:num_preemptions_total', 0):.0f}",
-            differ if reference and row is not reference else "-",
+            differ if compared else "-",
             f"{row.latest_send:.2f} s",
             f"{row.elsewhere:.0%}",
         )
     return table
+
+
+def _with_range(pooled: float, rounds: list[float]) -> str:
+    """The pooled value and, of several rounds, the lowest and highest."""
+    span = f" ({min(rounds):.0f}-{max(rounds):.0f})" if len(rounds) > 1 else ""
+    return f"{pooled:.0f}{span}"
 
 
 def _level_table(level: str, rows: dict[str, MixResult]) -> Table:

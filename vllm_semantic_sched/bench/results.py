@@ -6,7 +6,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -24,45 +25,27 @@ from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import Workload
 
 
-@dataclass
-class MixResult:
-    """One scheduler under one mix of levels.
+@dataclass(frozen=True)
+class Round:
+    """One pass of one scheduler over one mix, on a server started for it.
 
-    `overload` is offered output tokens per second over those that were served. `differences`
-    are outputs that depart from the reference scheduler's. `cpu_seconds` is by process;
-    `elsewhere` is the share of the machine's CPU time that other programs used.
+    `number` counts from 1. `differences` are outputs that depart from the first round of the
+    reference scheduler. `cpu_seconds` is by process; of the machine's `machine_seconds` of CPU
+    time (idle included), other programs used `elsewhere_seconds`.
     """
 
-    scheduler: SchedulerSpec
-    workload: Workload
+    number: int
     records: Sequence[Record]
-    levels: dict[str, dict[str, Summary]]
-    tokens_per_second: float
     counters: Mapping[str, float] = field(default_factory=dict)
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
-    elsewhere: float = 0.0
+    machine_seconds: float = 0.0
+    elsewhere_seconds: float = 0.0
     differences: Sequence[Difference] = ()
 
-    @classmethod
-    def of(
-        cls,
-        scheduler: SchedulerSpec,
-        workload: Workload,
-        records: Sequence[Record],
-        idle: IdleModel,
-    ) -> MixResult:
-        """Summarise the records of a run."""
-        return cls(scheduler, workload, records, by_level(records, idle), throughput(records))
-
     @property
-    def requests(self) -> int:
-        """How many requests were sent."""
-        return len(self.records)
-
-    @property
-    def failed(self) -> list[Record]:
-        """Requests that were not answered in full."""
-        return failed(self.records)
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of this round alone."""
+        return throughput([self.records])
 
     @property
     def latest_send(self) -> float:
@@ -74,6 +57,49 @@ class MixResult:
         delays = (item.sent - item.arrival for item in self.records if item.sent is not None)
         return max(delays, default=0.0)
 
+
+@dataclass
+class MixResult:
+    """One scheduler under one mix of levels: its rounds, pooled.
+
+    Every request counts once per round. `levels` are the summaries of all rounds' records.
+    """
+
+    scheduler: SchedulerSpec
+    workload: Workload
+    rounds: list[Round] = field(default_factory=list)
+    levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
+
+    def add(self, done: Round, idle: IdleModel) -> None:
+        """Pool one more round."""
+        self.rounds.append(done)
+        self.levels = by_level(self.records, idle)
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all rounds, in the order of the rounds."""
+        return [record for done in self.rounds for record in done.records]
+
+    @property
+    def requests(self) -> int:
+        """How many requests were sent."""
+        return sum(len(done.records) for done in self.rounds)
+
+    @property
+    def failed(self) -> list[Record]:
+        """Requests that were not answered in full."""
+        return failed(self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens of all rounds over the seconds that the rounds took."""
+        return throughput(done.records for done in self.rounds)
+
+    @property
+    def latest_send(self) -> float:
+        """The largest `Round.latest_send`, in seconds."""
+        return max((done.latest_send for done in self.rounds), default=0.0)
+
     @property
     def overload(self) -> float:
         """Offered over served output tokens per second."""
@@ -81,23 +107,57 @@ class MixResult:
         return offered / self.tokens_per_second if self.tokens_per_second else math.inf
 
     @property
+    def counters(self) -> Counter[str]:
+        """Server counters, summed over the rounds."""
+        return _sum(done.counters for done in self.rounds)
+
+    @property
+    def cpu_seconds(self) -> Counter[str]:
+        """CPU time by process, summed over the rounds."""
+        return _sum(done.cpu_seconds for done in self.rounds)
+
+    @property
+    def elsewhere(self) -> float:
+        """Share of the machine's CPU time that other programs used."""
+        total = sum(done.machine_seconds for done in self.rounds)
+        return sum(done.elsewhere_seconds for done in self.rounds) / total if total else 0.0
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Outputs of all rounds that depart from the reference's first round."""
+        return [difference for done in self.rounds for difference in done.differences]
+
+    @property
     def counted_differences(self) -> list[Difference]:
         """Differing outputs that rounding does not explain."""
         return [difference for difference in self.differences if difference.counts]
 
 
+def _sum(parts: Iterable[Mapping[str, float]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
 @dataclass
 class Comparison:
-    """A whole run: by mix, then by scheduler, in the order they were run."""
+    """A whole run: by mix, then by scheduler, in the order of the first round."""
 
     idle: IdleModel
     options: Mapping[str, object]
     mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
 
-    def add(self, result: MixResult) -> None:
-        """Put a result in its place."""
-        rows = self.mixes.setdefault(result.workload.config.mix, {})
-        rows[result.scheduler.name] = result
+    def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
+        """Put a round in its place."""
+        rows = self.mixes.setdefault(workload.config.mix, {})
+        row = rows.setdefault(scheduler.name, MixResult(scheduler, workload))
+        row.add(done, self.idle)
+
+    def reference(self, mix: str) -> Round | None:
+        """The round that outputs are compared with: the first of the first scheduler."""
+        row = next(iter(self.mixes.get(mix, {}).values()), None)
+        return row.rounds[0] if row else None
 
     def write(self, path: Path) -> None:
         """Write everything but the output texts as JSON (undefined numbers become null)."""
@@ -149,16 +209,35 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "overload": row.overload,
         "failed": len(row.failed),
         "latest_send": row.latest_send,
-        "differences": [asdict(difference) for difference in row.differences],
+        "differences": len(row.differences),
         "counted_differences": len(row.counted_differences),
         "counters": dict(row.counters),
         "cpu_seconds": dict(row.cpu_seconds),
         "cpu_share_elsewhere": row.elsewhere,
+        "rounds": [_round_document(done) for done in row.rounds],
         "levels": {
             level: {key: asdict(summary) for key, summary in metrics.items()}
             for level, metrics in row.levels.items()
         },
-        "records": [_record_document(record) for record in row.records],
+        "records": [
+            {"round": done.number, **_record_document(record)}
+            for done in row.rounds
+            for record in done.records
+        ],
+    }
+
+
+def _round_document(done: Round) -> dict[str, object]:
+    return {
+        "round": done.number,
+        "tokens_per_second": done.tokens_per_second,
+        "failed": len(failed(done.records)),
+        "latest_send": done.latest_send,
+        "differences": [asdict(difference) for difference in done.differences],
+        "counters": dict(done.counters),
+        "cpu_seconds": dict(done.cpu_seconds),
+        "machine_seconds": done.machine_seconds,
+        "elsewhere_seconds": done.elsewhere_seconds,
     }
 
 

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=load.max_output_tokens,
         help="longer answers are cut to this many tokens (%(default)s)",
     )
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help="run every scheduler so many times, in reversed order every second time, and pool "
+        "the records: use 2 or more where the machine's speed drifts (%(default)s)",
+    )
     add("--seats", type=int, default=shape.seats, help="max_num_seqs (%(default)s)")
     add("--blocks", type=int, default=shape.num_blocks, help="KV blocks; 0: vLLM's choice")
     add("--block-size", type=int, default=shape.block_size, help="tokens a block (%(default)s)")
@@ -82,15 +89,15 @@ def run(args: argparse.Namespace) -> int:
     report.print_targets(console, targets)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
 
-    rows = [row for by_name in comparison.mixes.values() for row in by_name.values()]
+    results = [row for rows in comparison.mixes.values() for row in rows.values()]
     problems = [
         f"{row.scheduler.name}, mix {row.workload.config.mix}: {len(row.failed)} requests failed, "
         f"the first with: {row.failed[0].error or 'another output length than wanted'}"
-        for row in rows
+        for row in results
         if row.failed
     ]
     if args.check_outputs:
-        count = sum(len(row.counted_differences) for row in rows)
+        count = sum(len(row.counted_differences) for row in results)
         console.print(f"greedy outputs that differ: {count}")
         problems += [f"{count} greedy outputs differ"] if count else []
     if args.assert_targets:
@@ -132,4 +139,5 @@ def _plan(args: argparse.Namespace) -> RunPlan:
         output=args.output,
         overload=None if args.gap else args.overload,
         eos_token=end_token(args.model),
+        rounds=args.rounds,
     )
