@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from vllm_semantic_sched.datasets import KtasVisit, TriageVisit
+from vllm_semantic_sched.datasets import KtasVisit, TextLength, TriageVisit
 from vllm_semantic_sched.predict import render, voices
-from vllm_semantic_sched.predict.data import WORDINGS
+from vllm_semantic_sched.predict.data import WORDINGS, Sources, training_round
 from vllm_semantic_sched.predict.lay_terms import lay_term
 from vllm_semantic_sched.predict.wording import choose
+from vllm_semantic_sched.predict.wording_distractors import DISTRACTORS, EVERYDAY
 
 VISIT = TriageVisit(
     level=1,
@@ -38,6 +39,51 @@ def test_messages_are_complete_and_silent_about_the_level(wording):
         assert not LABEL_WORDS.search(message)
         assert not re.search(r"[\[\]{}|]", message), message
     assert len(set(messages)) > 300
+
+
+def test_no_wording_occurs_twice_or_is_cut_short():
+    wordings = [
+        sentence
+        for wording in WORDINGS
+        for register in ("third", "first", "scene", "clinical", "told", "handover")
+        for sentence in getattr(wording, register)
+    ]
+    wordings += [*DISTRACTORS, *EVERYDAY]
+    assert len(wordings) == len({sentence.lower() for sentence in wordings})
+    for sentence in wordings:
+        assert sentence.count("[") == sentence.count("]"), sentence
+        unnamed = re.sub(r"\{(who|he|him|his|noun)\}", "", sentence)
+        assert "{" not in unnamed, sentence
+
+
+def test_negations_come_first_only_where_the_matter_is_small():
+    firsts = tuple(one.strip().lower() for one in voices.NEGATIONS_FIRST.split("|"))
+    found = set()
+    for wording in WORDINGS:
+        rng = random.Random(7)
+        messages = [render.level_message(wording, rng).lower() for _ in range(600)]
+        if any(message.startswith(firsts) for message in messages):
+            found.add(wording.level)
+    assert found == {2, 3, 4}
+
+
+def test_late_messages_keep_their_words_within_reach():
+    rng = random.Random(2)
+    texts = [render.after_background("He collapsed.", rng) for _ in range(300)]
+    assert all("He collapsed." in text for text in texts)
+    assert sum(text.index("He collapsed.") > 100 for text in texts) > 100
+    assert max(len(text) for text in texts) < 600
+    assert not any(re.search(r"[\[\]{}|]", text) for text in texts)
+
+
+def test_a_round_holds_no_ktas_visit_and_keeps_visits_as_they_are_evaluated():
+    ktas = KtasVisit(2, "train", "epigastric pain zzz", 50, "female", True, False, 4, "alert")
+    pair = TextLength("Count to ten.", 10)
+    sources = Sources(visits=(VISIT,), ktas=(ktas,), prompts=(pair,), questions=(pair,))
+    round_ = training_round(sources, seed=1, scale=0.2)
+    assert not any("zzz" in example.text.lower() for example in round_)
+    plain = sum(example.text == VISIT.text for example in round_)
+    assert plain >= 0.5 * 0.2 * 3300
 
 
 def test_visits_are_rendered_in_many_voices():

@@ -30,13 +30,17 @@ WORDINGS = (IMMEDIATE, HIGH_RISK, SEVERAL_RESOURCES, ONE_RESOURCE, NO_RESOURCE)
 
 # Visits of each level per round. The survey has 0.8 % at level 0 and half at level 2, and a
 # head trained so would call nothing level 0.
-_VISITS_PER_LEVEL = (1000, 3200, 4200, 3200, 2000)
-_MESSAGES_PER_LEVEL = (2700, 2700, 2500, 2300, 1500)
-_HARMLESS = 3000
-_KTAS_COPIES = 3
-_PROMPTS = 7800
-_MEDICAL_QUESTIONS = 5000
-_COMPOSED = 5000
+_VISITS_PER_LEVEL = (1000, 3300, 4400, 3300, 2100)
+# Share of the visits that stay exactly as they are evaluated, `visit.text`.
+_PLAIN_VISITS = 0.55
+_MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
+_HARMLESS = 3600
+_PROMPTS = 7400
+_MEDICAL_QUESTIONS = 4500
+_COMPOSED = 5200
+# Shares of the messages and prompts that come late in a long text, and behind a claim.
+_LATE = 0.12
+_CLAIMS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Sources:
-    """The records of one split, read once and rendered afresh every round."""
+    """The records of one split, read once and rendered afresh every round.
+
+    No KTAS visit is trained on: so few are worth more as a check, so all of them are here,
+    whatever the split.
+    """
 
     visits: tuple[TriageVisit, ...]
     ktas: tuple[KtasVisit, ...]
@@ -62,7 +70,7 @@ class Sources:
         """Read all sources below `root`; raises DataNotFound if one is missing."""
         return cls(
             visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
-            ktas=tuple(visit for visit in ktas_visits(root) if visit.split == split),
+            ktas=tuple(ktas_visits(root)),
             prompts=tuple(pair for pair in instruction_pairs(root) if pair.split == split),
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
         )
@@ -74,18 +82,14 @@ class Sources:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 47,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 50,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
-    for visit in sources.ktas:
-        for _ in range(_KTAS_COPIES):
-            text = render.with_noise(render.ktas_message(visit, rng), rng)
-            examples.append(Example(text, visit.level))
     for wording, count in zip(WORDINGS, _MESSAGES_PER_LEVEL, strict=True):
         for _ in range(round(count * scale)):
             examples.append(_message_example(wording.level, rng))
     for _ in range(round(_HARMLESS * scale)):
-        examples.append(Example(render.with_noise(render.harmless_prompt(rng), rng), 4))
+        examples.append(Example(_noisy(render.harmless_prompt(rng), rng), 4))
     examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
     examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
     examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
@@ -100,21 +104,27 @@ def _visit_examples(
     for level, count in enumerate(_VISITS_PER_LEVEL):
         chosen = [visit for visit in visits if visit.level == level]
         for visit in _sample(chosen, count * scale, rng):
-            # The plain rendering stays clean half of the time: it is also what is evaluated.
-            text = render.visit_message(visit, rng)
-            if text != visit.text or rng.random() < 0.4:
-                text = render.with_noise(text, rng)
+            text = visit.text
+            if rng.random() >= _PLAIN_VISITS:
+                text = render.with_noise(render.visit_message(visit, rng), rng)
             examples.append(Example(text, level))
     return examples
 
 
 def _message_example(level: int, rng: random.Random) -> Example:
-    message = render.level_message(WORDINGS[level], rng)
-    return Example(render.with_noise(message, rng), level)
+    return Example(_noisy(render.level_message(WORDINGS[level], rng), rng), level)
+
+
+def _noisy(text: str, rng: random.Random) -> str:
+    if rng.random() < _LATE:
+        text = render.after_background(text, rng)
+    if rng.random() < _CLAIMS:
+        text = render.claiming(text, rng)
+    return render.with_noise(text, rng)
 
 
 def _length_examples(pairs: Iterable[TextLength], rng: random.Random) -> list[Example]:
-    return [Example(render.with_noise(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
+    return [Example(_noisy(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
 
 
 def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list[Example]:

@@ -5,6 +5,7 @@ written into a message.
 """
 
 import random
+import re
 
 from vllm_semantic_sched.datasets import KtasVisit, TriageVisit
 from vllm_semantic_sched.predict import voices
@@ -52,28 +53,33 @@ def ktas_message(visit: KtasVisit, rng: random.Random) -> str:
 
 def level_message(wording: Wording, rng: random.Random) -> str:
     """A message of the wording's level in one of its registers."""
-    register = rng.choices(("third", "first", "scene", "clinical"), (5, 3, 2, 1.2))[0]
+    register = rng.choices(
+        ("third", "first", "scene", "clinical", "told", "handover"), (5, 3, 2, 1, 4.5, 1.3)
+    )[0]
     someone = person(rng)
     sentence = someone.fill(choose(rng.choice(getattr(wording, register)), rng))
     if register == "clinical":
         return _clinical_line(sentence, rng)
-    if register == "third":
-        second = rng.random() < 0.12
-        sentence = f"{someone.name} {sentence}"
-        if second and wording.level <= 1:
-            more = someone.fill(choose(rng.choice(wording.third), rng))
-            sentence = f"{sentence}, {someone.he} {more}"
-    parts = [_opened(sentence, wording.level, rng)]
-    if register == "third" and wording.level < 4 and rng.random() < 0.35:
-        parts.append(_capital(someone.fill(choose(rng.choice(voices.DETAILS), rng))))
-    # A negated symptom must not read as that symptom; said where it is natural.
-    if register == "third" and wording.level in (2, 3) and rng.random() < 0.4:
-        parts.append(_capital(someone.fill(pick(voices.NEGATIONS, rng))))
-    if rng.random() < 0.35:
-        parts.append(pick(voices.ASKS, rng))
-    if rng.random() < 0.1:
-        rng.shuffle(parts)
-    return " ".join(parts)
+    if register == "handover":
+        return f"{sentence}."
+    if register == "told":
+        return _told(sentence, rng)
+    return _said(sentence, register, wording, someone, rng)
+
+
+def claiming(text: str, rng: random.Random) -> str:
+    """`text` after a claim about its own urgency, whatever its urgency is."""
+    return pick(voices.CLAIMS, rng) + text
+
+
+def after_background(message: str, rng: random.Random) -> str:
+    """`message` after sentences that do not matter, and sometimes before one more."""
+    # No more than four: within the predictor's window the message itself must stay readable.
+    count = rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
+    sentences = [choose(one, rng) for one in rng.sample(voices.BACKGROUND, count + 1)]
+    last = [sentences.pop()]
+    parts = [*sentences, pick(voices.TURNS, rng) + message, *(last if rng.random() < 0.3 else [])]
+    return rng.choice((" ", " ", "\n")).join(parts)
 
 
 def harmless_prompt(rng: random.Random) -> str:
@@ -83,8 +89,11 @@ def harmless_prompt(rng: random.Random) -> str:
     sentence = choose(sentence, rng)
     if rng.random() < 0.08:
         sentence = f"{sentence} {pick(voices.ASKS, rng)}"
-    if rng.random() < 0.12:
+    draw = rng.random()
+    if draw < 0.12:
         sentence = pick(voices.OPENERS_CALM, rng) + sentence
+    elif draw < 0.18:
+        sentence = pick(voices.OPENERS_ALARMED, rng) + sentence
     return _capital(sentence) if rng.random() < 0.6 else sentence
 
 
@@ -97,6 +106,44 @@ def with_noise(text: str, rng: random.Random) -> str:
     return text
 
 
+def _told(sentence: str, rng: random.Random) -> str:
+    """A whole message, without the alarm that others come with."""
+    draw = rng.random()
+    if draw < 0.05:
+        sentence = pick(voices.OPENERS_ALARMED, rng) + sentence
+    elif draw < 0.3:
+        sentence = pick(voices.OPENERS_CALM, rng) + sentence
+    message = (_capital(sentence) if rng.random() < 0.6 else sentence) + rng.choice(("", ".", "."))
+    return f"{message} {pick(voices.ASKS, rng)}" if rng.random() < 0.2 else message
+
+
+def _said(
+    sentence: str, register: str, wording: Wording, someone: Person, rng: random.Random
+) -> str:
+    """A sentence of a register with what people say around it."""
+    if register == "third":
+        second = rng.random() < 0.12
+        sentence = f"{someone.name} {sentence}"
+        if second and wording.level <= 1:
+            more = someone.fill(choose(rng.choice(wording.third), rng))
+            sentence = f"{sentence}, {someone.he} {more}"
+    # A negated symptom must not read as that symptom; said where it is natural.
+    mild = wording.level >= 2 and register != "scene"
+    if mild and rng.random() < 0.12:
+        parts = [_capital(_negated_first(sentence, rng)) + rng.choice(("", "."))]
+    else:
+        parts = [_opened(sentence, wording.level, rng)]
+    if register == "third" and wording.level < 4 and rng.random() < 0.35:
+        parts.append(_capital(someone.fill(choose(rng.choice(voices.DETAILS), rng))))
+    if register == "third" and wording.level in (2, 3) and rng.random() < 0.35:
+        parts.append(_capital(someone.fill(_unlike(voices.NEGATIONS, sentence, rng))))
+    if rng.random() < 0.35:
+        parts.append(pick(voices.ASKS, rng))
+    if rng.random() < 0.1:
+        rng.shuffle(parts)
+    return " ".join(parts)
+
+
 def _opened(sentence: str, level: int, rng: random.Random) -> str:
     """The sentence with an opening; alarm occurs at every level, so it proves nothing."""
     alarmed = (0.35, 0.3, 0.2, 0.12, 0.08)[level]
@@ -107,6 +154,20 @@ def _opened(sentence: str, level: int, rng: random.Random) -> str:
         sentence = pick(voices.OPENERS_CALM, rng) + sentence
     end = rng.choice(("", ".", ".", "!" if level < 2 else "."))
     return _capital(sentence) + end
+
+
+def _negated_first(sentence: str, rng: random.Random) -> str:
+    return _unlike(voices.NEGATIONS_FIRST, sentence, rng) + sentence
+
+
+def _unlike(alternatives: str, sentence: str, rng: random.Random) -> str:
+    """One of the alternatives, if possible one that does not contradict the sentence."""
+    said = set(re.findall(r"[a-z]{5,}", sentence.lower()))
+    fitting = [
+        one for one in alternatives.split("|") if not said & set(re.findall("[a-z]+", one.lower()))
+    ]
+    # Contradictions between words of one stem ("fever", "feverish") are rare enough to let be.
+    return rng.choice(fitting or alternatives.split("|"))
 
 
 def _clinical_line(sentence: str, rng: random.Random) -> str:

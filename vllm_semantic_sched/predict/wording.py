@@ -12,7 +12,8 @@ class Wording:
     """Sentences of one urgency level, by who says them.
 
     `third` continues a subject ("my dad ..."), `first` is said by the patient, `scene` needs
-    no person, and `clinical` is the shorthand of a dispatcher or a nurse.
+    no person, and `clinical` is the shorthand of a dispatcher or a nurse. `told` and `handover`
+    are whole messages, of people and of professionals.
     """
 
     level: int
@@ -20,6 +21,8 @@ class Wording:
     first: tuple[str, ...]
     scene: tuple[str, ...]
     clinical: tuple[str, ...]
+    told: tuple[str, ...]
+    handover: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,9 @@ class Person:
     his: str
 
     def fill(self, sentence: str) -> str:
-        """`sentence` with {he}, {him} and {his} filled in."""
-        filled = sentence.replace("{his}self", {"his": "himself", "her": "herself"}[self.his])
+        """`sentence` with {who}, {he}, {him} and {his} filled in."""
+        filled = sentence.replace("{who}", self.name)
+        filled = filled.replace("{his}self", {"his": "himself", "her": "herself"}[self.his])
         return filled.replace("{he}", self.he).replace("{him}", self.him).replace("{his}", self.his)
 
 
