@@ -5,9 +5,10 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.fake_engine import (
@@ -16,8 +17,10 @@ from vllm_semantic_sched.bench.fake_engine import (
     model_output,
     run_step,
 )
+from vllm_semantic_sched.engine.stat_logger import _GAUGES, _TOTALS
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 
 pytestmark = pytest.mark.engine
 
@@ -180,6 +183,110 @@ def test_an_invalid_hint_is_counted_and_the_request_served(policy, urgency) -> N
     assert scheduler._counters.total("invalid_hints") == 1
     assert scheduler._counters.total("policy_errors") == 0
     finish_all(scheduler)
+
+
+END_TOKEN = 9
+
+
+def answer(scheduler, name: str, length: int, ending: str, ignore_eos: bool = False) -> None:
+    """A request with a predicted length of 10 tokens that gets an answer of `length`."""
+    params = SamplingParams(
+        max_tokens=length if ending == "cut" else 900,
+        stop_token_ids=[END_TOKEN],
+        ignore_eos=ignore_eos,
+    )
+    scheduler.add_request(
+        Request(
+            request_id=name,
+            prompt_token_ids=[1, 2, 3],
+            sampling_params=params,
+            pooling_params=None,
+        )
+    )
+    scheduler._core.predicted(scheduler._jobs[name], Prediction((0.0, 1.0), (1.0, 0.0)))
+    while name in scheduler.requests:
+        step = scheduler.schedule()
+        output = model_output(scheduler, step)
+        request = scheduler.requests[name]
+        if request.num_output_tokens == length - 1 and ending == "stopped":
+            output.sampled_token_ids[0] = [END_TOKEN]
+        if request.num_output_tokens == length - 1 and ending == "aborted":
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        scheduler.update_from_output(step, output)
+
+
+@pytest.mark.parametrize(
+    ("ending", "length", "ignore_eos", "expected"),
+    [
+        ("stopped", 40, False, "longer"),
+        ("stopped", 2, False, "shorter"),
+        ("cut", 40, False, "longer"),
+        ("cut", 2, False, "same"),
+        ("aborted", 40, False, "same"),
+        ("cut", 40, True, "same"),  # the model was not asked when to end
+    ],
+)
+def test_length_estimates_learn_from_how_answers_end(
+    policy, ending, length, ignore_eos, expected
+) -> None:
+    scheduler = build(policy())
+    scheduler._core.buckets = LengthBuckets(edges=(50,), means=(10.0, 100.0))
+    for number in range(20):
+        answer(scheduler, str(number), length, ending, ignore_eos)
+    mean = scheduler._core.buckets.means[0]
+    assert {"longer": mean > 12, "shorter": mean < 9, "same": mean == 10}[expected]
+    gauges = scheduler._gauges(scheduler._core)
+    taught = ending == "stopped" or (ending == "cut" and not ignore_eos)
+    assert ("length_ratio" in gauges) == taught
+    assert scheduler._counters.total("policy_errors") == 0
+    assert_clean(scheduler)
+
+
+class StubService:
+    """A prediction service with answers ready."""
+
+    pending, up, cached, restarts = 0, True, 3, 2
+
+    def __init__(self, *answers) -> None:
+        self.answers = list(answers)
+
+    def drain(self) -> list:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def submit(self, request_id, token_ids) -> bool:
+        return True
+
+    def cancel(self, request_id) -> None:
+        pass
+
+
+def test_a_late_prediction_is_applied_when_it_comes(policy) -> None:
+    scheduler = build(policy(), max_num_seqs=1)
+    service = scheduler._predictions._service = StubService()
+    add(scheduler, "a", "b", "c", output_tokens=50)
+    run_step(scheduler)
+    assert running(scheduler) == ["a"]
+    service.answers = [("c", Prediction((1.0, 0.0))), ("a", None), ("gone", None)]
+    run_step(scheduler)
+    assert running(scheduler) == ["c"]
+    assert scheduler._counters.total("failed_predictions") == 2
+    assert scheduler._counters.total("predictions", "0") == 1
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+def test_what_the_service_counts_is_published(policy) -> None:
+    scheduler = build(policy())
+    service = scheduler._predictions._service = StubService()
+    for _ in range(2):
+        run_step(scheduler)
+    service.cached = 5
+    run_step(scheduler)
+    assert scheduler._counters.total("cached_predictions") == 5
+    assert scheduler._counters.total("predictor_restarts") == 2
+    assert {"cached_predictions", "predictor_restarts"} <= set(_TOTALS)
+    assert {"length_ratio", *scheduler._gauges(scheduler._core)} <= set(_GAUGES)
 
 
 def test_fcfs_is_vllm_untouched() -> None:

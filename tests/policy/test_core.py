@@ -8,6 +8,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.cost import load_profile
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need
 
@@ -65,7 +66,7 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             core.enqueue(job, core.waiting)
         elif action == "finish" and jobs:
             job = jobs.pop(pick % len(jobs))
-            core.finish(job)
+            core.finish(job, list(Ending)[level % 3])
             assert job not in core.waiting and job not in core.running
         elif action == "step":
             for job in running:
@@ -162,3 +163,43 @@ def test_an_overdue_job_gets_a_new_estimate() -> None:
     late = [core.step(observe) for _ in range(40)]
     assert [job] in late
     assert core.expected_output(job) > 15
+
+
+def finish_with(core: SchedulingCore, tokens: int, ending: Ending, unread: bool = False) -> None:
+    job = arrive(core, "done", 1)
+    if not unread:
+        core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
+    core.start(core.waiting.pop())
+    job.generated = tokens
+    core.finish(job, ending)
+
+
+@pytest.mark.parametrize(
+    ("calibrate", "ending", "tokens", "longer"),
+    [
+        (True, Ending.STOPPED, 40, True),
+        (True, Ending.CUT, 40, True),
+        (True, Ending.CUT, 5, False),
+        (True, Ending.ABORTED, 40, False),
+        (False, Ending.STOPPED, 40, False),
+    ],
+)
+def test_estimates_follow_how_finished_jobs_ended(calibrate, ending, tokens, longer) -> None:
+    core = make_core(length={"calibrate": calibrate})
+    like = arrive(core, "like", 1)
+    core.predicted(like, Prediction(LEVELS[0], LENGTHS[0]))
+    core.waiting.remove(like)
+    assert core.length_ratio is None and core.expected_output(like) == 10
+    for _ in range(300):
+        finish_with(core, tokens, ending)
+    assert core.expected_output(like) == (pytest.approx(40, rel=0.05) if longer else 10)
+    assert (core.length_ratio is None) == (ending is Ending.ABORTED)
+
+
+def test_jobs_without_a_predicted_length_teach_nothing() -> None:
+    core = make_core()
+    finish_with(core, 40, Ending.STOPPED, unread=True)
+    assert core.buckets == BUCKETS and core.length_ratio is None
+    core.buckets = None  # a predictor without lengths
+    finish_with(core, 40, Ending.STOPPED)
+    assert core.length_ratio is None

@@ -1,5 +1,6 @@
 """From bucket probabilities to a number of tokens, and on to the next bucket."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +9,7 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets
 
 BUCKETS = LengthBuckets(edges=(10, 50, 200), means=(5.0, 30.0, 120.0, 400.0))
 weights = st.lists(st.floats(0, 1), min_size=4, max_size=4).filter(lambda w: sum(w) > 0)
-estimates = st.sampled_from(["mean", "median"])
+estimates = st.sampled_from(["mean", "median", "p90"])
 
 
 @given(weights, st.integers(0, 5000), estimates)
@@ -26,9 +27,31 @@ def test_nor_does_one_without_a_prediction(default, generated) -> None:
 def test_outlived_buckets_drop_out() -> None:
     probabilities = (0.9, 0.0, 0.1, 0.0)
     assert expected_output_tokens(probabilities, BUCKETS, 0, "mean") == 0.9 * 5 + 0.1 * 120
-    assert expected_output_tokens(probabilities, BUCKETS, 0, "median") == 5
     # past the first bucket's edge only the third is left
     assert expected_output_tokens(probabilities, BUCKETS, 20, "mean") == 120
     # past everything predicted: the next bucket in line, then half as much again
     assert 200 < expected_output_tokens(probabilities, BUCKETS, 250, "mean") == 400
     assert expected_output_tokens(probabilities, BUCKETS, 1000, "mean") == 1500
+
+
+def test_quantiles_are_lengths_that_such_a_share_stays_below() -> None:
+    def estimate(probabilities, kind, generated=0):
+        return expected_output_tokens(probabilities, BUCKETS, generated, kind)
+
+    even = (0.25, 0.25, 0.25, 0.25)
+    assert estimate(even, "median") == 50  # the edge that half of it lies below
+    # six tenths into the last bucket, which reaches to twice its mean
+    assert estimate(even, "p90") == pytest.approx(200 + 0.6 * 600)
+    assert estimate((1.0, 0.0, 0.0, 0.0), "p90") == pytest.approx(9)
+    # what has been generated counts no more: half of 30..50, not of 10..50
+    assert estimate((0.0, 1.0, 0.0, 0.0), "median", generated=30) == 40
+
+
+@given(weights, st.integers(0, 5000))
+def test_the_median_is_never_above_p90(weights, generated) -> None:
+    probabilities = [weight / sum(weights) for weight in weights]
+    median, p90 = (
+        expected_output_tokens(probabilities, BUCKETS, generated, estimate)
+        for estimate in ("median", "p90")
+    )
+    assert median <= p90

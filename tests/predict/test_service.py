@@ -1,6 +1,9 @@
 """The prediction service with a stand-in for the model process."""
 
 import logging
+import os
+import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -9,13 +12,14 @@ import pytest
 
 from vllm_semantic_sched.policy.config import Predictor
 from vllm_semantic_sched.predict import service as service_module
+from vllm_semantic_sched.predict.process import PredictorProcess
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
 
-# Answers level 0 for texts that contain "help", reports its batch size as the length, and
+# Answers level 0 for texts that contain "help", reports its batch size as the length of each, and
 # misbehaves on request.
 WORKER = textwrap.dedent(
     """
-    import json, os, sys
+    import json, os, signal, sys
     print(json.dumps({"ready": {"length_buckets": {"edges": [10], "means": [5.0, 50.0]}}}))
     sys.stdout.flush()
     for line in sys.stdin:
@@ -23,8 +27,18 @@ WORKER = textwrap.dedent(
         texts = message["texts"]
         if any("die" in text for text in texts):
             os._exit(3)
+        if any("hang" in text for text in texts):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if any("babble" in text for text in texts):
+            print("Traceback (most recent call last):")
         if any("fail" in text for text in texts):
             answer = {"id": message["id"], "error": "ValueError: no"}
+        elif any("broken" in text for text in texts):
+            answer = {
+                "id": message["id"],
+                "urgency": [[float("nan")] * 2 for text in texts],
+                "length": [None] * len(texts),
+            }
         else:
             answer = {
                 "id": message["id"],
@@ -44,7 +58,13 @@ def decode(token_ids: list[int]) -> str:
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setattr(service_module, "_FIRST_BACKOFF", 0.05)
-    services = []
+    services, processes = [], []
+
+    def launch(command) -> PredictorProcess:
+        processes.append(PredictorProcess(command))
+        return processes[-1]
+
+    monkeypatch.setattr(service_module, "PredictorProcess", launch)
 
     def build(worker: str = WORKER, **settings) -> PredictionService:
         service = PredictionService(
@@ -60,7 +80,11 @@ def start(monkeypatch):
     yield build
     for service in services:
         service.close()
-        assert not service.up, "a predictor process was left behind"
+    assert not any(process.up for process in processes), "a predictor process was left behind"
+
+
+def worker_of(service: PredictionService) -> subprocess.Popen:
+    return service._process._process
 
 
 def wait_for(service: PredictionService, count: int) -> dict:
@@ -86,10 +110,10 @@ def test_predictions_come_back_by_request(start) -> None:
 def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
     service = start(mode="full_batching", max_batch=4, max_wait=0.5)
     for name in "abcd":
-        service.submit(name, b"x")
+        service.submit(name, name.encode())
     assert {p.length[0] for p in wait_for(service, 4).values()} == {4.0}
     begin = time.monotonic()
-    service.submit("e", b"x")
+    service.submit("e", b"e")
     assert wait_for(service, 1)["e"].length[0] == 1.0
     assert time.monotonic() - begin >= 0.5
 
@@ -97,7 +121,7 @@ def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
 def test_a_batch_never_exceeds_its_limit(start) -> None:
     service = start(max_batch=3)
     for number in range(20):
-        service.submit(str(number), b"x")
+        service.submit(str(number), str(number).encode())
     assert max(p.length[0] for p in wait_for(service, 20).values()) <= 3
 
 
@@ -117,6 +141,142 @@ def test_a_dead_predictor_is_replaced_and_what_it_had_is_answered_with_none(star
     assert results["a"] is None and results["c"] is None
     assert results["b"].urgency == results["d"].urgency == (1.0, 0.0)
     assert service.up
+
+
+def test_a_prompt_that_was_read_before_is_answered_from_memory_at_once(start) -> None:
+    service = start(max_batch=1)
+    service.submit("a", b"help")
+    first = wait_for(service, 1)["a"]
+    os.kill(worker_of(service).pid, signal.SIGSTOP)  # nobody is there to read it again
+    assert service.submit("b", b"help")
+    assert service.drain() == [("b", first)]
+    assert service.cached == 1 and service.pending == 0
+
+
+def test_the_same_prompt_many_times_at_once_is_read_once(start) -> None:
+    service = start(max_batch=1)
+    for number in range(20):
+        service.submit(str(number), b"help")
+    assert len(wait_for(service, 20)) == 20
+    assert service.cached == 19
+
+
+def test_memory_is_bounded_forgets_the_least_recently_used_and_can_be_off(start) -> None:
+    service = start(max_batch=1, cache_size=2)
+
+    def asked_again(text: bytes) -> bool:
+        before = service.cached
+        service.submit("x", text)
+        wait_for(service, 1)
+        return service.cached == before
+
+    assert asked_again(b"a") and asked_again(b"b")
+    assert not asked_again(b"a")
+    assert asked_again(b"c")  # in place of b
+    assert not asked_again(b"a") and not asked_again(b"c")
+    assert asked_again(b"b")
+    assert len(service._memory) == 2
+
+    service = start(max_batch=1, cache_size=0)
+    assert asked_again(b"a") and asked_again(b"a")
+
+
+def test_failures_are_not_remembered(start) -> None:
+    service = start(max_batch=1)
+    for name, text in (("a", b"fail"), ("b", b"fail"), ("c", b"broken"), ("d", b"broken")):
+        service.submit(name, text)
+    assert set(wait_for(service, 4).values()) == {None}
+    assert service.cached == 0 and service.restarts == 0
+
+
+def test_a_stuck_predictor_is_killed_and_replaced_and_nobody_waits_for_it(start) -> None:
+    service = start(max_batch=1, timeout=0.5)
+    stuck = worker_of(service)
+    begin = time.monotonic()
+    service.submit("a", b"hang")
+    service.submit("b", b"help")
+    assert time.monotonic() - begin < 0.2, "submitting waited"
+    results = wait_for(service, 2)
+    assert results["a"] is None and results["b"].urgency == (1.0, 0.0)
+    assert stuck.poll() is not None and service.up and service.restarts == 1
+
+
+def test_a_predictor_stopped_from_outside_is_replaced_however_much_is_sent_to_it(start) -> None:
+    service = start(max_batch=1, timeout=0.5)
+    os.kill(worker_of(service).pid, signal.SIGSTOP)
+    # More than a pipe holds: the write blocks, not the read.
+    service.submit("a", b"x" * 300_000)
+    assert wait_for(service, 1)["a"] is None
+    service.submit("b", b"help")
+    assert wait_for(service, 1)["b"].urgency == (1.0, 0.0)
+    assert service.restarts == 1
+
+
+def test_an_answer_that_is_none_costs_the_process(start) -> None:
+    """What it still writes would be taken for the answer to the next batch."""
+    service = start(max_batch=1)
+    service.submit("a", b"babble help")
+    service.submit("b", b"hello")
+    results = wait_for(service, 2)
+    assert results["a"] is None and results["b"].urgency == (0.0, 1.0)
+    assert service.restarts == 1
+
+
+def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
+    service = start(max_batch=8, extra_latency=0.4)
+    begin = time.monotonic()
+    service.submit("a", b"help")
+    wait_for(service, 1)
+    assert time.monotonic() - begin >= 0.4
+
+    service = start(extra_latency=60.0)
+    service.submit("a", b"help")
+    time.sleep(0.2)  # it has been read by now
+    assert service.drain() == []
+    begin = time.monotonic()
+    service.close()
+    service._thread.join(5)
+    assert not service._thread.is_alive() and time.monotonic() - begin < 5
+
+
+def test_closing_ends_a_wait_between_restarts(start, monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "_FIRST_BACKOFF", 60.0)
+    service = start()
+    service.submit("a", b"die")
+    wait_for(service, 1)
+    service.close()
+    service._thread.join(5)
+    assert not service._thread.is_alive()
+
+
+def test_closing_while_a_new_process_loads_leaves_none_behind(start, tmp_path) -> None:
+    flag = tmp_path / "slow"
+    slow = f"import os, time; time.sleep(10 * os.path.exists({str(flag)!r}))\n"
+    service = start(slow + WORKER)
+    flag.touch()
+    service.submit("a", b"die")
+    deadline = time.monotonic() + 5
+    while not service.restarts:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    service.close()
+    service._thread.join(5)
+    assert not service._thread.is_alive() and not service.up
+
+
+def test_closing_in_the_moment_of_a_restart_leaves_no_process_behind(start, monkeypatch) -> None:
+    service = start()
+    launch = service_module.PredictorProcess
+
+    def launch_too_late(command) -> PredictorProcess:
+        process = launch(command)
+        service.close()
+        return process
+
+    monkeypatch.setattr(service_module, "PredictorProcess", launch_too_late)
+    service.submit("a", b"die")
+    service._thread.join(10)
+    assert not service._thread.is_alive() and service.restarts == 1
 
 
 def test_an_error_answer_and_undecodable_tokens_cost_only_their_own_batch(start) -> None:

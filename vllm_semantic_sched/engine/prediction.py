@@ -85,6 +85,8 @@ class PredictionFeed:
         """Apply all predictions that have come back; the jobs that they changed."""
         if self._service is None:
             return []
+        self._counters.raise_to("cached_predictions", self._service.cached)
+        self._counters.raise_to("predictor_restarts", self._service.restarts)
         changed: list[Job] = []
         for request_id, prediction in self._service.drain():
             if prediction is None:

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.guard import Guard
@@ -30,6 +30,7 @@ from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.preemption import Need
 
 # Under vLLM's own logger, so that its handlers and levels apply.
@@ -139,8 +140,9 @@ class SemanticScheduler(Scheduler):
             with self._guard("finishing a request"):
                 job = self._jobs.pop(request.request_id, None)
                 if job is not None:
-                    self._core.finish(job)
                     self._predictions.cancel(job)
+                    job.generated = request.num_output_tokens
+                    self._core.finish(job, _ending(request))
         return super()._free_request(request, *args, **kwargs)
 
     # Ours
@@ -264,11 +266,26 @@ class SemanticScheduler(Scheduler):
         self.running.insert(place, request)
 
     def _gauges(self, core: SchedulingCore) -> dict[str, float]:
-        return {
+        gauges = {
             "unpredicted_requests": core.waiting.buffered,
             "predictor_queue": self._predictions.pending,
             "predictor_up": float(self._predictions.up),
         }
+        if core.length_ratio is not None:
+            gauges["length_ratio"] = core.length_ratio
+        return gauges
+
+
+def _ending(request: Request) -> Ending:
+    """What the end of a request says about the length of its answer."""
+    params = request.sampling_params
+    if params is None or params.ignore_eos:  # the model was not free to end it
+        return Ending.ABORTED
+    if request.status == RequestStatus.FINISHED_STOPPED:
+        return Ending.STOPPED
+    if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+        return Ending.CUT
+    return Ending.ABORTED
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

@@ -23,6 +23,16 @@ _TOTALS = {
         None,
         "Prompts that the predictor could not read; served at the default level.",
     ),
+    "cached_predictions": (
+        "semsched:cached_predictions",
+        None,
+        "Prompts answered from the predictions remembered of earlier ones.",
+    ),
+    "predictor_restarts": (
+        "semsched:predictor_restarts",
+        None,
+        "Times that the predictor process was started in place of one that died or got stuck.",
+    ),
     "unread_prompts": (
         "semsched:unread_prompts",
         None,
@@ -52,6 +62,10 @@ _GAUGES = {
     ),
     "predictor_queue": ("semsched:predictor_queue", "Prompts that wait for the predictor."),
     "predictor_up": ("semsched:predictor_up", "1 while a predictor process runs."),
+    "length_ratio": (
+        "semsched:length_ratio",
+        "Observed by expected output tokens over about the last hundred answers.",
+    ),
 }
 
 

@@ -23,6 +23,11 @@ class Counters:
         """Add to a total."""
         self._totals[name, label] += count
 
+    def raise_to(self, name: str, total: int) -> None:
+        """Take over a total that is counted elsewhere."""
+        if total:  # what never happened is not reported
+            self._totals[name, ""] = total
+
     def total(self, name: str, label: str | None = None) -> int:
         """A total; over all labels if none is given."""
         if label is not None:

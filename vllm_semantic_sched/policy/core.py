@@ -17,6 +17,7 @@ from vllm_semantic_sched.policy.decision import decide_level
 from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
+from vllm_semantic_sched.policy.length_calibration import Ending, LengthCalibration
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.rank import Rank, rank_of
@@ -39,10 +40,27 @@ class SchedulingCore:
     ) -> None:
         self.policy = policy
         self.profile = profile
+        self._calibration: LengthCalibration | None = None
         self.buckets = buckets
         self.waiting = self.new_queue()
         self.running = RunningSet(step_seconds=profile.gamma2)
         self._sequence = itertools.count()
+
+    @property
+    def buckets(self) -> LengthBuckets | None:
+        """What the predictor's length buckets stand for by now; None if it has none. Those
+        that are assigned are the ones that it was trained with."""
+        return self._calibration.buckets if self._calibration else None
+
+    @buckets.setter
+    def buckets(self, trained: LengthBuckets | None) -> None:
+        adapt = self.policy.length.calibrate
+        self._calibration = LengthCalibration(trained, adapt) if trained else None
+
+    @property
+    def length_ratio(self) -> float | None:
+        """Observed by expected output tokens of recently finished jobs; None if there are none."""
+        return self._calibration.ratio if self._calibration else None
 
     def new_queue(self) -> WaitingQueue:
         """A waiting queue under this policy's order."""
@@ -130,11 +148,14 @@ class SchedulingCore:
         job.swapped = plan.kept_tokens
         return plan
 
-    def finish(self, job: Job) -> None:
-        """A job ended, however it ended."""
+    def finish(self, job: Job, ending: Ending) -> None:
+        """A job ended; its `generated` is up to date, and later estimates learn from it."""
         self.waiting.remove(job)
         self.running.discard(job)
         job.move_to(JobState.FINISHED)
+        predicted = job.prediction.length if job.prediction is not None else None
+        if self._calibration is not None and predicted is not None:
+            self._calibration.learn(predicted, job.generated, job.max_output_tokens, ending)
 
     def step(self, observe: Callable[[Job], None]) -> list[Job]:
         """One engine step has passed.
@@ -206,11 +227,12 @@ class SchedulingCore:
     def expected_output(self, job: Job) -> float:
         """Output tokens expected in all, above what has been generated."""
         length = self.policy.length
-        if job.prediction is None or job.prediction.length is None or self.buckets is None:
+        buckets = self.buckets
+        if job.prediction is None or job.prediction.length is None or buckets is None:
             expected = expected_without_prediction(length.default_tokens, job.generated)
         else:
             expected = expected_output_tokens(
-                job.prediction.length, self.buckets, job.generated, length.estimate
+                job.prediction.length, buckets, job.generated, length.estimate
             )
         # The client's own limit is a fact; one more token is the least that can come.
         return max(min(expected, job.max_output_tokens), job.generated + 1.0)

@@ -11,6 +11,8 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets
 # it has had. A constant would make it look almost done for ever.
 _OVERRUN_FACTOR = 1.5
 
+Estimate = Literal["mean", "median", "p90"]
+
 _SHARE_BELOW = {"median": 0.5, "p90": 0.9}
 
 
@@ -18,7 +20,7 @@ def expected_output_tokens(
     probabilities: Sequence[float],
     buckets: LengthBuckets,
     generated: int,
-    estimate: Literal["mean", "median", "p90"],
+    estimate: Estimate,
 ) -> float:
     """Output length given that at least `generated + 1` tokens will come.
 
@@ -28,6 +30,7 @@ def expected_output_tokens(
     Args:
         probabilities: one per bucket.
         generated: output tokens so far.
+        estimate: expectation, or a quantile of the lengths, taken as even within a bucket.
 
     Returns:
         Tokens, always above `generated`.
@@ -42,13 +45,7 @@ def expected_output_tokens(
         return alive[0][1]
     if estimate == "mean":
         return sum(probability * length for probability, length in alive) / total
-    share = _SHARE_BELOW[estimate] * total
-    below = 0.0
-    for probability, length in alive:
-        below += probability
-        if below >= share:
-            return length
-    return alive[-1][1]
+    return _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, generated)
 
 
 def expected_without_prediction(default_tokens: int, generated: int) -> float:
@@ -56,6 +53,27 @@ def expected_without_prediction(default_tokens: int, generated: int) -> float:
     if generated < default_tokens:
         return float(default_tokens)
     return _overrun(generated)
+
+
+def _quantile(
+    share: float, probabilities: Sequence[float], buckets: LengthBuckets, generated: int
+) -> float:
+    """Length that probability `share` of the buckets not yet outlived lies below."""
+    low = float(generated)
+    for index, probability in enumerate(probabilities):
+        last = index == len(buckets.edges)
+        if last:  # it has no upper edge; few answers are twice as long as its mean
+            high = 2 * max(low, _length_within(index, buckets, generated))
+        else:
+            high = float(buckets.edges[index])
+        if high <= generated:  # outlived
+            continue
+        if last or probability >= share:
+            place = share / probability if probability >= share > 0 else 1.0
+            return max(low + place * (high - low), generated + 1.0)
+        share -= probability
+        low = high
+    raise AssertionError("there is always a last bucket")
 
 
 def _length_within(index: int, buckets: LengthBuckets, generated: int) -> float:

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import logging
-import subprocess
+import math
 import sys
 import threading
-import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Predictor
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0  # seconds between restarts
 
 
-class PredictorError(RuntimeError):
-    """The configured predictor cannot be used."""
+class _Prompt(NamedTuple):
+    token_ids: Sequence[int]
+    digest: bytes
 
 
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
+    Prompts that it has seen lately are answered from memory. A process that ends, answers
+    nonsense or does not answer in time is replaced; what it was reading is answered with None.
+
     Args:
         settings: the policy's predictor section.
         decode: token ids to text; called on the service's thread.
         command: the worker's command line; for tests.
+
+    Attributes:
+        cached: prompts answered from memory so far.
+        restarts: times that a new process was started in place of one that failed.
     """
 
     def __init__(
@@ -46,10 +55,14 @@ class PredictionService:
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
             self._command += ["--model", settings.model]
-        self._process: subprocess.Popen[str] | None = None
+        self.cached = 0
+        self.restarts = 0
+        self._process: PredictorProcess | None = None
         self._changed = threading.Condition()
-        self._queue: dict[str, Sequence[int]] = {}  # guarded by _changed; oldest first
-        self._closing = False  # guarded by _changed
+        # These three are guarded by _changed; the oldest comes first in both dictionaries.
+        self._queue: dict[str, _Prompt] = {}
+        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()
+        self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
         self._batch_ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="semsched-predict", daemon=True)
@@ -70,11 +83,14 @@ class PredictionService:
         return buckets
 
     def submit(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Queue a prompt; False if the queue is full."""
+        """Queue a prompt, or answer it from memory; False if the queue is full."""
+        prompt = _Prompt(token_ids, _digest(token_ids))
         with self._changed:
+            if self._recall(request_id, prompt):
+                return True
             if len(self._queue) >= self._settings.max_queue:
                 return False
-            self._queue[request_id] = token_ids
+            self._queue[request_id] = prompt
             self._changed.notify()
         return True
 
@@ -96,7 +112,8 @@ class PredictionService:
     @property
     def up(self) -> bool:
         """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
+        process = self._process  # the service's thread may replace it meanwhile
+        return process is not None and process.up
 
     def close(self) -> None:
         """Stop thread and process."""
@@ -105,16 +122,25 @@ class PredictionService:
             self._changed.notify()
         self._stop_process()
 
+    def _recall(self, request_id: str, prompt: _Prompt) -> bool:
+        """Answer a prompt from memory, if it is there; the caller holds _changed."""
+        prediction = self._memory.get(prompt.digest)
+        if prediction is None:
+            return False
+        self._memory.move_to_end(prompt.digest)
+        self._done.append((request_id, prediction))
+        self.cached += 1
+        return True
+
     # The service's thread
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF
         while batch := self._next_batch():
-            request_ids = [request_id for request_id, _ in batch]
             try:
-                predictions = self._predict([token_ids for _, token_ids in batch])
+                predictions = self._predict(list(batch.values()))
             except Exception as error:
-                self._done.extend((request_id, None) for request_id in request_ids)
+                self._done.extend((request_id, None) for request_id in batch)
                 if self._closing:
                     return
                 self._logger.warning(
@@ -126,33 +152,60 @@ class PredictionService:
                 if not self.up:
                     backoff = self._relaunch(backoff)
             else:
-                self._done.extend(zip(request_ids, predictions, strict=True))
+                if self._pause(self._settings.extra_latency):
+                    return
+                self._deliver(batch, predictions)
                 backoff = _FIRST_BACKOFF
 
-    def _next_batch(self) -> list[tuple[str, Sequence[int]]]:
-        """Wait for work; empty when closing."""
+    def _next_batch(self) -> dict[str, _Prompt]:
+        """Wait for work: prompts by request id; empty when closing."""
         settings = self._settings
+        batch: dict[str, _Prompt] = {}
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            if settings.mode == "full_batching":
-                self._changed.wait_for(
-                    lambda: len(self._queue) >= settings.max_batch or self._closing,
-                    timeout=settings.max_wait,
-                )
-            if self._closing:
-                return []
-            oldest = list(itertools.islice(self._queue, settings.max_batch))
-            return [(request_id, self._queue.pop(request_id)) for request_id in oldest]
+            while not batch:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if settings.mode == "full_batching":
+                    self._changed.wait_for(
+                        lambda: len(self._queue) >= settings.max_batch or self._closing,
+                        timeout=settings.max_wait,
+                    )
+                if self._closing:
+                    return {}
+                while self._queue and len(batch) < settings.max_batch:
+                    request_id = next(iter(self._queue))
+                    prompt = self._queue.pop(request_id)
+                    # The batch before may have had the same text.
+                    if not self._recall(request_id, prompt):
+                        batch[request_id] = prompt
+        return batch
 
-    def _predict(self, prompts: list[Sequence[int]]) -> list[Prediction]:
-        texts = [self._text(token_ids) for token_ids in prompts]
-        answer = self._exchange({"id": next(self._batch_ids), "texts": texts})
+    def _pause(self, seconds: float) -> bool:
+        """Wait; True, and at once, if the service is being closed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, timeout=seconds)
+
+    def _deliver(self, batch: dict[str, _Prompt], predictions: list[Prediction | None]) -> None:
+        with self._changed:
+            for prompt, prediction in zip(batch.values(), predictions, strict=True):
+                if prediction is not None:
+                    self._memory[prompt.digest] = prediction
+            while len(self._memory) > self._settings.cache_size:
+                self._memory.popitem(last=False)
+        self._done.extend(zip(batch, predictions, strict=True))
+
+    def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
+        texts = [self._text(prompt.token_ids) for prompt in prompts]
+        message = {"id": next(self._batch_ids), "texts": texts}
+        process = self._process
+        if process is None:
+            raise PredictorError("no predictor process")
+        answer = process.ask(message, self._settings.timeout)
         if "error" in answer:
             raise PredictorError(answer["error"])
-        return [
-            Prediction(tuple(urgency), None if length is None else tuple(length))
-            for urgency, length in zip(answer["urgency"], answer["length"], strict=True)
-        ]
+        rows = list(zip(answer["urgency"], answer["length"], strict=True))
+        if len(rows) != len(texts):
+            raise PredictorError(f"{len(rows)} answers to {len(texts)} texts")
+        return [_prediction(urgency, length) for urgency, length in rows]
 
     def _text(self, token_ids: Sequence[int]) -> str:
         try:
@@ -162,29 +215,14 @@ class PredictionService:
 
     # The process
 
-    def _exchange(self, message: dict[str, Any] | None = None) -> dict[str, Any]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise PredictorError("no predictor process")
-        if message is not None:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise PredictorError(f"the predictor process ended with status {process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
     def _launch(self) -> LengthBuckets | None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
-        )
-        watchdog = threading.Timer(_START_TIMEOUT, self._process.kill)
-        watchdog.start()
-        try:
-            first = self._exchange()
-        finally:
-            watchdog.cancel()
+        process = PredictorProcess(self._command)
+        with self._changed:
+            self._process = process
+            closing = self._closing
+        if closing:  # close() may have come too early to see this process
+            self._stop_process()
+        first = process.read(_START_TIMEOUT)
         if "failed" in first:
             raise PredictorError(f"predictor.model: {first['failed']}")
         buckets = first["ready"]["length_buckets"]
@@ -194,27 +232,34 @@ class PredictionService:
 
     def _relaunch(self, backoff: float) -> float:
         """Start the process again, later each time that it fails; the next back-off, seconds."""
-        while not self._closing:
-            time.sleep(backoff)
+        while not self._pause(backoff):
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
+            self.restarts += 1
             try:
                 self._stop_process()
                 self._launch()
             except Exception as error:
-                self._logger.warning("The urgency predictor does not start: %s", error)
+                if not self._closing:
+                    self._logger.warning("The urgency predictor does not start: %s", error)
             else:
                 self._logger.info("The urgency predictor is back.")
                 break
         return backoff
 
     def _stop_process(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        try:
-            process.stdin.close()  # the worker ends at the end of its input
-            process.wait(timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait()
+        with self._changed:
+            process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+
+
+def _digest(token_ids: Sequence[int]) -> bytes:
+    """A short key, so that the memory holds no prompts."""
+    return hashlib.blake2b(array("q", list(token_ids)).tobytes(), digest_size=16).digest()
+
+
+def _prediction(urgency: list[float], length: list[float] | None) -> Prediction | None:
+    """None for numbers that are no probabilities, as a broken model gives them."""
+    if not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
+        return None
+    return Prediction(tuple(urgency), None if length is None else tuple(length))
