@@ -12,6 +12,7 @@ from vllm_semantic_sched.bench.asks import ask_source  # noqa: E402
 from vllm_semantic_sched.bench.client import ClientConfig, send_open_loop  # noqa: E402
 from vllm_semantic_sched.bench.load import WorkloadConfig  # noqa: E402
 from vllm_semantic_sched.bench.server import ServerConfig, ServerFailed, VllmServer  # noqa: E402
+from vllm_semantic_sched.bench.step_time import StepTimePlan, measure_step_times  # noqa: E402
 from vllm_semantic_sched.bench.tiny_model import make_model  # noqa: E402
 from vllm_semantic_sched.bench.workload import make_workload  # noqa: E402
 
@@ -64,6 +65,18 @@ def test_thirty_requests_end_at_their_lengths_with_diverse_output(model, tmp_pat
         )
         assert first.margins[position] < 1e-4
     assert refused[0].error and refused[0].status == 400
+
+
+def test_step_times_of_all_conditions_and_a_predictor_that_works_in_one_only(model, tmp_path):
+    server = ServerConfig(model, tmp_path / "server.log", seats=4, num_blocks=None)
+    plan = StepTimePlan(server, rate=20, phase_seconds=3.0, cycles=1)
+    times = measure_step_times(plan, progress=False)
+    assert list(times) == ["none", "known", "new"]
+    assert all(each.tokens > 50 and 0 < each.p50 <= each.p99 for each in times.values())
+    # The prompts of the others are remembered, or there are none.
+    assert times["new"].predictor_share > 0.02
+    assert times["new"].predictor_share > 5 * times["known"].predictor_share
+    assert all(each.served == 0 for each in times.values())
 
 
 def test_a_server_that_does_not_start_shows_why_and_leaves_nothing(model, tmp_path):

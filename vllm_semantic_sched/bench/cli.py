@@ -1,4 +1,4 @@
-"""`semsched bench`: run, overhead, make-model."""
+"""`semsched bench`: measurements on a real engine, each a command of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import signal
 import sys
 from types import FrameType
 
-from vllm_semantic_sched.bench import model_command, overhead, run_command
+from vllm_semantic_sched.bench import (
+    model_command,
+    overhead,
+    prediction_latency,
+    predictor,
+    run_command,
+)
 
 _COMMANDS = {
     "run": (run_command, "compare schedulers under the same load on a real vllm serve"),
     "overhead": (overhead, "time of schedule() with many waiting requests"),
+    "predictor": (predictor, "cost of a prediction, alone and beside a busy engine"),
+    "prediction-latency": (prediction_latency, "what a slower predictor costs the requests"),
     "make-model": (model_command, "write a small random-weight model with a real tokenizer"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Mount the three commands below `parser`."""
+    """Mount the commands below `parser`."""
     commands = parser.add_subparsers(dest="bench_command", required=True)
     for name, (module, text) in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=text, description=text))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from vllm_semantic_sched.bench.metrics import (
 )
 from vllm_semantic_sched.bench.results import Comparison, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, set_priority
+from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, prefer_client
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
 
 _WARM_UP_REQUESTS = 24
@@ -96,10 +94,7 @@ def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Com
     """
     comparison: Comparison | None = None
     workloads = plan.workloads
-    # A client that is starved by the servers it measures sends late and reads late. Where it may
-    # not be preferred, `latest send` in the report shows what that did.
-    with contextlib.suppress(PermissionError):
-        set_priority(os.getpid(), max(-20, plan.server.nice - 10))
+    prefer_client(plan.server.nice)
     for number, spec in plan.servers():
         place = f"{spec.name}, round {number}/{plan.rounds}" if plan.rounds > 1 else spec.name
         if progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,22 @@ def print_mix(console: Console, mix: str, rows: dict[str, MixResult]) -> None:
 def print_targets(console: Console, targets: list[Target]) -> None:
     """Print each target with what was measured."""
     table = Table(title="targets", box=box.SIMPLE)
-    for column in ("target", "measured", "at least", ""):
+    for column in ("target", "measured", "wanted", ""):
         table.add_column(column, justify="left" if column in ("target", "") else "right")
     for target in targets:
         verdict = "[green]met[/]" if target.met else "[red]missed[/]"
-        table.add_row(target.text, f"{target.measured:.3g}", f"{target.required:g}", verdict)
+        wanted = f"at {'most' if target.at_most else 'least'} {target.required:g}"
+        table.add_row(target.text, f"{target.measured:.3g}", wanted, verdict)
     console.print(table)
+
+
+def print_problems(console: Console, problems: Iterable[str]) -> int:
+    """Print why a command fails; its exit status, 0 if there is no problem."""
+    status = 0
+    for problem in problems:
+        console.print(f"[red]{problem}[/]", soft_wrap=True)
+        status = 1
+    return status
 
 
 def _totals(rows: dict[str, MixResult]) -> Table:

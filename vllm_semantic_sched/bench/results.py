@@ -159,6 +159,19 @@ class Comparison:
         row = next(iter(self.mixes.get(mix, {}).values()), None)
         return row.rounds[0] if row else None
 
+    def rows(self) -> list[MixResult]:
+        """All results, mix by mix."""
+        return [row for rows in self.mixes.values() for row in rows.values()]
+
+    def failures(self) -> list[str]:
+        """A sentence for each result with requests that were not answered in full."""
+        return [
+            f"{row.scheduler.name}, mix {row.workload.config.mix}: {len(row.failed)} requests "
+            f"failed, the first with: {row.failed[0].error or 'another output length than wanted'}"
+            for row in self.rows()
+            if row.failed
+        ]
+
     def write(self, path: Path) -> None:
         """Write everything but the output texts as JSON (undefined numbers become null)."""
         document = {

@@ -1,8 +1,8 @@
-"""The ratios that the semantic scheduler must reach, checked within one run."""
+"""What must be reached: a required figure each, and the ratios of `bench run`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_semantic_sched.bench.results import MixResult
@@ -12,16 +12,24 @@ MIN_OVERLOAD = 4.0
 
 @dataclass(frozen=True)
 class Target:
-    """One requirement: `measured` against `required`, a minimum."""
+    """One requirement: `measured` against `required`, a minimum or, with `at_most`, a maximum."""
 
     text: str
     measured: float
     required: float
+    at_most: bool = False
 
     @property
     def met(self) -> bool:
         """Whether it was reached; an undefined measurement is not."""
+        if self.at_most:
+            return self.measured <= self.required
         return self.measured >= self.required
+
+
+def missed(targets: Iterable[Target]) -> list[str]:
+    """A line for each target that was not reached."""
+    return [f"target missed: {target.text}" for target in targets if not target.met]
 
 
 # (mix, scheduler, compared with, metric, statistic, least ratio), all for urgency 0
