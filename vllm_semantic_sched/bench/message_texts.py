@@ -22,8 +22,14 @@ IMMEDIATE = (
     "My husband had a seizure that has been going for ten minutes and it isn't stopping",
     "He hung himself, I cut him down, he's not responding, I need help right now",
     "Unconscious after taking a lot of pills with vodka, breathing maybe four times a minute",
-    "the worker touched a live wire, he's on the ground and not answering, i think his heart stopped",
-    "My mom's face is grey, she stopped talking mid sentence and slumped over, no pulse in her neck",
+    (
+        "the worker touched a live wire, he's on the ground and not answering, "
+        "i think his heart stopped"
+    ),
+    (
+        "My mom's face is grey, she stopped talking mid sentence and slumped over, "
+        "no pulse in her neck"
+    ),
     "Crush injury, patient trapped under a forklift, BP 60 palpated, going in and out",
     "She just gave birth at home and the bleeding won't stop, she's white as a sheet and fading",
     "Car hit a cyclist, he's making snoring sounds and does not react to pain",
