@@ -1,4 +1,4 @@
-"""Finds policies and profiles: by name among the shipped ones, or by path."""
+"""Finds policies, profiles, domains and scenarios: by name among the shipped ones, or by path."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ import yaml
 from vllm_semantic_sched.policy.errors import PolicyError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+Kind = Literal["policy", "profile", "domain", "scenario"]
+
+_FOLDERS: dict[Kind, str] = {
+    "policy": "",
+    "profile": "profiles",
+    "domain": "domains",
+    "scenario": "scenarios",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -27,7 +36,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_config(name_or_path: str | Path, kind: Literal["policy", "profile"]) -> tuple[Any, str]:
+def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
     """What a YAML file says, and a name for it in messages.
 
     Raises:
@@ -49,15 +58,12 @@ def shipped_configs() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
-def shipped_names(kind: Literal["policy", "profile"]) -> list[str]:
-    """Names of the shipped policies or profiles, sorted."""
-    folder = shipped_configs()
-    if kind == "profile":
-        folder = folder / "profiles"
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+def shipped_names(kind: Kind) -> list[str]:
+    """Names of the shipped configurations of a kind, sorted."""
+    return sorted(path.stem for path in _shipped_folder(kind).glob("*.yaml"))
 
 
-def resolve_config(name_or_path: str | Path, kind: Literal["policy", "profile"]) -> Path:
+def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
     """The file that a name (`ems`) or a path stands for.
 
     Raises:
@@ -65,10 +71,7 @@ def resolve_config(name_or_path: str | Path, kind: Literal["policy", "profile"])
     """
     names = shipped_names(kind)
     if str(name_or_path) in names:
-        folder = shipped_configs()
-        if kind == "profile":
-            folder = folder / "profiles"
-        return folder / f"{name_or_path}.yaml"
+        return _shipped_folder(kind) / f"{name_or_path}.yaml"
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
@@ -78,3 +81,7 @@ def resolve_config(name_or_path: str | Path, kind: Literal["policy", "profile"])
         f"{kind} {str(name_or_path)!r}: no such file and no shipped {kind} of that name."
         f"{hint} Shipped: {', '.join(names)}"
     )
+
+
+def _shipped_folder(kind: Kind) -> Path:
+    return shipped_configs() / _FOLDERS[kind]

@@ -89,12 +89,21 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         for _ in range(round(count * scale)):
             examples.append(_message_example(wording.level, rng))
     for _ in range(round(_HARMLESS * scale)):
-        examples.append(Example(_noisy(render.harmless_prompt(rng), rng), 4))
+        examples.append(Example(noisy(render.harmless_prompt(rng), rng), 4))
     examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
     examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
     examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
     rng.shuffle(examples)
     return examples
+
+
+def noisy(text: str, rng: random.Random) -> str:
+    """`text` as it arrives: late in a longer one, behind a claim, typed in haste, or as it is."""
+    if rng.random() < _LATE:
+        text = render.after_background(text, rng)
+    if rng.random() < _CLAIMS:
+        text = render.claiming(text, rng)
+    return render.with_noise(text, rng)
 
 
 def _visit_examples(
@@ -112,19 +121,11 @@ def _visit_examples(
 
 
 def _message_example(level: int, rng: random.Random) -> Example:
-    return Example(_noisy(render.level_message(WORDINGS[level], rng), rng), level)
-
-
-def _noisy(text: str, rng: random.Random) -> str:
-    if rng.random() < _LATE:
-        text = render.after_background(text, rng)
-    if rng.random() < _CLAIMS:
-        text = render.claiming(text, rng)
-    return render.with_noise(text, rng)
+    return Example(noisy(render.level_message(WORDINGS[level], rng), rng), level)
 
 
 def _length_examples(pairs: Iterable[TextLength], rng: random.Random) -> list[Example]:
-    return [Example(_noisy(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
+    return [Example(noisy(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
 
 
 def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list[Example]:

@@ -25,7 +25,7 @@ _FEMALE = ("she", "her", "her")
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:
     """An NHAMCS visit in the words of a relative, the patient, a dispatcher or a nurse."""
     terms = [term for reason in visit.reasons if (term := lay_term(reason, rng))]
-    if not terms or rng.random() < 0.4:
+    if not terms:
         return visit.text
     if rng.random() < 0.3:
         terms = terms[:2]
@@ -94,6 +94,12 @@ def harmless_prompt(rng: random.Random) -> str:
         sentence = pick(voices.OPENERS_CALM, rng) + sentence
     elif draw < 0.18:
         sentence = pick(voices.OPENERS_ALARMED, rng) + sentence
+    return _capital(sentence) if rng.random() < 0.6 else sentence
+
+
+def everyday_prompt(rng: random.Random) -> str:
+    """A prompt that asks for no help in any domain."""
+    sentence = choose(rng.choice(EVERYDAY), rng)
     return _capital(sentence) if rng.random() < 0.6 else sentence
 
 

@@ -68,7 +68,6 @@ SEVERAL_RESOURCES = Wording(
         "has a deep cut on {his} [hand|forearm] and [can't bend the finger|numb fingertip], bleeding has stopped",
         "has swollen [legs|ankles] and gets breathless climbing stairs, for [two|three] weeks",
         "has [diarrhea|watery diarrhoea] for [four|five] days and [feels weak|stomach cramps]",
-        "has a [2|3|4]-year-old's fever of 39.5 and [is drinking little|has an ear ache and vomits], still responsive",
         "has a heart that [skips beats|flutters] sometimes, no fainting[ and no chest pain|]",
         "had surgery last week and the wound is [red|oozing pus|opening] [with some fever|]",
         "has [bad|severe] low back pain and can hardly walk, no numbness",
