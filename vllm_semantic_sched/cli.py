@@ -23,9 +23,17 @@ _COMMANDS = {
         "vllm_semantic_sched.predict.evaluate",
         "measure a predictor on labelled texts",
     ),
+    "explain": (
+        "vllm_semantic_sched.predict.explain",
+        "say how urgent a text is taken to be, how long its answer, and which words decided",
+    ),
     "policy": (
         "vllm_semantic_sched.policy.command",
         "list the shipped policies, explain every knob, check a policy file",
+    ),
+    "simulate": (
+        "vllm_semantic_sched.sim.command",
+        "try policies on a simulated engine: deterministic, fast, no GPU",
     ),
 }
 

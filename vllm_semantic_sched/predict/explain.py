@@ -1,0 +1,236 @@
+"""`semsched explain`: what the scheduler would make of a text, and which words decided it.
+
+Shows the probability of each urgency level, what serving at each would cost by the policy, the
+level decided, the expected output length and the time that follows from it. A word's weight is how
+much the log-odds of the decided level fall when the word is left out. The text is read as given,
+without a chat template, and lengths are those that the predictor was trained with: a server
+calibrates them on its own answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.cost import EngineProfile, load_profile
+from vllm_semantic_sched.policy.decision import decide_level, expected_cost
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.length import Estimate, expected_output_tokens
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_OCCLUDED = 128  # words left out one by one; a predictor's window holds no more wordpieces
+_CHARACTERS_PER_TOKEN = 4  # of English, for a served model that is not known here
+_ESTIMATES: tuple[Estimate, ...] = ("mean", "median", "p90")
+_TINY = 1e-12  # a probability that a model could not tell from 0
+
+
+class _Predictor(Protocol):
+    length_buckets: LengthBuckets | None
+
+    def predict(self, texts: Sequence[str]) -> list[Prediction]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthShare:
+    """One output-length bucket: `shortest` to `longest` tokens (None: no end)."""
+
+    shortest: int
+    longest: int | None
+    probability: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WordWeight:
+    """A word, and what speaks for the decided level less without it (below 0: more).
+
+    Attributes:
+        position: its place in the text, from 0.
+        probability: what the level's probability loses.
+        log_odds: what its log-odds lose; tells words apart also where a model is sure.
+    """
+
+    word: str
+    position: int
+    probability: float
+    log_odds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the scheduler makes of a text.
+
+    Attributes:
+        level: decided urgency level, 0 = most urgent.
+        probabilities, costs: per level; costs in levels served too early.
+        lengths: the predicted distribution; empty if the model predicts no lengths.
+        tokens: expected output tokens by estimate; empty likewise.
+        remaining_seconds: predicted engine time for the whole request.
+        words: heaviest first.
+        occluded, word_count: words that were left out one by one, of how many.
+        notes: what of this the policy does not use.
+
+    The rank is (level, remaining_seconds), as far as the policy's base uses them.
+    """
+
+    level: int
+    rule: str
+    probabilities: tuple[float, ...]
+    costs: tuple[float, ...]
+    lengths: tuple[LengthShare, ...]
+    tokens: dict[str, float]
+    remaining_seconds: float
+    words: tuple[WordWeight, ...]
+    occluded: int
+    word_count: int
+    notes: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched explain`."""
+    parser.add_argument("text", help="a prompt")
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)"
+    )
+    parser.add_argument("--model", help="folder or hub id (default: the policy's)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="the request's own limit (default: none)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
+    if args.max_tokens is not None and args.max_tokens < 1:
+        print("semsched explain: --max-tokens must be at least 1", file=sys.stderr)
+        return 2
+    try:
+        policy = load_policy(args.policy)
+        profile = load_profile(policy.profile)
+        from vllm_semantic_sched.predict.model import TextPredictor
+
+        predictor = TextPredictor.load(args.model or policy.predictor.model)
+        # What no terminal can show came in as bytes that were no text.
+        text = args.text.encode("utf-8", "replace").decode("utf-8")
+        explanation = explain(text, predictor, policy, profile, args.max_tokens)
+        if args.json:
+            print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
+        else:
+            from rich.console import Console
+
+            from vllm_semantic_sched.predict.explain_tables import show
+
+            show(Console(highlight=False), explanation)
+    except (PolicyError, FileNotFoundError, ValueError, ImportError) as error:
+        print(f"semsched explain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def explain(
+    text: str,
+    predictor: _Predictor,
+    policy: Policy,
+    profile: EngineProfile,
+    max_tokens: int | None = None,
+) -> Explanation:
+    """What the scheduler would make of `text` under a policy.
+
+    Args:
+        max_tokens: most output tokens that the client asks for; None: no limit.
+    """
+    words = text.split()
+    positions = _to_occlude(len(words))
+    shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
+    prediction, *without = predictor.predict([text, *shorter])
+    decided = decide_level(prediction.urgency, policy.decision)
+    whole = prediction.urgency
+    weights = [
+        WordWeight(
+            words[at],
+            at,
+            whole[decided] - one.urgency[decided],
+            _log_odds(whole, decided) - _log_odds(one.urgency, decided),
+        )
+        for at, one in zip(positions, without, strict=True)
+    ]
+
+    core = SchedulingCore(policy, profile, predictor.length_buckets)
+    job = core.new_job(
+        "explained",
+        arrival=0.0,
+        prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
+        max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
+        hint=core.read_hints(None, None),
+        awaits_prediction=True,
+    )
+    core.predicted(job, prediction)
+    lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
+    return Explanation(
+        level=job.level,
+        rule=policy.decision.rule,
+        probabilities=prediction.urgency,
+        costs=tuple(
+            expected_cost(prediction.urgency, level, policy.decision)
+            for level in range(len(prediction.urgency))
+        ),
+        lengths=lengths,
+        tokens=tokens,
+        remaining_seconds=core.remaining(job),
+        words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
+        occluded=len(positions),
+        word_count=len(words),
+        notes=_notes(policy),
+    )
+
+
+def _to_occlude(count: int) -> list[int]:
+    """Positions of the words to leave out: all, or the first and last ones of a long text, whose
+    middle a predictor does not see either."""
+    if count <= _OCCLUDED:
+        return list(range(count))
+    half = _OCCLUDED // 2
+    return [*range(half), *range(count - half, count)]
+
+
+def _lengths(
+    prediction: Prediction, buckets: LengthBuckets | None, limit: int
+) -> tuple[tuple[LengthShare, ...], dict[str, float]]:
+    if prediction.length is None or buckets is None:
+        return (), {}
+    starts = (1, *buckets.edges)
+    ends = (*(edge - 1 for edge in buckets.edges), None)
+    shares = tuple(map(LengthShare, starts, ends, prediction.length))
+    tokens: dict[str, float] = {
+        estimate: min(limit, expected_output_tokens(prediction.length, buckets, 0, estimate))
+        for estimate in _ESTIMATES
+    }
+    return shares, tokens
+
+
+def _notes(policy: Policy) -> tuple[str, ...]:
+    if policy.base == "fcfs":
+        return ("This policy leaves vLLM's own order: nothing here has an effect.",)
+    if not policy.predictor.enabled:
+        return ("This policy does not read texts (predictor.enabled: false).",)
+    unused = {"level": policy.uses_urgency, "length": policy.uses_length}
+    return tuple(
+        f"Under base policy {policy.base} the {what} has no effect."
+        for what, used in unused.items()
+        if not used
+    )
+
+
+def _log_odds(probabilities: Sequence[float], level: int) -> float:
+    # Summed apart: beside a probability near 1 the others' digits would be lost.
+    others = sum(p for at, p in enumerate(probabilities) if at != level)
+    return math.log(max(probabilities[level], _TINY)) - math.log(max(others, _TINY))
