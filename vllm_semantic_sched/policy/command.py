@@ -45,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe_keys() -> str:
-    """All keys of a policy file as text: name, default, valid values, meaning."""
+def describe_keys(model: type[Section] = Policy) -> str:
+    """All keys of a policy file, or of another kind, as text: name, default, valid values,
+    meaning."""
     lines = []
-    for key, default, valid, meaning in _keys(Policy, ""):
+    for key, default, valid, meaning in _keys(model, ""):
         lines.append(f"{key}: {default}{f'   ({valid})' if valid else ''}")
         lines += textwrap.wrap(meaning, 96, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
@@ -63,4 +64,5 @@ def _keys(model: type[Section], prefix: str) -> Iterator[tuple[str, object, str,
             choices = typing.get_args(annotation)
             literal = typing.get_origin(annotation) is typing.Literal
             valid = " | ".join(map(str, choices)) if literal else ""
-            yield f"{prefix}{name}", field.default, valid, field.description or ""
+            default = "(required)" if field.is_required() else field.default
+            yield f"{prefix}{name}", default, valid, field.description or ""

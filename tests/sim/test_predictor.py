@@ -1,0 +1,73 @@
+"""The predictor model: error rate, confusion, batching."""
+
+import numpy as np
+import pytest
+
+from vllm_semantic_sched.sim.predictor import make_buckets, mistaken
+from vllm_semantic_sched.sim.sections import PredictorModel
+from vllm_semantic_sched.sim.simulation import simulate
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.2, 0.4, 0.9])
+def test_the_error_rate_is_the_share_of_mistakes(rate: float) -> None:
+    true = np.arange(10_000) % 5
+    said = mistaken(true, 5, rate, np.random.default_rng(1))
+    assert np.mean(said != true) == pytest.approx(rate, abs=1e-3)
+    assert said.min() >= 0 and said.max() <= 4
+
+
+def test_the_error_rate_is_the_mean_distance_as_well() -> None:
+    # Away from the ends nothing is cut off: 0.3 of 20 classes is 6 classes.
+    true = np.full(4000, 10)
+    said = mistaken(true, 20, 0.3, np.random.default_rng(1))
+    wrong = said[said != true]
+    assert np.abs(wrong - 10).mean() == pytest.approx(6)
+    assert {int(value) for value in wrong} == {4, 16}
+
+
+def test_a_confusion_matrix_is_drawn_from(scenario) -> None:
+    rows = [[0, 1, 0, 0, 0]] + [[0, 0, 0, 0, 1]] * 4
+    runs = simulate(scenario(predictor__confusion=rows), "semantic").runs
+    assert {(run.request.level, run.job.level) for run in runs} == {
+        (level, 1 if level == 0 else 4) for level in range(5)
+    }
+
+
+def test_without_errors_the_level_is_the_true_one(scenario) -> None:
+    runs = simulate(scenario(predictor__latency=0.0, predictor__hold=True), "semantic").runs
+    assert all(run.job.level == run.request.level for run in runs)
+
+
+def test_buckets_stand_for_the_answers_in_them() -> None:
+    buckets = make_buckets(PredictorModel(bucket_edges=(10, 100)), [4, 6, 20, 40, 400])
+    assert buckets.means == (5.0, 30.0, 400.0)
+    assert len(make_buckets(PredictorModel(buckets=5), list(range(1, 500))).means) == 5
+
+
+def _first_seats(scenario, **changes) -> list[float]:
+    held = scenario(
+        workload={
+            "arrivals": "bursts",
+            "bursts": 4,
+            "requests": 10,
+            "gap": 10.0,
+            "max_burst": 20,
+        },
+        engine={"kind": "paper", "seats": 64},
+        predictor={"latency": 1.0, "hold": True},
+        **changes,
+    )
+    runs = simulate(held, "semantic").runs
+    return [run.started for run in runs]
+
+
+def test_immediate_takes_what_is_there_full_batching_waits(scenario) -> None:
+    batch = {"predictor": {"max_batch": 4, "max_wait": 1e6}}
+    held = {"predictor": {"max_batch": 4, "max_wait": 1e6, "mode": "full_batching"}}
+    timed = {"predictor": {"max_batch": 64, "max_wait": 0.5, "mode": "full_batching"}}
+    at_once = _first_seats(scenario, overrides=batch)
+    # Ten requests in one burst: two full batches, then what is left when all have arrived.
+    assert min(at_once) == pytest.approx(1.0, abs=0.05)
+    assert max(at_once) == pytest.approx(3.0, abs=0.05)
+    assert max(_first_seats(scenario, overrides=held)) >= 3.0
+    assert min(_first_seats(scenario, overrides=timed)) >= 1.0

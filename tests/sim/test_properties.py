@@ -1,0 +1,112 @@
+"""What holds in every simulation, whatever the load, the engine and the policy."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.sim.engine import Engine, RequestTooLarge
+from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
+
+POLICIES = ["fcfs", "sjf", "priority", "ems", "latency", "throughput", "fairness"]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
+    kind = draw(st.sampled_from(["paper", "vllm"]))
+    data = {
+        "seed": draw(st.integers(0, 999)),
+        "workload": {
+            "arrivals": draw(st.sampled_from(["bursts", "poisson", "gamma"])),
+            "requests": draw(st.integers(1, 40)),
+            "rate": draw(st.sampled_from([0.5, 5.0, 50.0])),
+            "max_burst": draw(st.integers(1, 20)),
+            "prompt": {"kind": "uniform", "low": 1, "high": draw(st.integers(1, 300))},
+            "output": {"kind": "uniform", "low": 1, "high": draw(st.integers(1, 60))},
+            "hints": draw(st.booleans()),
+        },
+        "predictor": {
+            "latency": draw(st.sampled_from([0.0, 0.01, 1.0])),
+            "urgency_error": draw(st.sampled_from([0.0, 0.4])),
+            "hold": draw(st.booleans()),
+        },
+        "engine": {
+            "kind": kind,
+            "seats": draw(st.integers(1, 6)),
+            "token_budget": draw(st.sampled_from([8, 64, 2048])),
+            "block_size": draw(st.sampled_from([1, 16])),
+            "kv_blocks": draw(st.sampled_from([None, 400])),
+            "swap": draw(st.booleans()),
+        },
+        "schedulers": {"it": {"policy": draw(st.sampled_from(POLICIES))}},
+        "overrides": {
+            "predictor": {
+                "mode": draw(st.sampled_from(["immediate", "full_batching"])),
+                "max_batch": draw(st.integers(1, 8)),
+            }
+        },
+    }
+    return parse_scenarios(data, "property", fixed)[0]
+
+
+def check_capacity(engine: Engine) -> None:
+    held = sum(engine.blocks_of(job) for job in engine.running)
+    assert len(engine.running) <= engine.seats
+    assert held + engine.pool.free == engine.pool.total
+    assert engine.pool.free >= 0
+    for job in engine.running:
+        assert not engine.pool.limited or engine.blocks_of(job) >= engine.pool.needed(job.computed)
+    orders = [engine.core.running.order(job) for job in engine.running]
+    assert orders == sorted(orders)
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenarios())
+def test_every_request_finishes_once_and_capacity_is_kept(scenario: Scenario) -> None:
+    result = simulate(scenario, "it", keep_spans=True, before_step=check_capacity)
+    assert [run.request.index for run in result.runs] == list(
+        range(scenario.settings.workload.requests or 0)
+    )
+    for run in result.runs:
+        request = run.request
+        assert run.started is not None and run.first_token is not None and run.finish is not None
+        assert request.arrival <= run.started < run.first_token <= run.finish
+        assert run.job.generated == request.output_tokens
+        assert run.blocks == 0 and run.offset is None
+        kinds = [span.end_kind for span in run.spans]
+        assert kinds.count("finish") == 1 and kinds[-1] == "finish"
+        assert kinds.count("recompute") == run.recomputes and kinds.count("swap") == run.swaps
+        assert run.swaps == 0 or scenario.settings.engine.swap
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    scenarios(
+        **{
+            "schedulers": {"it": {"policy": "ems"}},
+            "overrides": {
+                "preemption": {"max_per_request": 99, "max_victims_per_step": 99},
+                "stage": {"mode": "off"},
+            },
+            "workload.hints": True,
+            "engine.token_budget": 100_000,
+        }
+    )
+)
+def test_no_urgent_request_waits_while_a_lesser_one_has_its_seat(scenario: Scenario) -> None:
+    def check(engine: Engine) -> None:
+        waiting = engine.core.waiting.peek()
+        if waiting is None or waiting.level > 0:
+            return
+        lesser = [job for job in engine.running if job.level > waiting.level]
+        blocks = engine.pool.free + sum(engine.blocks_of(job) for job in lesser)
+        assert not lesser or blocks < engine.pool.needed(waiting.tokens)
+
+    simulate(scenario, "it", before_step=check)
+
+
+def test_a_request_that_never_fits_is_refused(scenario) -> None:
+    with pytest.raises(RequestTooLarge, match="request 0 needs"):
+        simulate(scenario(engine__kv_blocks=2, workload__prompt={"value": 500}), "semantic")

@@ -1,0 +1,62 @@
+"""The engine model against queueing theory."""
+
+import numpy as np
+import pytest
+
+from vllm_semantic_sched.sim.scenario import parse_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
+
+
+def test_one_seat_first_come_first_served_is_an_m_d_1_queue() -> None:
+    load = 0.3
+    scenario = parse_scenarios(
+        {
+            "workload": {
+                "arrivals": "poisson",
+                "requests": 40_000,
+                "rate": 1.0,  # set below
+                "prompt": {"value": 100},
+                "output": {"value": 1},
+            },
+            "engine": {"kind": "paper", "seats": 1},
+            "schedulers": {"fcfs": {"policy": "fcfs"}},
+        },
+        "M/D/1",
+    )[0]
+    profile = scenario.profile
+    service = profile.prefill(0, 100)
+    workload = scenario.settings.workload.model_copy(update={"rate": load / service})
+    settings = scenario.settings.model_copy(update={"workload": workload})
+    scenario = type(scenario)(scenario.point, settings, profile, scenario.policies)
+    runs = simulate(scenario, "fcfs").runs
+    waits = np.array([run.started - run.request.arrival for run in runs])
+
+    # Lindley: each waits for what the one before it left undone.
+    expected, previous = [0.0], runs[0].request.arrival
+    for run in runs[1:]:
+        gap = run.request.arrival - previous
+        expected.append(max(0.0, expected[-1] + service - gap))
+        previous = run.request.arrival
+    assert waits == pytest.approx(np.array(expected), abs=1e-6)
+    # Pollaczek and Khinchine: load * service / (2 (1 - load)).
+    assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=0.02)
+    assert waits.mean() == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+def test_a_request_alone_takes_what_the_profile_says(scenario) -> None:
+    alone = {
+        "workload__requests": 1,
+        "workload__prompt": {"value": 50},
+        "workload__output": {"value": 11},
+    }
+    paper = scenario(engine={"kind": "paper", "seats": 4}, **alone)
+    run = simulate(paper, "semantic").runs[0]
+    profile = paper.profile
+    assert run.first_token - run.started == pytest.approx(profile.prefill(0, 50))
+    assert run.finish - run.first_token == pytest.approx(profile.decode(51, 10), rel=1e-6)
+
+    cost = {"step": 0.01, "per_decode": 0.001, "per_prefill_token": 0.0001, "token_budget": 20}
+    vllm = scenario(engine={"kind": "vllm", "seats": 4, **cost}, **alone)
+    run = simulate(vllm, "semantic").runs[0]
+    assert run.first_token - run.started == pytest.approx(3 * 0.01 + 50 * 0.0001)  # 20 + 20 + 10
+    assert run.finish - run.first_token == pytest.approx(10 * 0.011)

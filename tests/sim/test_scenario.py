@@ -1,0 +1,105 @@
+"""Scenario files: what is refused, sweeps, traces, and that the shipped ones are valid."""
+
+import json
+
+import pytest
+
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.sim.scenario import load_scenarios, parse_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.trace import TraceError
+
+from .conftest import SMALL
+
+
+@pytest.mark.parametrize("name", shipped_names("scenario"))
+def test_every_shipped_scenario_is_valid(name: str) -> None:
+    scenarios = load_scenarios(name)
+    assert scenarios and scenarios[0].settings.description
+
+
+def test_the_paper_is_shipped() -> None:
+    wanted = {"paper-table1", "paper-table2", "tiers", "on-device"}
+    wanted |= {f"paper-fig2{letter}" for letter in "abcd"}
+    assert wanted <= set(shipped_names("scenario"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("workloadd", {}, ["workloadd", "unknown key", "'workload'"]),
+        ("workload.arrivals", "burst", ["workload.arrivals", "'bursts'", "burst"]),
+        ("workload.prompt.kind", "lognormal", ["median", "sigma"]),
+        ("workload.requests", 0, ["workload.requests", "greater than"]),
+        ("workload.mix", [1, 2], ["workload.mix", "2 entries", "5 levels"]),
+        ("engine.profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
+        ("schedulers.semantic", {"policy": "emms"}, ["emms", "'ems'"]),
+        ("schedulers.semantic", {"bse": "sjf"}, ["schedulers.semantic", "bse", "'base'"]),
+        ("overrides", {"stage": {"mod": "off"}}, ["stage.mod", "'mode'"]),
+        ("sweep", [{"seed": [1, 2], "repeats": [1]}], ["sweep", "seed", "equally many"]),
+        ("sweep", [{"engine.sets": [1]}], ["engine.sets", "'seats'"]),
+        ("predictor.confusion", [[1.0]] * 5, ["predictor.confusion", "1 entries"]),
+        ("predictor.confusion_report", "no.json", ["predictor.confusion_report", "no.json"]),
+    ],
+)
+def test_invalid_scenarios_are_refused_by_name(field, value, words) -> None:
+    with pytest.raises(PolicyError) as refusal:
+        parse_scenarios(SMALL, "my.yaml", {field: value})
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_sweep_is_every_combination_of_its_axes() -> None:
+    sweep = [
+        {"seed": [1, 2], "engine.seats": [3, 4]},
+        {"overrides.length.calibrate": [True, False]},
+    ]
+    found = parse_scenarios(SMALL, "my.yaml", {"sweep": sweep})
+    assert [(one.settings.seed, one.settings.engine.seats) for one in found] == [
+        (1, 3),
+        (1, 3),
+        (2, 4),
+        (2, 4),
+    ]
+    assert [one.policies["semantic"].length.calibrate for one in found] == [True, False] * 2
+    assert found[0].point == {"seed": 1, "engine.seats": 3, "overrides.length.calibrate": True}
+
+
+def test_a_confusion_matrix_comes_from_an_evaluation_report(tmp_path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"confusion": [[9, 1, 0, 0, 0]] * 5}))
+    found = parse_scenarios(SMALL, "my.yaml", {"predictor.confusion_report": str(path)})
+    assert found[0].settings.predictor.confusion[0] == (9, 1, 0, 0, 0)
+
+
+def test_a_trace_is_replayed(tmp_path, scenario) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"arrival": 105.0, "prompt_tokens": 7, "output_tokens": 3},
+        {"arrival": 100.0, "prompt_tokens": 5, "output_tokens": 2, "level": 4},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    replay = {"arrivals": "jsonl", "path": str(path), "speed": 2.0}
+    runs = simulate(scenario(workload=replay), "semantic").runs
+    assert [run.request.arrival for run in runs] == [0.0, 2.5]
+    assert [run.request.prompt_tokens for run in runs] == [5, 7]
+    assert runs[0].request.level == 4
+
+    path.write_text('{"arrival": 1}')
+    with pytest.raises(TraceError, match=r"line 1.*prompt_tokens"):
+        simulate(scenario(workload=replay), "semantic")
+
+
+def test_the_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:
+    folder = tmp_path / "azure_llm_2023"
+    folder.mkdir()
+    (folder / "AzureLLMInferenceTrace_conv.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109"
+    )
+    monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path))
+    runs = simulate(scenario(workload={"arrivals": "azure", "path": "conv"}), "semantic").runs
+    assert [run.request.output_tokens for run in runs] == [44, 109]
+    assert runs[1].request.arrival == pytest.approx(4.314579)

@@ -1,0 +1,72 @@
+"""Making room: which running jobs have to go so that more urgent waiting ones can start (P5)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.preemption import Need
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.policy.core import SchedulingCore
+
+# How far down the waiting queue a step looks for jobs to make room for.
+_LOOKAHEAD = 64
+
+
+@dataclass(slots=True)
+class Room:
+    """What the coming step has for waiting jobs: seats, KV blocks, tokens to prefill."""
+
+    seats: int
+    blocks: int
+    prefill_tokens: float
+
+
+def choose_evictions(
+    core: SchedulingCore,
+    room: Room,
+    ready: Callable[[Job], bool],
+    needed_blocks: Callable[[Job], int],
+    freeable_blocks: Callable[[Job], int | None],
+) -> list[Job]:
+    """Running jobs to preempt before a step, for waiting ones that vLLM would let wait.
+
+    Goes down the waiting queue as far as jobs can be admitted in this step, and keeps account
+    of what those before have taken. The jobs themselves are not touched.
+
+    Args:
+        room: what there is without preempting anybody; used up by the call.
+        ready: whether a waiting job could be admitted if there were room.
+        needed_blocks: KV blocks that a waiting job takes.
+        freeable_blocks: KV blocks that come free with a running job; None if it cannot be
+            preempted now.
+    """
+    victims: list[Job] = []
+    victims_left = core.policy.preemption.max_victims_per_step
+
+    def freeable(victim: Job) -> int | None:
+        return None if victim in victims else freeable_blocks(victim)
+
+    for job in itertools.islice(core.waiting.ordered(), _LOOKAHEAD):
+        if room.prefill_tokens <= 0 or not core.worth_preempting(job):
+            break
+        if not ready(job):
+            continue
+        blocks = needed_blocks(job)
+        need = Need(seats=1 - room.seats, blocks=blocks - room.blocks)
+        if not need.met:
+            chosen = core.victims_for(job, need, victims_left, freeable)
+            if not chosen:
+                break
+            victims += chosen
+            victims_left -= len(chosen)
+            room.seats += len(chosen)
+            room.blocks += sum(freeable_blocks(victim) or 0 for victim in chosen)
+        room.seats -= 1
+        room.blocks -= blocks
+        room.prefill_tokens -= job.tokens
+    return victims

@@ -1,0 +1,1 @@
+"""A discrete-event simulator that drives the policy core which also serves."""

@@ -1,0 +1,132 @@
+"""Simulate schedulers on an engine model: same policy code as in the engine, no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.files import shipped_names
+
+_CHARTS = 12  # Gantt charts per call at most
+_DEFAULT_METRIC = "normalized_waiting"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched simulate`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        textwrap.fill(f"shipped scenarios: {', '.join(shipped_names('scenario'))}", 96)
+        + "\n\nexample:\n  semsched simulate --scenario paper-table1 --output results --workers 2"
+        "\n  semsched simulate --keys      (every key of a scenario file and its meaning)"
+    )
+    add = parser.add_argument
+    add("--scenario", metavar="FILE|NAME", help="a scenario file, or the name of a shipped one")
+    add("--output", type=Path, metavar="DIR", help="where results and pictures go")
+    add("--workers", type=_positive, default=1, metavar="N", help="processes (default: 1)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the scenario, as workload.requests=100; can be repeated",
+    )
+    add(
+        "--metric",
+        default=_DEFAULT_METRIC,
+        help="what the table and the picture show (default: %(default)s); the files hold all",
+    )
+    add("--keys", action="store_true", help="explain every key of a scenario file and exit")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a scenario; 2 if the scenario or an option is invalid, 1 if a run fails."""
+    from vllm_semantic_sched.sim.engine import RequestTooLarge
+    from vllm_semantic_sched.sim.trace import TraceError
+
+    if args.keys:
+        _print_keys()
+        return 0
+    try:
+        return _run(args)
+    except (PolicyError, TraceError, RequestTooLarge, _BadOption) as error:
+        print(f"semsched simulate: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"semsched simulate: {error}", file=sys.stderr)
+        return 1
+
+
+class _BadOption(ValueError):
+    pass
+
+
+def _run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.sim.metrics import METRICS
+    from vllm_semantic_sched.sim.output import print_results, write_results
+    from vllm_semantic_sched.sim.plots import draw_gantt, draw_lines
+    from vllm_semantic_sched.sim.runner import cells_of, outcomes, tasks_of
+    from vllm_semantic_sched.sim.scenario import load_scenarios
+
+    if args.scenario is None or args.output is None:
+        raise _BadOption("--scenario and --output are needed")
+    if args.metric not in METRICS:
+        raise _BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+    scenarios = load_scenarios(args.scenario, _changes(args.set))
+    settings = scenarios[0].settings
+    if args.metric == "ttft_target_met" and not settings.ttft_targets:
+        raise _BadOption("--metric ttft_target_met: the scenario has no ttft_targets")
+    # Before the work, not after it.
+    args.output.mkdir(parents=True, exist_ok=True)
+    tasks = tasks_of(scenarios)
+    with outcomes(tasks, args.workers) as stream:
+        bar = tqdm(stream, total=len(tasks), unit="run", disable=args.quiet)
+        cells = cells_of(tasks, list(bar))
+    console = make_console()
+    print_results(console, settings, cells, args.metric)
+    written = write_results(args.output, settings, cells)
+    picture = args.output / f"{args.metric}.png"
+    draw_lines(cells, args.metric, picture)
+    written.append(picture)
+    for number, cell in enumerate([cell for cell in cells if cell.bars][:_CHARTS]):
+        picture = args.output / f"gantt-{number}-{cell.scheduler}.png"
+        draw_gantt(cell, picture)
+        written.append(picture)
+    console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
+    return 0
+
+
+def _changes(settings: list[str]) -> dict[str, Any]:
+    import yaml
+
+    changes = {}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals or not field:
+            raise _BadOption(f"--set {setting}: expected FIELD=VALUE")
+        try:
+            changes[field] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise _BadOption(f"--set {setting}: the value is not YAML") from error
+    return changes
+
+
+def _print_keys() -> None:
+    from vllm_semantic_sched.policy.command import describe_keys
+    from vllm_semantic_sched.sim.sections import Settings
+
+    print(describe_keys(Settings), end="")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number

@@ -1,0 +1,277 @@
+"""An engine that runs the policy core's decisions, step by step, in virtual time."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.cost import PreemptionKind
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.room import Room, choose_evictions
+from vllm_semantic_sched.sim.blocks import BlockPool
+from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
+from vllm_semantic_sched.sim.decoding import Decoding
+from vllm_semantic_sched.sim.request import Run, Span
+
+
+class RequestTooLarge(ValueError):
+    """A request that the engine could not hold even if it were alone."""
+
+
+class Engine:
+    """Seats, KV blocks and steps, as vLLM's V1 engine has them.
+
+    A step, in this order: estimates that were outlived are revised; running requests are
+    preempted for more urgent waiting ones; the stage decision bounds the prefills; decoding
+    requests take the blocks that they need, at the expense of the tail of the running list;
+    prefills go on; waiting requests are admitted while seats, blocks and tokens last. Decodes
+    take their tokens from the budget before prefills do.
+
+    Args:
+        seats: sequences in a step at most (the paper's batch size).
+        token_budget: tokens in a step at most; None for whole prompts whatever their length.
+        can_swap: whether victims' KV may go to the host.
+        keep_spans: record when each request had a seat.
+
+    Attributes:
+        running: jobs with a seat, most urgent first.
+    """
+
+    def __init__(
+        self,
+        core: SchedulingCore,
+        cost: StepCost,
+        pool: BlockPool,
+        seats: int,
+        token_budget: int | None,
+        can_swap: bool,
+        keep_spans: bool = False,
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.seats = seats
+        self.running: list[Job] = []
+        self._cost = cost
+        self._token_budget = math.inf if token_budget is None else token_budget
+        self._can_swap = can_swap
+        self._keep_spans = keep_spans
+        self._runs: dict[Job, Run] = {}
+        self._prefilling: dict[Job, None] = {}
+        self._decoding = Decoding(pool)
+        self._chunks: dict[Job, int] = {}
+        self._swapped_out = 0
+
+    # Requests
+
+    def submit(self, run: Run) -> None:
+        """A request arrives at the queue.
+
+        Raises:
+            RequestTooLarge: its prompt and answer exceed the KV cache.
+        """
+        request = run.request
+        needed = self.pool.needed(request.prompt_tokens + request.output_tokens)
+        if needed > self.pool.total:
+            raise RequestTooLarge(
+                f"request {request.index} needs {needed} KV blocks for {request.prompt_tokens} "
+                f"prompt and {request.output_tokens} output tokens; the engine has "
+                f"{self.pool.total}"
+            )
+        self._runs[run.job] = run
+        self.core.enqueue(run.job, self.core.waiting)
+
+    def predicted(self, run: Run) -> None:
+        """The prediction for a submitted request has come back."""
+        self._decoding.observe(run)
+        self.core.predicted(run.job, run.prediction)
+        if run.job in self.core.running:
+            self._reposition(run.job)
+
+    def blocks_of(self, job: Job) -> int:
+        """KV blocks that a submitted job holds."""
+        return self._runs[job].blocks
+
+    # Steps
+
+    def begin_step(self, now: float) -> float | None:
+        """Decide what the coming step does; its duration in seconds, None if all is done."""
+        core = self.core
+        if not self.running and not len(core.waiting):
+            return None
+        for job in core.step(self._observe):
+            self._reposition(job)
+        self._swapped_out = 0
+        self._make_room(now)
+        newcomer = core.waiting.peek()
+        paused = self._paused(newcomer)
+        limit = self._prefill_limit(newcomer)
+        preempted = self._grow(now)
+        budget = min(self._token_budget - len(self._decoding), limit)
+        share = math.inf if limit is math.inf else max(1, limit // max(1, len(self._prefilling)))
+        self._chunks = {}
+        for job in sorted(self._prefilling, key=core.running.order):
+            if job not in paused and budget > 0:
+                budget -= self._schedule(job, min(budget, share))
+        if not preempted:
+            self._admit(now, budget, share)
+        return self._cost.seconds(self._step_work())
+
+    def end_step(self, now: float) -> list[Run]:
+        """The step is over; the requests that are complete by it."""
+        finished = self._decoding.advance()
+        for job, tokens in self._chunks.items():
+            job.computed += tokens
+            if job.computed < job.tokens:
+                continue
+            run = self._runs[job]
+            self._prefilling.pop(job)
+            job.generated += 1
+            if run.first_token is None:
+                run.first_token = now
+            if job.generated == run.request.output_tokens:
+                finished.append(run)
+            else:
+                self._decoding.add(run)
+        for run in finished:
+            run.finish = now
+            self._leave(run, now, "finish")
+            del self._runs[run.job]
+            self.core.finish(run.job, Ending.STOPPED)
+        return finished
+
+    # Decisions, each the policy core's
+
+    def _make_room(self, now: float) -> None:
+        core = self.core
+        first = core.waiting.peek()
+        if first is None or not core.worth_preempting(first):
+            return
+        room = Room(
+            seats=self.seats - len(self.running),
+            blocks=self.pool.free - len(self._decoding.outgrowing()),
+            prefill_tokens=self._token_budget - len(self.running),
+        )
+        for victim in choose_evictions(
+            core,
+            room,
+            ready=lambda job: True,
+            needed_blocks=self._needed,
+            freeable_blocks=lambda job: self._runs[job].blocks,
+        ):
+            self._preempt(self._runs[victim], now)
+
+    def _paused(self, newcomer: Job | None) -> set[Job]:
+        """Prefills that sit out this step for a more urgent newcomer that can come in."""
+        admissible = (
+            newcomer is not None
+            and len(self.running) < self.seats
+            and self._needed(newcomer) <= self.pool.free - len(self._decoding.outgrowing())
+        )
+        if newcomer is None or not admissible or self._token_budget is math.inf:
+            return set()
+        budget = int(self._token_budget) - len(self._decoding)
+        return set(self.core.prefills_that_yield(newcomer, self._prefilling, budget))
+
+    def _prefill_limit(self, newcomer: Job | None) -> float:
+        """Prefill tokens that the stage decision allows; inf if it leaves the step as it is."""
+        levels = [job.level for job in self._prefilling]
+        if newcomer is not None:
+            levels.append(newcomer.level)
+        best = self.running[0] if self.running else None
+        decoding = best is not None and self._runs[best] in self._decoding
+        limit = self.core.prefill_token_limit(
+            best.level if best is not None and decoding else None, min(levels, default=None)
+        )
+        return math.inf if limit is None else limit
+
+    def _grow(self, now: float) -> bool:
+        """Give a block to each decoding request that needs one; whether any was preempted."""
+        due = self._decoding.outgrowing()
+        due.sort(key=lambda run: self.core.running.order(run.job))
+        preempted = False
+        for run in due:
+            while run in self._decoding and not self.pool.take(1):
+                self._preempt(self._runs[self.running[-1]], now)
+                preempted = True
+            if run in self._decoding:
+                run.blocks += 1
+                self._decoding.note_blocks(run)
+        return preempted
+
+    def _admit(self, now: float, budget: float, share: float) -> None:
+        core = self.core
+        while len(self.running) < self.seats and budget > 0:
+            job = core.waiting.peek()
+            if job is None:
+                return
+            needed = self._needed(job)
+            if not self.pool.take(needed):
+                return
+            core.waiting.pop()
+            core.start(job)
+            run = self._runs[job]
+            run.blocks = needed
+            run.loading, job.computed, job.swapped = job.swapped, job.swapped, 0
+            run.seated = now
+            run.started = now if run.started is None else run.started
+            self._prefilling[job] = None
+            self._insert(job)
+            budget -= self._schedule(job, min(budget, share))
+
+    # Bookkeeping
+
+    def _schedule(self, job: Job, most: float) -> int:
+        """Let a request compute up to `most` tokens in this step."""
+        tokens = int(min(job.tokens - job.computed, most))
+        self._chunks[job] = tokens
+        return tokens
+
+    def _step_work(self) -> StepWork:
+        work = StepWork(
+            decodes=len(self._decoding),
+            longest_context=self._decoding.longest_context,
+            saved=self._swapped_out,
+        )
+        for job, tokens in self._chunks.items():
+            run = self._runs[job]
+            work.chunks.append(Chunk(job.computed, job.computed + tokens, run.loading))
+            run.loading = 0
+        return work
+
+    def _preempt(self, run: Run, now: float) -> None:
+        job = run.job
+        self._observe(job)
+        plan = self.core.preempt(job, self._can_swap)
+        if plan.kind is PreemptionKind.SWAP:
+            run.swaps += 1
+            self._swapped_out += plan.kept_tokens
+        else:
+            run.recomputes += 1
+        self._leave(run, now, plan.kind.value)
+        self.core.requeue(job, self.core.waiting)
+
+    def _leave(self, run: Run, now: float, kind: str) -> None:
+        """A request gives back its seat and its blocks."""
+        self.running.remove(run.job)
+        self._decoding.discard(run)
+        self._prefilling.pop(run.job, None)
+        self.pool.give_back(run.blocks)
+        run.blocks = 0
+        if self._keep_spans:
+            run.spans.append(Span(run.seated, now, kind))
+
+    def _observe(self, job: Job) -> None:
+        self._decoding.observe(self._runs[job])
+
+    def _needed(self, job: Job) -> int:
+        return self.pool.needed(job.tokens)
+
+    def _reposition(self, job: Job) -> None:
+        self.running.remove(job)
+        self._insert(job)
+
+    def _insert(self, job: Job) -> None:
+        order = self.core.running.order
+        bisect.insort(self.running, job, key=order)
