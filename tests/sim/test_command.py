@@ -23,14 +23,14 @@ def test_results_are_the_same_bytes_on_one_worker_and_on_two(tmp_path, capsys) -
         sweep=[{"workload.rate": [2.0, 20.0]}],
         schedulers={"FCFS": {"policy": "fcfs"}, "semantic": {"policy": "ems"}},
     )
-    folders = [tmp_path / name for name in ("one", "again", "two")]
-    for folder, workers in zip(folders, ("1", "1", "2"), strict=True):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder, workers in zip(folders, ("1", "2"), strict=True):
         options = ["--output", str(folder), "--workers", workers, "--quiet"]
         assert main(["simulate", "--scenario", str(path), *options]) == 0
     assert "normalized_waiting" in capsys.readouterr().out
     for name in ("results.csv", "results.json"):
         contents = [(folder / name).read_bytes() for folder in folders]
-        assert contents[0] == contents[1] == contents[2]
+        assert contents[0] == contents[1]
     assert (folders[0] / "normalized_waiting.png").stat().st_size > 1000
     header, *rows = (folders[0] / "results.csv").read_text().splitlines()
     assert header.startswith("workload.rate,scheduler,level,count,normalized_waiting")

@@ -7,7 +7,6 @@ came out afterwards. All state about requests lives in `policy.core`.
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import time
 from typing import Any
@@ -31,14 +30,10 @@ from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.length_calibration import Ending
-from vllm_semantic_sched.policy.preemption import Need
+from vllm_semantic_sched.policy.room import Room, choose_evictions
 
 # Under vLLM's own logger, so that its handlers and levels apply.
 logger = logging.getLogger("vllm.semantic_sched")
-
-
-# How far down the waiting queue a step looks for requests to make room for.
-_LOOKAHEAD = 64
 
 
 class SemanticScheduler(Scheduler):
@@ -176,46 +171,26 @@ class SemanticScheduler(Scheduler):
         job.generated = request.num_output_tokens
 
     def _make_room(self, core: SchedulingCore) -> None:
-        """Preempt running requests for waiting ones, which vLLM itself never does (P5).
-
-        Goes down the waiting queue as far as requests can be admitted in this step, and keeps
-        account of the seats and blocks that those before have taken.
-        """
+        """Preempt running requests for waiting ones, which vLLM itself never does (P5)."""
         first = core.waiting.peek()
         if first is None or not core.worth_preempting(first):
             return
         if self.pause_state is not PauseState.UNPAUSED:
             return
-        seats = self._capacity.free_seats()
-        blocks = self._capacity.free_for_admission()
-        victims_left = core.policy.preemption.max_victims_per_step
-        prefill_tokens = self.max_num_scheduled_tokens - len(self.running)
-        victims: list[Job] = []
-
-        def freeable(victim: Job) -> int | None:
-            return None if victim in victims else self._freed_at_once(victim)
-
-        for job in itertools.islice(core.waiting.ordered(), _LOOKAHEAD):
-            if prefill_tokens <= 0 or not core.worth_preempting(job):
-                break
-            request = self.requests[job.request_id]
-            if not self._capacity.is_ready(request):
-                continue
-            needed = self._capacity.needed(request)
-            need = Need(seats=1 - seats, blocks=needed - blocks)
-            if not need.met:
-                chosen = core.victims_for(job, need, victims_left, freeable)
-                if not chosen:
-                    break
-                victims += chosen
-                victims_left -= len(chosen)
-                seats += len(chosen)
-                blocks += sum(self._capacity.freed_by(self.requests[v.request_id]) for v in chosen)
-            seats -= 1
-            blocks -= needed
-            prefill_tokens -= request.num_tokens
-        for victim in victims:
-            self._evict(self.requests[victim.request_id])
+        room = Room(
+            seats=self._capacity.free_seats(),
+            blocks=self._capacity.free_for_admission(),
+            prefill_tokens=self.max_num_scheduled_tokens - len(self.running),
+        )
+        requests, capacity = self.requests, self._capacity
+        for victim in choose_evictions(
+            core,
+            room,
+            ready=lambda job: capacity.is_ready(requests[job.request_id]),
+            needed_blocks=lambda job: capacity.needed(requests[job.request_id]),
+            freeable_blocks=self._freed_at_once,
+        ):
+            self._evict(requests[victim.request_id])
 
     def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]

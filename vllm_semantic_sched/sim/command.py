@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     print_results(console, settings, cells, args.metric)
     written = write_results(args.output, settings, cells)
     picture = args.output / f"{args.metric}.png"
-    draw_lines(cells, args.metric, picture)
+    draw_lines(cells, args.metric, picture, list(settings.sweep[0]) if settings.sweep else [])
     written.append(picture)
     for number, cell in enumerate([cell for cell in cells if cell.bars][:_CHARTS]):
         picture = args.output / f"gantt-{number}-{cell.scheduler}.png"

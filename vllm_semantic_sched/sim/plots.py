@@ -18,19 +18,23 @@ _EDGES = {"finish": "black", "recompute": "#c0392b", "swap": "#2f7ebc"}
 _PANELS_PER_ROW = 4
 
 
-def draw_lines(cells: Sequence[Cell], metric: str, path: Path) -> None:
+def draw_lines(cells: Sequence[Cell], metric: str, path: Path, axis_fields: Sequence[str]) -> None:
     """A line per level over the first axis of the sweep; a panel for each scheduler and each
-    point of the other axes. Without a sweep: bars per level, a group per scheduler."""
+    point of the other axes. Without a sweep: bars per level.
+
+    Args:
+        axis_fields: swept fields of the first axis, which change together.
+    """
     from matplotlib.figure import Figure
 
-    panels = _panels(cells)
+    panels = _panels(cells, axis_fields)
     columns = min(_PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     places = [axis for row in axes for axis in row]
     for axis, (title, members) in zip(places, panels.items(), strict=False):
-        _lines(axis, members, metric)
+        _lines(axis, members, metric, axis_fields)
         axis.set_title(title, fontsize=9)
     for axis in places[len(panels) :]:
         axis.set_visible(False)
@@ -40,19 +44,19 @@ def draw_lines(cells: Sequence[Cell], metric: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _panels(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    fields = list(cells[0].point)
+def _panels(cells: Sequence[Cell], axis_fields: Sequence[str]) -> dict[str, list[Cell]]:
+    others_of = [field for field in cells[0].point if field not in axis_fields]
     panels: dict[str, list[Cell]] = {}
     for cell in cells:
-        others = [f"{field.split('.')[-1]}={cell.point[field]}" for field in fields[1:]]
+        others = [f"{field.split('.')[-1]}={cell.point[field]}" for field in others_of]
         panels.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
     return panels
 
 
-def _lines(axis: Axes, cells: Sequence[Cell], metric: str) -> None:
-    field = next(iter(cells[0].point), None)
-    values = [None if field is None else cell.point[field] for cell in cells]
-    places, labels = _ticks(values)
+def _lines(axis: Axes, cells: Sequence[Cell], metric: str, axis_fields: Sequence[str]) -> None:
+    # Side by side at equal distances: the values often span decades, or are words.
+    places = list(range(len(cells)))
+    labels = ["\n".join(str(cell.point[field]) for field in axis_fields) for cell in cells]
     levels = level_names(cells)
     for index, level in enumerate(levels):
         heights = [
@@ -60,22 +64,17 @@ def _lines(axis: Axes, cells: Sequence[Cell], metric: str) -> None:
         ]
         color = "black" if level == ALL else _LEVEL_COLORS[index % len(_LEVEL_COLORS)]
         name = level if level == ALL else f"urgency {level}"
-        if field is None:
+        if not axis_fields:
             axis.bar([index], heights, color=color, label=name)
         else:
             style = "--" if level == ALL else "-"
             axis.plot(places, heights, style, marker="o", ms=3, color=color, label=name)
-    axis.set_xticks(places if field is not None else [], labels if field is not None else [])
-    axis.set_xlabel(field or "", fontsize=8)
+    axis.set_xticks(places if axis_fields else [], labels if axis_fields else [])
+    axis.set_xlabel(", ".join(axis_fields), fontsize=8)
     axis.set_yscale("log")
     axis.grid(axis="y", alpha=0.3)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _ticks(values: Sequence[Any]) -> tuple[list[float], list[str]]:
-    """Values side by side at equal distances: they often span decades, or are words."""
-    return [float(place) for place in range(len(values))], [str(value) for value in values]
 
 
 def draw_gantt(cell: Cell, path: Path) -> None:
@@ -106,7 +105,7 @@ def draw_gantt(cell: Cell, path: Path) -> None:
     ]
     handles += [Line2D([], [], color=color, label=kind) for kind, color in _EDGES.items()]
     handles.append(Line2D([], [], color="black", marker=".", linestyle="", label="arrival"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("seconds")
     axis.set_ylabel("request")
