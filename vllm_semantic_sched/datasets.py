@@ -7,6 +7,7 @@ file order, so that a run over the same files is a run over the same data.
 Expected files below the root (each folder's own SOURCE.txt gives origin and licence):
 
     alpagasus/random_9k.json, alpagasus/dolly_3k.json   prompts with real responses
+    alpaca_eval_outputs/alpaca_eval_outputs.jsonl       prompts with answers of 14 models
     medquad/medquad.jsonl                               medical questions, answer lengths
     nhamcs_ed_triage/*.csv                              emergency visits with triage level
     ktas/ktas_half.csv                                  emergency visits, expert level
@@ -16,7 +17,7 @@ import csv
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,14 @@ class TextLength:
     def split(self) -> Split:
         """The part of the data this prompt belongs to."""
         return split_of(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAnswers:
+    """A prompt and the length of each model's real answer to it, in tokens (at least 1)."""
+
+    text: str
+    output_tokens: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +117,11 @@ def tokens_of_words(words: int) -> int:
     return max(1, round(words * TOKENS_PER_WORD))
 
 
-def instruction_pairs(root: Path) -> Iterator[TextLength]:
-    """Alpaca and Dolly instructions with the length of their real response."""
-    for name in ("random_9k.json", "dolly_3k.json"):
+def instruction_pairs(
+    root: Path, names: Sequence[str] = ("random_9k.json", "dolly_3k.json")
+) -> Iterator[TextLength]:
+    """Alpaca and Dolly instructions with the length of their real response; `names` picks one."""
+    for name in names:
         for record in json.loads(_existing(root / "alpagasus" / name).read_text("utf-8")):
             prompt = str(record["instruction"]).strip()
             context = str(record.get("input") or "").strip()
@@ -119,6 +130,20 @@ def instruction_pairs(root: Path) -> Iterator[TextLength]:
             response = str(record["output"]).split()
             if prompt and response:
                 yield TextLength(prompt, tokens_of_words(len(response)))
+
+
+def alpaca_eval_answers(root: Path) -> Iterator[PromptAnswers]:
+    """AlpacaEval instructions with the lengths of what each of 14 models answered.
+
+    An empty answer is left out.
+    """
+    path = _existing(root / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl")
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            words = {model: len(answer.split()) for model, answer in record["outputs"].items()}
+            tokens = {model: tokens_of_words(count) for model, count in words.items() if count}
+            yield PromptAnswers(str(record["instruction"]).strip(), tokens)
 
 
 def medical_questions(root: Path) -> Iterator[TextLength]:

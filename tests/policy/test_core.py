@@ -111,7 +111,7 @@ def test_a_hint_has_the_last_word_and_a_prediction_moves_a_job_wherever_it_is() 
 
 
 def test_a_prediction_for_more_levels_than_the_policy_has_is_clipped() -> None:
-    core = make_core(levels=3, default_level=1)
+    core = make_core(levels=3, default_level=1, decision={"rule": "most_likely"})
     job = arrive(core, "a", unread=True)
     core.predicted(job, Prediction(LEVELS[1]))
     assert job.level == 2

@@ -46,7 +46,7 @@ def test_the_words_that_decided_come_first() -> None:
 
 def test_the_level_and_the_costs_are_those_of_the_policy() -> None:
     text = "a big box"  # 0.3 for level 0
-    dear = explained(text)
+    dear = explained(text, decision={"missed_cost": [4.0, 2.0, 1.0]})
     assert dear.level == 0 and dear.costs == pytest.approx((0.7, 1.2, 0.3 * 8 + 0.7 * 2))
     likely = explained(text, decision={"rule": "most_likely"})
     assert likely.level == 1

@@ -1,7 +1,10 @@
 """`semsched train`: the command on a handful of records, and its messages."""
 
 import argparse
+import csv
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -50,6 +53,7 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
 
     write_data(tmp_path / "data")
     status = run(
+        "all",
         "--data",
         tmp_path / "data",
         "--output",
@@ -69,5 +73,115 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
 
 def test_absent_data_is_explained(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path / "absent"))
-    assert run("--output", tmp_path / "model") == 1
+    assert run("all", "--output", tmp_path / "model") == 1
     assert "--data DIR" in capsys.readouterr().err
+
+
+def write_csv(path, columns, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+    return path
+
+
+def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
+    pytest.importorskip("tqdm")
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]
+    rows += [(f"thank you for the nice help, case {number}", "P5") for number in range(60)]
+    table = write_csv(tmp_path / "tickets.csv", ("text", "level"), rows)
+    model = tmp_path / "model"
+    arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 3)
+    assert run("urgency", *arguments) == 0
+    down, thanks = TextPredictor.load(str(model)).predict(
+        ["the whole site is down, case 999", "thank you for the nice help, case 999"]
+    )
+    assert max(range(5), key=down.urgency.__getitem__) == 0
+    assert max(range(5), key=thanks.urgency.__getitem__) == 4
+    assert json.loads((model / "report" / "report.json").read_text())["n"] > 0
+
+
+def test_an_unknown_label_is_named_with_its_line(tmp_path, capsys):
+    table = write_csv(tmp_path / "t.csv", ("text", "level"), [("a", "P1"), ("b", "whenever")])
+    assert run("urgency", "--csv", table, "--domain", "incident", "--output", tmp_path / "m") == 1
+    error = capsys.readouterr().err
+    assert "line 3" in error
+    assert "whenever" in error
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers long to "explain" and short to all else; refuses one prompt, cuts another."""
+
+    def do_GET(self):
+        self._send({"data": [{"id": "served"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "prompt" not in body:  # no chat template
+            self.send_error(400)
+            return
+        if body["prompt"] == "refused":
+            self.send_error(400)
+            return
+        tokens = 300 if "explain" in body["prompt"] else 10
+        finish = "length" if body["prompt"] == "cut" else "stop"
+        self._send(
+            {"usage": {"completion_tokens": tokens}, "choices": [{"finish_reason": finish}]}
+        )
+
+    def _send(self, answer):
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}/v1"
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
+    pytest.importorskip("aiohttp")
+    from vllm_semantic_sched.predict.buckets import expected_tokens
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    prompts = [f"explain matter {number} in depth" for number in range(50)]
+    prompts += [f"say word {number}" for number in range(50)] + ["refused", "cut"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    model = tmp_path / "model"
+    source = ("--from-server", server, "--prompts", tmp_path / "prompts.txt")
+    assert run("length", *source, "--output", model, "--epochs", 8) == 0
+    error = capsys.readouterr().err
+    assert "1 prompts failed" in error
+    assert "1 answers reached --max-tokens" in error
+    with (model / "lengths.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 100
+    predictor = TextPredictor.load(str(model))
+    long, short = (
+        expected_tokens(one.length, predictor.length_buckets)
+        for one in predictor.predict(["explain matter 7 in depth", "say word 7"])
+    )
+    assert long > 2 * short
+    before = TextPredictor.load().predict(["she is not breathing"])[0].urgency
+    after = predictor.predict(["she is not breathing"])[0].urgency
+    assert after[0] == pytest.approx(before[0], abs=0.2)
+
+
+def test_a_server_that_is_not_there_is_explained(tmp_path, capsys):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    source = ("--from-server", "http://127.0.0.1:9", "--prompts", tmp_path / "prompts.txt")
+    assert run("length", *source, "--output", tmp_path / "model") == 1
+    assert "lists no models" in capsys.readouterr().err

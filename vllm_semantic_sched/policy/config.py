@@ -147,7 +147,7 @@ class Decision(Section):
         "decided. `most_likely`: the most probable level, whatever mistakes cost.",
     )
     missed_cost: tuple[float, ...] = Field(
-        (4.0, 2.0, 1.0),
+        (12.0, 6.0, 1.0),
         min_length=1,
         description="`least_cost`: what it costs to serve a request one level too late, beside 1 "
         "for one level too early; one number per true level, the last one for all further levels.",

@@ -1,70 +1,105 @@
-"""The baseline that a neural predictor has to beat: word counts and logistic regression."""
+"""What a neural predictor has to beat: constants, and linear models of word counts."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_semantic_sched.predict.buckets import bucket_of, expected_tokens, length_buckets
+import numpy
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression, Ridge
+
 from vllm_semantic_sched.predict.data import Example
 from vllm_semantic_sched.predict.network import URGENCY_LEVELS
 from vllm_semantic_sched.predict.text import clean
 
-_BUCKETS = 9
+MAJORITY = "majority class"
+MEDIAN = "median length"
+TFIDF_LEVELS = "TF-IDF + logistic regression"
+TFIDF_LENGTHS = "TF-IDF + ridge"
+
+# Words that so many texts do not share are noise in a large corpus and all there is in a tiny one.
+_RARE_FROM = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Level probabilities per text, and expected output tokens if they are predicted."""
+    """What a predictor says of n texts: n rows of level probabilities, and n expected output
+    lengths in tokens; None for what it does not predict."""
 
-    urgency: Sequence[Sequence[float]]
-    tokens: Sequence[float] | None
-
-
-class TfidfBaseline:
-    """TF-IDF of words and word pairs into two logistic regressions (levels and buckets)."""
-
-    def __init__(self, examples: Sequence[Example]) -> None:
-        """Fit on `examples`; raises ImportError if scikit-learn is not installed."""
-        try:
-            from sklearn.feature_extraction.text import TfidfVectorizer
-        except ImportError as error:
-            raise ImportError(
-                "the TF-IDF baseline needs scikit-learn (pip install "
-                '"vllm-semantic-sched[train]"), or pass --no-baselines'
-            ) from error
-        self._words = TfidfVectorizer(ngram_range=(1, 2), min_df=3, sublinear_tf=True)
-        features = self._words.fit_transform([clean(example.text) for example in examples])
-        levels = [-1 if example.level is None else example.level for example in examples]
-        lengths = [-1 if one.output_tokens is None else one.output_tokens for one in examples]
-        self._buckets = length_buckets([length for length in lengths if length > 0], _BUCKETS)
-        members = [
-            -1 if length < 0 else bucket_of(length, self._buckets.edges) for length in lengths
-        ]
-        self._urgency = _fitted(features, levels)
-        self._length = _fitted(features, members)
-
-    def guess(self, texts: Sequence[str]) -> Guess:
-        """Probabilities and expected lengths of `texts`."""
-        features = self._words.transform([clean(text) for text in texts])
-        levels = _probabilities(self._urgency, features, URGENCY_LEVELS)
-        buckets = _probabilities(self._length, features, len(self._buckets.means))
-        return Guess(levels, [expected_tokens(row, self._buckets) for row in buckets])
+    urgency: Sequence[Sequence[float]] | None = None
+    tokens: Sequence[float] | None = None
 
 
-def _fitted(features: Any, labels: Sequence[int]) -> Any:
-    """A logistic regression on the rows whose label is not negative."""
-    from sklearn.linear_model import LogisticRegression
+Guesser = Callable[[Sequence[str]], Guess]
 
-    rows = [place for place, label in enumerate(labels) if label >= 0]
+
+def constant_baselines(levels: Sequence[int], lengths: Sequence[int]) -> dict[str, Guesser]:
+    """Guessers that always say the most frequent of `levels`, or the median of `lengths`.
+
+    They need no training data, for they are told the labels that they are measured on: no other
+    constant is right more often, or fewer tokens off.
+    """
+    guessers: dict[str, Guesser] = {}
+    if levels:
+        frequent = max(range(URGENCY_LEVELS), key=levels.count)
+        row = tuple(float(level == frequent) for level in range(URGENCY_LEVELS))
+        guessers[MAJORITY] = lambda texts: Guess(urgency=[row] * len(texts))
+    if lengths:
+        middle = float(statistics.median(lengths))
+        guessers[MEDIAN] = lambda texts: Guess(tokens=[middle] * len(texts))
+    return guessers
+
+
+def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
+    """Linear models of TF-IDF of words and word pairs, fitted on `examples`.
+
+    Logistic regression for the levels and ridge regression on the logarithm of the tokens, each
+    on the examples that carry the label. Levels need two different ones to tell apart, lengths
+    need two examples: without, that baseline is left out.
+
+    Raises ValueError if the texts hold no words.
+    """
+    levelled = [one for one in examples if one.level is not None]
+    sized = [one for one in examples if one.output_tokens is not None]
+    guessers: dict[str, Guesser] = {}
+    if len({one.level for one in levelled}) > 1:
+        guessers[TFIDF_LEVELS] = _levels_guesser(levelled)
+    if len(sized) > 1:
+        guessers[TFIDF_LENGTHS] = _lengths_guesser(sized)
+    return guessers
+
+
+def _levels_guesser(examples: Sequence[Example]) -> Guesser:
+    words, features = _word_counts(examples)
     model = LogisticRegression(C=4.0, max_iter=600)
-    return model.fit(features[rows], [labels[place] for place in rows])
+    model.fit(features, [example.level for example in examples])
+
+    def guess(texts: Sequence[str]) -> Guess:
+        shares = numpy.zeros((len(texts), URGENCY_LEVELS))
+        shares[:, model.classes_] = model.predict_proba(_counted(words, texts))
+        return Guess(urgency=shares.tolist())
+
+    return guess
 
 
-def _probabilities(model: Any, features: Any, count: int) -> list[list[float]]:
-    rows = []
-    for shares in model.predict_proba(features):
-        row = [0.0] * count
-        for label, share in zip(model.classes_, shares, strict=True):
-            row[int(label)] = float(share)
-        rows.append(row)
-    return rows
+def _lengths_guesser(examples: Sequence[Example]) -> Guesser:
+    words, features = _word_counts(examples)
+    # On logarithms, because lengths span three orders of magnitude and errors are relative.
+    model = Ridge().fit(features, numpy.log([example.output_tokens for example in examples]))
+
+    def guess(texts: Sequence[str]) -> Guess:
+        logarithms = model.predict(_counted(words, texts))
+        return Guess(tokens=numpy.maximum(1.0, numpy.exp(logarithms)).tolist())
+
+    return guess
+
+
+def _word_counts(examples: Sequence[Example]) -> tuple[Any, Any]:
+    fewest = 3 if len(examples) >= _RARE_FROM else 1
+    words = TfidfVectorizer(ngram_range=(1, 2), min_df=fewest, sublinear_tf=True)
+    return words, words.fit_transform([clean(example.text) for example in examples])
+
+
+def _counted(words: Any, texts: Sequence[str]) -> Any:
+    return words.transform([clean(text) for text in texts])

@@ -28,14 +28,17 @@ _Item = TypeVar("_Item")
 
 WORDINGS = (IMMEDIATE, HIGH_RISK, SEVERAL_RESOURCES, ONE_RESOURCE, NO_RESOURCE)
 
-# Visits of each level per round. The survey has 0.8 % at level 0 and half at level 2, and a
-# head trained so would call nothing level 0.
-_VISITS_PER_LEVEL = (1000, 3300, 4400, 3300, 2100)
-# Share of the visits that stay exactly as they are evaluated, `visit.text`.
-_PLAIN_VISITS = 0.55
+# Visits in the survey's own words, in the survey's own proportions: what is read in them is then
+# as likely as it is there (0.8 % at level 0, half at level 2).
+_PLAIN_VISITS = 32_000
+# Visits of each level in other voices. Whoever writes so is no sample of any emergency
+# department, and a head trained on the survey's proportions would call nothing level 0.
+_VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 _MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
 _HARMLESS = 3600
-_PROMPTS = 7400
+_FRAMED = 3600
+_LOOKALIKES = 1000
+_PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
 _COMPOSED = 5200
 # Shares of the messages and prompts that come late in a long text, and behind a claim.
@@ -82,7 +85,7 @@ class Sources:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 50,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 80,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
     for wording, count in zip(WORDINGS, _MESSAGES_PER_LEVEL, strict=True):
@@ -90,6 +93,11 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
             examples.append(_message_example(wording.level, rng))
     for _ in range(round(_HARMLESS * scale)):
         examples.append(Example(noisy(render.harmless_prompt(rng), rng), 4))
+    for _ in range(round(_FRAMED * scale)):
+        matter = rng.choice(WORDINGS[:2])
+        examples.append(Example(noisy(render.framed_emergency(matter, rng), rng), 4))
+    for _ in range(round(_LOOKALIKES * scale)):
+        examples.append(Example(noisy(render.lookalike(rng), rng), 4))
     examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
     examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
     examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
@@ -109,13 +117,12 @@ def noisy(text: str, rng: random.Random) -> str:
 def _visit_examples(
     visits: Sequence[TriageVisit], scale: float, rng: random.Random
 ) -> list[Example]:
-    examples = []
-    for level, count in enumerate(_VISITS_PER_LEVEL):
-        chosen = [visit for visit in visits if visit.level == level]
-        for visit in _sample(chosen, count * scale, rng):
-            text = visit.text
-            if rng.random() >= _PLAIN_VISITS:
-                text = render.with_noise(render.visit_message(visit, rng), rng)
+    chosen = _sample(visits, _PLAIN_VISITS * scale, rng)
+    examples = [Example(visit.text, visit.level) for visit in chosen]
+    for level, count in enumerate(_VOICED_VISITS):
+        chosen = _sample([visit for visit in visits if visit.level == level], count * scale, rng)
+        for visit in chosen:
+            text = render.with_noise(render.visit_message(visit, rng), rng)
             examples.append(Example(text, level))
     return examples
 

@@ -1,70 +1,184 @@
-"""`semsched evaluate`: how good a predictor is on labelled texts, with baselines beside it.
+"""Measure how good a predictor is on labelled texts, with baselines beside it.
 
-Reads a CSV with the columns `text` and `level` (0-4) and/or `output_tokens`, or a held-out
-part of the data folder; writes report.json, report.md and, with levels, confusion.png.
+The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name
+of the domain) and/or `output_tokens`, optionally `kind`; or from a held-out part of the data
+folder; or, with `--all`, from all of these. Written are report.json, report.md and pictures:
+confusion.png, reliability.png and lengths.png. Needs the package's extra `train`.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.datasets import DataNotFound, data_root
+from vllm_semantic_sched.datasets import data_root
+from vllm_semantic_sched.policy.config import Decision, load_policy
 
-BUILTIN = ("nhamcs-test", "lengths-test")
+if TYPE_CHECKING:
+    from vllm_semantic_sched.predict.data import Example
+    from vllm_semantic_sched.predict.domain import Domain
+    from vllm_semantic_sched.predict.measure import LabelledSet
+
+BUILTIN = {
+    "nhamcs-test": "Emergency visits of the NHAMCS survey, from hospitals kept for testing.",
+    "ktas": "Complaints of the KTAS study as nurses wrote them, all that are readable; the level "
+    "is an expert panel's.",
+    "lengths-test": "Alpaca, Dolly and MedQuAD prompts kept for testing.",
+    "alpaca-test": "Alpaca prompts kept for testing.",
+    "dolly": "All Dolly prompts; those outside lengths-test may have been trained on.",
+    "alpaca-eval": "AlpacaEval prompts with the answers of 14 models; figures are means over the "
+    "models, from the prompt alone.",
+}
+_SUMMARY = "summary.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched evaluate`."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, help="CSV with text and level and/or output_tokens")
-    source.add_argument("--builtin", choices=BUILTIN, help="a held-out part of the data folder")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the report")
-    parser.add_argument("--model", help="folder or hub id (default: the shipped model)")
-    parser.add_argument("--data-root", type=Path, help="data folder (default: SEMSCHED_DATA)")
-    parser.add_argument("--no-baselines", action="store_true", help="skip TF-IDF, which trains")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
+    source = parser.add_argument_group("what to measure on (one of these; --all also with --data)")
+    source.add_argument(
+        "--data", type=Path, metavar="FILE.csv", help="texts with level and/or output_tokens"
+    )
+    source.add_argument(
+        "--builtin", choices=BUILTIN, metavar="NAME", help=f"one of {', '.join(BUILTIN)}"
+    )
+    source.add_argument(
+        "--all",
+        action="store_true",
+        help="every builtin, and FILE.csv if given: a folder below --output for each, and "
+        f"{_SUMMARY}",
+    )
+    source.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)"
+    )
+    source.add_argument(
+        "--domain",
+        metavar="NAME|FILE",
+        help="what the labels in the column level mean (default: 0 to 4, or names of the domain "
+        "emergency)",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME|FILE",
+        help="policy whose `decision` section turns probabilities into a level (default: the "
+        "default decision)",
+    )
+    baselines = parser.add_mutually_exclusive_group()
+    baselines.add_argument(
+        "--train",
+        type=Path,
+        metavar="FILE.csv",
+        help="texts to train the TF-IDF baselines on, in the format of --data (default: what the "
+        "shipped model was trained on, if there is a data folder)",
+    )
+    baselines.add_argument(
+        "--no-baselines", action="store_true", help="leave out TF-IDF, which takes minutes"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, write the report and print it; 1 if something needed is missing."""
+    """Evaluate, write the report and print it; 1 if something needed is missing or wrong."""
     try:
         _evaluate(args)
-    except (DataNotFound, FileNotFoundError, ValueError, ImportError) as error:
+    except ModuleNotFoundError as error:
+        hint = 'pip install "vllm-semantic-sched[train]" brings what evaluating needs'
+        print(f"semsched evaluate: {error}; {hint}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, ImportError) as error:
         print(f"semsched evaluate: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.predict import measure
-    from vllm_semantic_sched.predict.baselines import TfidfBaseline
-    from vllm_semantic_sched.predict.data import Sources, training_round
+    _check(args)
+    decision = load_policy(args.policy).decision if args.policy else Decision()
+    from vllm_semantic_sched.predict.baselines import tfidf_baselines
+    from vllm_semantic_sched.predict.measure import evaluate, model_guesser
     from vllm_semantic_sched.predict.model import TextPredictor
-    from vllm_semantic_sched.predict.report import confusion_picture, markdown
+    from vllm_semantic_sched.predict.report import summary, write_report
+
+    # Everything is read first: a mistake in a file shows before minutes of work.
+    sets = _labelled_sets(args)
+    training = _training_examples(args)
+    predictor = TextPredictor.load(args.model, args.threads)
+    if training:
+        print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
+    baselines = tfidf_baselines(training)
+    reports = {}
+    for name, labelled in sets.items():
+        evaluation = evaluate(labelled, model_guesser(predictor, name), baselines, decision)
+        evaluation.report = {
+            "source": labelled.name,
+            "description": BUILTIN.get(name, "Labelled texts from a file."),
+            "model": args.model or "shipped",
+            "decision": decision.model_dump(mode="json"),
+            **evaluation.report,
+        }
+        print(write_report(evaluation, args.output / name if args.all else args.output))
+        reports[name] = evaluation.report
+    if args.all:
+        text = summary(reports)
+        (args.output / _SUMMARY).write_text(text, encoding="utf-8")
+        print(text)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together."""
+    if not (args.data or args.builtin or args.all):
+        raise ValueError("say what to measure on: --data FILE.csv, --builtin NAME or --all")
+    if args.builtin and (args.data or args.all):
+        raise ValueError("--builtin goes with neither --data nor --all")
+    if args.all and args.data and args.data.stem in BUILTIN:
+        raise ValueError(
+            f"{args.data}: with --all its report would take the place of the builtin "
+            f"{args.data.stem}; rename the file"
+        )
+    if args.train and args.data and args.train.resolve() == args.data.resolve():
+        raise ValueError("--train is the file that is measured on; the baselines would know it")
+
+
+def _labelled_sets(args: argparse.Namespace) -> dict[str, LabelledSet]:
+    from vllm_semantic_sched.predict.measure import builtin_set, read_labelled_set
 
     root = args.data_root or data_root()
+    sets = {}
     if args.data:
-        examples = measure.read_examples(args.data)
-    else:
-        examples = measure.builtin_examples(args.builtin, root)
-    guesses = {"model": measure.guesser(TextPredictor.load(args.model, args.threads))}
-    if not args.no_baselines and root is not None:
-        mixture = training_round(Sources.read(root, "train"), seed=1)
-        guesses["TF-IDF + logistic regression"] = TfidfBaseline(mixture).guess
-    elif not args.no_baselines:
-        print("no data folder: the TF-IDF baseline is left out", file=sys.stderr)
+        sets[args.data.stem] = read_labelled_set(args.data, _domain(args))
+    for name in BUILTIN if args.all else filter(None, [args.builtin]):
+        sets[name] = builtin_set(name, root)
+    return sets
 
-    report = measure.evaluate(examples, guesses)
-    report["source"] = args.builtin or args.data.name
-    report["model"] = args.model or "shipped"
-    args.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=2) + "\n"
-    (args.output / "report.json").write_text(text, encoding="utf-8")
-    (args.output / "report.md").write_text(markdown(report), encoding="utf-8")
-    if "urgency" in report:
-        try:
-            confusion_picture(report["urgency"]["model"], args.output / "confusion.png")
-        except ImportError as error:
-            print(f"no picture: {error}", file=sys.stderr)
-    print(markdown(report))
+
+def _training_examples(args: argparse.Namespace) -> list[Example]:
+    """What the TF-IDF baselines are fitted to; empty if there is nothing or none are wanted."""
+    from vllm_semantic_sched.predict.data import Sources, training_round
+    from vllm_semantic_sched.predict.measure import read_examples
+
+    if args.no_baselines:
+        return []
+    if args.train:
+        return read_examples(args.train, _domain(args))
+    root = args.data_root or data_root()
+    if root is None:
+        print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
+        return []
+    return training_round(Sources.read(root, "train"), seed=1)
+
+
+def _domain(args: argparse.Namespace) -> Domain | None:
+    if args.domain is None:
+        return None
+    from vllm_semantic_sched.predict.domain import load_domain
+
+    return load_domain(args.domain)

@@ -1,8 +1,12 @@
-"""The training loop: both heads together, on texts rendered afresh every round.
+"""The training loop: both heads together, on examples that may be drawn afresh every round.
 
 A text that has only a level or only a length contributes to one of the heads. The word
 embeddings stay as pretrained: they are half of all parameters, and words that the training
 texts lack must keep their place beside those they do not lack.
+
+Levels and length buckets are ordered, so a guess that is further off must cost more: the loss is
+cross-entropy plus the squared earth mover's distance between the cumulated distributions (Hou,
+Yu and Samaras, 2016).
 """
 
 import random
@@ -16,14 +20,15 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from vllm_semantic_sched.predict.buckets import bucket_of
-from vllm_semantic_sched.predict.data import Example, Sources, training_round
+from vllm_semantic_sched.predict.data import Example
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _BATCH = 32
-_ENCODER_RATE = 1.2e-4
+ENCODER_RATE = 1.2e-4
 _HEAD_RATE = 1e-3
-_LENGTH_WEIGHT = 0.4
+_LENGTH_WEIGHT = 0.5
+_DISTANCE_WEIGHT = 1.0
 _WARMUP = 0.06
 _IGNORED = -100
 
@@ -31,26 +36,32 @@ _IGNORED = -100
 def fit(
     network: UrgencyLengthClassifier,
     tokenizer: WindowTokenizer,
-    sources: Sources,
+    round_examples: Callable[[int], Sequence[Example]],
     *,
     seed: int,
     epochs: int,
     minutes: float | None = None,
-    scale: float = 1.0,
+    encoder_rate: float = ENCODER_RATE,
     after_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Train `network` in place for `epochs` rounds, or until `minutes` are over.
 
     The result depends on the arguments alone, except where `minutes` cuts it short.
+
+    Args:
+        round_examples: the examples of a round, given its number; as many in every round.
+        encoder_rate: learning rate of the encoder; 0 trains the heads alone, those of them
+            whose parameters require gradients.
     """
     network.distilbert.embeddings.requires_grad_(False)
-    optimizer = torch.optim.AdamW(_parameter_groups(network), weight_decay=0.01, fused=True)
+    groups = _parameter_groups(network, encoder_rate)
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     started = time.monotonic()
     network.train()
     step = 0
     for epoch in range(epochs):
-        examples = training_round(sources, seed * 1000 + epoch, scale)
+        examples = round_examples(epoch)
         steps = epochs * -(-len(examples) // _BATCH)
         batches = tqdm(
             _batches(examples, tokenizer, network.config.length_bucket_edges, seed + epoch),
@@ -83,22 +94,33 @@ def _loss(
     # bfloat16 halves the time where the processor has it; the weights stay fp32.
     with torch.autocast("cpu", torch.bfloat16):
         urgency, length = network(ids, mask)
-    return _masked_cross_entropy(urgency, levels) + _LENGTH_WEIGHT * _masked_cross_entropy(
-        length, lengths
-    )
+    return _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
 
 
-def _masked_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the labelled rows; 0 if there is none."""
-    known = int((labels != _IGNORED).sum())
-    total = functional.cross_entropy(logits.float(), labels, ignore_index=_IGNORED, reduction="sum")
-    return total / max(1, known)
+def _ordinal_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the labelled rows of (rows, classes); 0 if there is none."""
+    known = labels != _IGNORED
+    if not known.any():
+        return logits.sum() * 0.0
+    logits, labels = logits[known].float(), labels[known]
+    cumulated = torch.softmax(logits, dim=1).cumsum(dim=1)
+    truth = (torch.arange(logits.shape[1]) >= labels[:, None]).float()
+    distance = (cumulated - truth).square().sum(dim=1).mean()
+    return functional.cross_entropy(logits, labels) + _DISTANCE_WEIGHT * distance
 
 
-def _parameter_groups(network: UrgencyLengthClassifier) -> list[dict[str, Any]]:
+def _parameter_groups(
+    network: UrgencyLengthClassifier, encoder_rate: float
+) -> list[dict[str, Any]]:
+    network.distilbert.transformer.requires_grad_(encoder_rate > 0)
     encoder = [value for value in network.distilbert.parameters() if value.requires_grad]
-    heads = [value for name, value in network.named_parameters() if "distilbert." not in name]
-    return [{"params": encoder, "lr": _ENCODER_RATE}, {"params": heads, "lr": _HEAD_RATE}]
+    heads = [
+        value
+        for name, value in network.named_parameters()
+        if "distilbert." not in name and value.requires_grad
+    ]
+    groups = [{"params": heads, "lr": _HEAD_RATE}]
+    return [*groups, {"params": encoder, "lr": encoder_rate}] if encoder else groups
 
 
 def _batches(

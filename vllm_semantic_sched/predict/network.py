@@ -1,7 +1,7 @@
 """The neural network: one DistilBERT encoder with an urgency head and a length head."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,12 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         self.length_classifier = nn.Linear(config.dim, buckets)
         self.post_init()
 
+    def head(self, name: Literal["urgency", "length"]) -> nn.ModuleList:
+        """The layers that belong to one head alone."""
+        if name == "urgency":
+            return nn.ModuleList((self.pre_classifier, self.classifier))
+        return nn.ModuleList((self.length_pre_classifier, self.length_classifier))
+
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -35,7 +41,8 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         `input_ids` and `attention_mask` are (batch, tokens) integers; padding has mask 0.
         """
         states = self.distilbert(input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(states.dtype)
+        states = states.float()  # whatever the encoder computes in, the mean is exact
+        mask = attention_mask.unsqueeze(-1).float()
         pooled = (states * mask).sum(1) / mask.sum(1).clamp(min=1.0)
         urgency = torch.relu(self.pre_classifier(pooled))
         length = torch.relu(self.length_pre_classifier(pooled))

@@ -12,6 +12,7 @@ from vllm_semantic_sched.predict import voices
 from vllm_semantic_sched.predict.lay_terms import lay_term
 from vllm_semantic_sched.predict.voices import pick
 from vllm_semantic_sched.predict.wording import Person, Wording, choose, person
+from vllm_semantic_sched.predict.wording_frames import BROKEN_THINGS, FIGURES_OF_SPEECH, FRAMES
 from vllm_semantic_sched.predict.wording_distractors import (
     DISTRACTORS,
     EMERGENCY_NOUNS,
@@ -95,6 +96,24 @@ def harmless_prompt(rng: random.Random) -> str:
     elif draw < 0.18:
         sentence = pick(voices.OPENERS_ALARMED, rng) + sentence
     return _capital(sentence) if rng.random() < 0.6 else sentence
+
+
+def framed_emergency(matter: Wording, rng: random.Random) -> str:
+    """A prompt of the least urgent level that tells, invents or teaches what `matter` says."""
+    someone = person(rng)
+    sentence = someone.fill(choose(rng.choice(matter.third), rng))
+    sentence = f"{someone.name} {sentence}".rstrip(".! ")
+    frame = rng.choice(FRAMES)
+    # The matter keeps its own brackets: it has been chosen already.
+    text = choose(frame.replace("{matter}", "\0"), rng).replace("\0", sentence)
+    return _capital(text) if rng.random() < 0.7 else text
+
+
+def lookalike(rng: random.Random) -> str:
+    """A prompt of the least urgent level whose words are an emergency's by accident."""
+    source = BROKEN_THINGS if rng.random() < 0.5 else FIGURES_OF_SPEECH
+    text = choose(rng.choice(source), rng)
+    return _capital(text) if rng.random() < 0.4 else text
 
 
 def everyday_prompt(rng: random.Random) -> str:

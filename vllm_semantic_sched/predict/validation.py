@@ -1,6 +1,7 @@
 """What training checks at its end: calibration, and figures on the validation split."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,15 +18,19 @@ _PER_PART = 2000
 _CALIBRATION_SCALE = 0.05
 
 
+def calibration_examples(sources: Sources, seed: int) -> list[Example]:
+    """Unseen visits, messages and prompts in the proportions that training has."""
+    return training_round(sources, seed, _CALIBRATION_SCALE)
+
+
 def calibrate(
-    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, sources: Sources, seed: int
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> None:
-    """Store in the configuration the temperature that fits unseen visits and prompts best."""
-    examples = [
-        example
-        for example in training_round(sources, seed, _CALIBRATION_SCALE)
-        if example.level is not None
-    ]
+    """Store in the configuration the temperature of the urgency head that fits those of
+    `examples` best that have a level; leaves it at 1 if none has."""
+    examples = [example for example in examples if example.level is not None]
+    if not examples:
+        return
     network.eval()
     logits = []
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
