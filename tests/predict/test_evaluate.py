@@ -61,7 +61,7 @@ class TwoLevels:
     def predict(self, texts):
         return [
             Prediction(
-                (0.9, 0.1) if "breathing" in text else (0.1, 0.9),
+                (0.99, 0.01) if "breathing" in text else (0.01, 0.99),
                 (0.0, 1.0) if "poem" in text else (1.0, 0.0),
             )
             for text in texts
@@ -161,7 +161,7 @@ def test_the_shipped_model_on_a_table(table, tmp_path, capsys):
 def test_figures_of_a_known_model(small_model, table, tmp_path):
     assert run("--data", table, "--output", tmp_path) == 0
     report = report_in(tmp_path)
-    # (0.1, 0.9): level 0 costs 0.9, level 1 costs 0.1 x 4; both poems and sums are level 4.
+    # A hundredth of a chance of level 0 leaves level 1 the cheapest; poem and sum are level 4.
     assert report["recall"] == [1.0, 1.0, None, None, 0.0]
     assert report["expected_cost"] == pytest.approx(6 / 4)
     assert report["urgent_recall"] == 1.0 and report["urgent_precision"] == 0.5
@@ -180,12 +180,12 @@ def test_the_policy_decides_and_the_most_likely_level_stands_beside(small_model,
     table = tmp_path / "one.csv"
     table.write_text("text,level\nhello,1\n")
     policy = tmp_path / "policy.yaml"
-    policy.write_text("decision: {missed_cost: [20]}\n")
+    policy.write_text("decision: {missed_cost: [200]}\n")
     assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
     report = report_in(tmp_path)
-    # At 20 a level, a tenth of a chance of level 0 is dearer than being early.
+    # At 200 a level, a hundredth of a chance of level 0 is dearer than being early.
     assert report["recall"][1] == 0.0 and report["most_likely"]["recall"][1] == 1.0
-    assert report["decision"]["missed_cost"] == [20.0]
+    assert report["decision"]["missed_cost"] == [200.0]
     assert "most likely level" in (tmp_path / "report.md").read_text()
     policy.write_text("decision: {rule: most_likely}\n")
     assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
@@ -269,7 +269,7 @@ def test_guesses_keep_their_order_over_batches(monkeypatch):
     monkeypatch.setattr(measure, "_PER_CALL", 2)
     texts = ["not breathing", "a poem", "a sum", "breathing", "a poem"]
     guess = measure.model_guesser(TwoLevels(), "x")(texts)
-    assert [row[0] for row in guess.urgency] == [0.9, 0.1, 0.1, 0.9, 0.1]
+    assert [row[0] for row in guess.urgency] == [0.99, 0.01, 0.01, 0.99, 0.01]
     assert all(len(row) == 5 for row in guess.urgency)
     assert guess.tokens == [10.0, 200.0, 10.0, 10.0, 200.0]
 

@@ -22,6 +22,7 @@ from vllm_semantic_sched.predict.metrics import (
 )
 
 LEVELS = 5
+PRICES = Decision().missed_cost
 
 
 def certain(level):
@@ -51,8 +52,8 @@ def test_level_figures_by_hand():
     assert figures["auc"] == pytest.approx(3.5 / 6)
     assert figures["urgent_recall"] == figures["urgent_precision"] == pytest.approx(1 / 2)
     assert figures["ece"] == pytest.approx(0.6)  # certain, and right in two of five
-    # Level 1 served one level late costs 2, two served one level early cost 1 each.
-    assert figures["expected_cost"] == pytest.approx(4 / 5)
+    # Level 1 is served one level late, and two are served one level early at 1 each.
+    assert figures["expected_cost"] == pytest.approx((PRICES[1] + 1 + 1) / 5)
     assert figures["confusion"] == [
         [1, 0, 0, 0, 0],
         [0, 0, 1, 0, 0],
@@ -69,7 +70,7 @@ def test_the_rule_decides_the_level_and_the_price_stays():
     for careless in (Decision(rule="most_likely"), Decision(missed_cost=(1.0,))):
         figures = level_figures([0], [row], careless)
         assert figures["recall"][0] == 0.0
-        assert figures["expected_cost"] == 16.0  # four levels late, at the default 4 a level
+        assert figures["expected_cost"] == 4 * PRICES[0]  # four levels late, at default prices
         assert figures["ece"] == careful["ece"]
 
 
