@@ -74,6 +74,12 @@ def test_the_rule_decides_the_level_and_the_price_stays():
         assert figures["ece"] == careful["ece"]
 
 
+def test_urgent_recall_and_precision_are_told_apart():
+    figures = level_figures([0, 1, 1, 4], list(map(certain, [1, 2, 3, 0])), Decision())
+    assert figures["urgent_recall"] == pytest.approx(1 / 3)  # level 0 at 1 is still urgent
+    assert figures["urgent_precision"] == pytest.approx(1 / 2)
+
+
 def test_precision_of_a_level_that_is_never_decided_is_undefined():
     figures = level_figures([2, 3], [certain(2), certain(2)], Decision())
     assert figures["precision"] == [None, None, 0.5, None, None]
