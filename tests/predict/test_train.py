@@ -125,9 +125,7 @@ class Server(BaseHTTPRequestHandler):
             return
         tokens = 300 if "explain" in body["prompt"] else 10
         finish = "length" if body["prompt"] == "cut" else "stop"
-        self._send(
-            {"usage": {"completion_tokens": tokens}, "choices": [{"finish_reason": finish}]}
-        )
+        self._send({"usage": {"completion_tokens": tokens}, "choices": [{"finish_reason": finish}]})
 
     def _send(self, answer):
         data = json.dumps(answer).encode()

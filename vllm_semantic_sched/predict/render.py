@@ -12,12 +12,12 @@ from vllm_semantic_sched.predict import voices
 from vllm_semantic_sched.predict.lay_terms import lay_term
 from vllm_semantic_sched.predict.voices import pick
 from vllm_semantic_sched.predict.wording import Person, Wording, choose, person
-from vllm_semantic_sched.predict.wording_frames import BROKEN_THINGS, FIGURES_OF_SPEECH, FRAMES
 from vllm_semantic_sched.predict.wording_distractors import (
     DISTRACTORS,
     EMERGENCY_NOUNS,
     EVERYDAY,
 )
+from vllm_semantic_sched.predict.wording_frames import BROKEN_THINGS, FIGURES_OF_SPEECH, FRAMES
 
 _MALE = ("he", "him", "his")
 _FEMALE = ("she", "her", "her")

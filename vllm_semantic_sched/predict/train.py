@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = length.add_mutually_exclusive_group(required=True)
     source.add_argument("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
     source.add_argument(
-        "--from-server", metavar="URL", help="OpenAI-compatible server to ask, like http://host:8000"
+        "--from-server",
+        metavar="URL",
+        help="OpenAI-compatible server to ask, like http://host:8000",
     )
     length.add_argument(
         "--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text"
@@ -317,9 +319,7 @@ def _set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> 
     network.config.label2id = {name: level for level, name in enumerate(names)}
 
 
-def _held(
-    examples: Sequence[Example], folder: Path, keep: str, threads: int
-) -> Sequence[Example]:
+def _held(examples: Sequence[Example], folder: Path, keep: str, threads: int) -> Sequence[Example]:
     """The examples, each with the base's own answer where they carry none for the head to keep."""
     from dataclasses import replace
 
@@ -328,9 +328,7 @@ def _held(
     predictor = TextPredictor.load(str(folder), threads)
     buckets = predictor.length_buckets
     held = []
-    for one, guess in zip(
-        examples, predictor.predict([one.text for one in examples]), strict=True
-    ):
+    for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
         if keep == "urgency":
             one = replace(one, level=max(range(len(guess.urgency)), key=guess.urgency.__getitem__))
         elif guess.length is not None and buckets is not None:

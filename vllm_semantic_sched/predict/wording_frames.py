@@ -9,7 +9,7 @@ FRAMES = (
     "[Write|Continue|Finish] [a|my|the] [short story|scene|chapter|novel] that [begins|opens|starts] with: '{matter}'",
     "[Continue|Go on with|Pick up] [my|this|the] story[:| from here:] {matter}. [Nobody|Everyone|The dog] in the room moved.",
     "[Chapter|Part] [one|two|nine|12]. {matter}. [Please edit this draft|Too dramatic?|Does it read well?|Give notes on the style.]",
-    "[Fiction|Novel|Thriller] draft: \"{matter},\" [she whispered|he shouted|the stranger said|Tom yelled]. [Improve the dialogue|Rewrite in past tense|Critique it]",
+    '[Fiction|Novel|Thriller] draft: "{matter}," [she whispered|he shouted|the stranger said|Tom yelled]. [Improve the dialogue|Rewrite in past tense|Critique it]',
     "[Critique|Comment on|Edit|Polish] [the first line|this paragraph|the opening] of my [novel|short story|memoir|screenplay]: {matter}.",
     "[Screenplay|Script|Stage play], [int. kitchen - day|ext. street - night|act two]: {matter}. [Write what they say next|Add stage directions|Make it funnier]",
     "[Role play|Roleplay|Let's play a game|Pretend]: you are [a wizard|a detective|a ship's doctor|a dispatcher in a film], I am [a pirate|the captain|a knight], and {matter}. [Stay in character|Begin]",
