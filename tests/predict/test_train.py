@@ -91,7 +91,7 @@ def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
     rows += [(f"thank you for the nice help, case {number}", "P5") for number in range(60)]
     table = write_csv(tmp_path / "tickets.csv", ("text", "level"), rows)
     model = tmp_path / "model"
-    arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 3)
+    arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 15)
     assert run("urgency", *arguments) == 0
     down, thanks = TextPredictor.load(str(model)).predict(
         ["the whole site is down, case 999", "thank you for the nice help, case 999"]
