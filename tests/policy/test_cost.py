@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.config import parse_section
 from vllm_semantic_sched.policy.cost import (
     EngineProfile,
     PreemptionKind,
@@ -16,6 +15,7 @@ from vllm_semantic_sched.policy.cost import (
     remaining_seconds,
 )
 from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.section import parse_section
 
 PROFILE = load_profile("a5000-qwen1.5-7b")
 lengths = st.integers(0, 4000)

@@ -21,36 +21,36 @@ anything = st.recursive(
 @given(anything, anything)
 def test_no_hint_can_raise_or_leave_the_range(urgency, priority) -> None:
     for extra_args in (urgency, {"urgency": urgency}):
-        hint = read_hints(extra_args, priority, DEFAULT)
+        hint = read_hints(extra_args, priority, DEFAULT.hints, DEFAULT.levels)
         assert hint.level is None or 0 <= hint.level < DEFAULT.levels
 
 
 @pytest.mark.parametrize("urgency", ["abc", 99, -1, None, {"a": 1}, [0], True, 1.5, math.nan, "٣"])
 def test_what_is_not_a_level_is_named_and_left_to_the_prediction(urgency) -> None:
-    hint = read_hints({"urgency": urgency}, 0, DEFAULT)
+    hint = read_hints({"urgency": urgency}, 0, DEFAULT.hints, DEFAULT.levels)
     assert hint.level is None and hint.source is LevelSource.DEFAULT
     assert hint.problem is not None and "0 to 4" in hint.problem and len(hint.problem) < 150
 
 
 @pytest.mark.parametrize("urgency", [0, 3, 3.0, "3"])
 def test_a_level_is_taken(urgency) -> None:
-    hint = read_hints({"urgency": urgency}, 7, DEFAULT)
+    hint = read_hints({"urgency": urgency}, 7, DEFAULT.hints, DEFAULT.levels)
     assert (hint.level, hint.source, hint.problem) == (int(urgency), LevelSource.HINT, None)
 
 
 def test_a_priority_counts_when_there_is_no_urgency_and_it_is_not_zero() -> None:
-    assert read_hints(None, 0, DEFAULT).level is None
-    assert read_hints(None, 1, DEFAULT).level == 1
-    assert read_hints(None, 1000, DEFAULT).level == 4
-    assert read_hints(None, -5, DEFAULT).level == 0
-    assert read_hints({"urgency": "abc"}, 3, DEFAULT).level == 3
+    assert read_hints(None, 0, DEFAULT.hints, DEFAULT.levels).level is None
+    assert read_hints(None, 1, DEFAULT.hints, DEFAULT.levels).level == 1
+    assert read_hints(None, 1000, DEFAULT.hints, DEFAULT.levels).level == 4
+    assert read_hints(None, -5, DEFAULT.hints, DEFAULT.levels).level == 0
+    assert read_hints({"urgency": "abc"}, 3, DEFAULT.hints, DEFAULT.levels).level == 3
 
 
 def test_the_policy_can_cap_or_ignore_them() -> None:
     cap = parse_policy({"hints": {"urgency": "cap", "priority": "cap", "most_urgent_level": 2}})
-    assert read_hints({"urgency": 0}, 0, cap).level == 2
-    assert read_hints({"urgency": 3}, 0, cap).level == 3
-    assert read_hints(None, -1, cap).level == 2
+    assert read_hints({"urgency": 0}, 0, cap.hints, cap.levels).level == 2
+    assert read_hints({"urgency": 3}, 0, cap.hints, cap.levels).level == 3
+    assert read_hints(None, -1, cap.hints, cap.levels).level == 2
     ignore = parse_policy({"hints": {"urgency": "ignore", "priority": "ignore"}})
-    assert read_hints({"urgency": 0}, 1, ignore).level is None
-    assert read_hints({"urgency": "abc"}, 0, ignore).problem is None
+    assert read_hints({"urgency": 0}, 1, ignore.hints, ignore.levels).level is None
+    assert read_hints({"urgency": "abc"}, 0, ignore.hints, ignore.levels).problem is None

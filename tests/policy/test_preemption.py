@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.config import Preemption
-from vllm_semantic_sched.policy.preemption import Need, choose_victims
+from vllm_semantic_sched.policy.preemption import Need, Preemption, choose_victims
 from vllm_semantic_sched.policy.rank import Rank
 from vllm_semantic_sched.policy.running import RunningSet
 

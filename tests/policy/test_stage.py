@@ -2,9 +2,8 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.config import Stage
 from vllm_semantic_sched.policy.cost import load_profile
-from vllm_semantic_sched.policy.stage import prefill_token_limit
+from vllm_semantic_sched.policy.stage import Stage, prefill_token_limit
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 

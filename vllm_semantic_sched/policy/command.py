@@ -8,10 +8,11 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
-from vllm_semantic_sched.policy.config import Policy, Section, load_policy
+from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.cost import load_profile
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import resolve_config, shipped_names
+from vllm_semantic_sched.policy.section import Section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

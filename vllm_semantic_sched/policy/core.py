@@ -68,7 +68,7 @@ class SchedulingCore:
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `policy.hints.read_hints`."""
-        return read_hints(extra_args, priority, self.policy)
+        return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
 
     def new_job(
         self,

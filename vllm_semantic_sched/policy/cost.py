@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.config import Section, parse_section
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.section import Section, parse_section
 
 
 class EngineProfile(Section):

@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from vllm_semantic_sched.policy.config import Decision
+from pydantic import Field, field_validator
+
+from vllm_semantic_sched.policy.section import Section
+
+
+class Decision(Section):
+    """From the predicted probabilities of the levels to one level."""
+
+    rule: Literal["least_cost", "most_likely"] = Field(
+        "least_cost",
+        description="`least_cost`: the level with the lowest expected cost, where a mistake costs "
+        "the number of levels it is off, times `missed_cost` if the request is more urgent than "
+        "decided. `most_likely`: the most probable level, whatever mistakes cost.",
+    )
+    missed_cost: tuple[float, ...] = Field(
+        (12.0, 6.0, 1.0),
+        min_length=1,
+        description="`least_cost`: what it costs to serve a request one level too late, beside 1 "
+        "for one level too early; one number per true level, the last one for all further levels.",
+    )
+
+    @field_validator("missed_cost")
+    @classmethod
+    def _costs_positive(cls, costs: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < cost < float("inf") for cost in costs):
+            raise ValueError(f"decision.missed_cost: {list(costs)} must be numbers above 0")
+        return costs
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:

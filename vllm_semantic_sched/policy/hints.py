@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from vllm_semantic_sched.policy.config import Policy
+from pydantic import Field
+
 from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.section import Section
+
+
+class Hints(Section):
+    """What a client may say about its own request: the trust boundary of the scheduler."""
+
+    urgency: Literal["honour", "cap", "ignore"] = Field(
+        "honour",
+        description="`vllm_xargs: {urgency: N}`: use it, use it but no more urgent than "
+        "`most_urgent_level`, or leave it unread.",
+    )
+    priority: Literal["honour", "cap", "ignore"] = Field(
+        "honour",
+        description="vLLM's own `priority` field and the X-Vllm-Priority header, read as an "
+        "urgency level when not 0 (vLLM cannot tell 0 from unset); same choices as `urgency`.",
+    )
+    most_urgent_level: int = Field(
+        0, ge=0, description="With `cap`: the most urgent level that a hint can claim."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +47,25 @@ class Hint:
 _ABSENT = object()
 
 
-def read_hints(extra_args: Any, priority: Any, policy: Policy) -> Hint:
+def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
     """Explicit urgency first, then a nonzero priority (DESIGN: hints before prediction).
 
     Args:
         extra_args: the request's `vllm_xargs`, whatever the client sent there.
         priority: vLLM's request priority; 0 and unset look the same.
+        levels: urgency levels that the policy has.
     """
     problem = None
     sent = extra_args.get("urgency", _ABSENT) if isinstance(extra_args, dict) else _ABSENT
-    if sent is not _ABSENT and policy.hints.urgency != "ignore":
+    if sent is not _ABSENT and hints.urgency != "ignore":
         level = _as_level(sent)
-        if level is not None and 0 <= level < policy.levels:
-            return Hint(_capped(level, policy.hints.urgency, policy), LevelSource.HINT)
-        problem = f"urgency {_shorten(sent)} is not a level; valid: 0 to {policy.levels - 1}"
-    if policy.hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
+        if level is not None and 0 <= level < levels:
+            return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
+        problem = f"urgency {_shorten(sent)} is not a level; valid: 0 to {levels - 1}"
+    if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
         # vLLM's priorities are unbounded; the nearest level is what their sender meant.
-        level = min(max(priority, 0), policy.levels - 1)
-        level = _capped(level, policy.hints.priority, policy)
+        level = min(max(priority, 0), levels - 1)
+        level = _capped(level, hints.priority, hints)
         return Hint(level, LevelSource.PRIORITY, problem)
     return Hint(None, LevelSource.DEFAULT, problem)
 
@@ -62,8 +83,8 @@ def _as_level(value: Any) -> int | None:
     return None
 
 
-def _capped(level: int, mode: str, policy: Policy) -> int:
-    return max(level, policy.hints.most_urgent_level) if mode == "cap" else level
+def _capped(level: int, mode: str, hints: Hints) -> int:
+    return max(level, hints.most_urgent_level) if mode == "cap" else level
 
 
 def _shorten(value: Any) -> str:

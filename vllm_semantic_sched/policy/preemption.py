@@ -5,9 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.config import Preemption
+from pydantic import Field
+
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.running import RunningSet
+from vllm_semantic_sched.policy.section import Section
+
+
+class Preemption(Section):
+    """Taking seats and KV blocks from running requests for more urgent waiting ones."""
+
+    enabled: bool = Field(True, description="Preempt running requests for waiting ones at all.")
+    min_level_gap: int = Field(
+        1,
+        ge=1,
+        description="A victim must be at least this many levels less urgent than the request it "
+        "makes room for.",
+    )
+    max_per_request: int = Field(
+        3,
+        ge=0,
+        description="Times one request can be preempted for others; after that it is protected.",
+    )
+    max_victims_per_step: int = Field(
+        8, ge=1, description="Upper bound on victims in one scheduling step."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
-from vllm_semantic_sched.policy.config import Stage
+from pydantic import Field
+
 from vllm_semantic_sched.policy.cost import EngineProfile
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.section import Section
+
+
+class Stage(Section):
+    """Stage awareness (paper, Alg. 2): prefills of less urgent requests beside an urgent decode."""
+
+    mode: Literal["cap", "gate", "off"] = Field(
+        "cap",
+        description="`cap` bounds the prefill tokens of such a step, `gate` admits none, `off` "
+        "leaves steps as vLLM builds them.",
+    )
+    protected_level: int = Field(
+        0,
+        ge=0,
+        description="Decodes of this level and of more urgent ones are protected.",
+    )
+    max_slowdown: float = Field(
+        1.0,
+        gt=0,
+        description="`cap`: prefill time added to a step, as a share of one decode step's time "
+        "by the engine profile.",
+    )
+    min_prefill_tokens: int = Field(
+        64, ge=1, description="`cap`: prefill tokens that a step may always have."
+    )
 
 
 def prefill_token_limit(

@@ -13,8 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.config import Predictor
-from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction, Predictor
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them

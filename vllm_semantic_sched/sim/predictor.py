@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_semantic_sched.policy.config import Predictor
-from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction, Predictor
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import PredictorModel

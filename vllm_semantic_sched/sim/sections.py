@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.config import Section
+from vllm_semantic_sched.policy.section import Section
 
 _LENGTH_NEEDS = {
     "constant": ("value",),
