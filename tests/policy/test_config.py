@@ -5,9 +5,9 @@ import yaml
 
 from vllm_semantic_sched.policy.command import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
-from vllm_semantic_sched.policy.cost import load_profile
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.profile import load_profile
 
 
 @pytest.mark.parametrize("name", shipped_names("policy"))
@@ -40,6 +40,9 @@ def test_the_issue_names_are_shipped() -> None:
         ({"hints": 3}, ["hints", "3"]),
         ({"preemption": {"enabled": 1}}, ["preemption.enabled", "boolean"]),
         ({"stage": {"mode": True}}, ["stage.mode", "'cap', 'gate' or 'off'"]),
+        ({"levels": 1, "default_level": 0, "tiers": [{"nme": "a"}]}, ["tiers.0.nme", "'name'"]),
+        ({"tiers": [{"name": "a", "slo": {"tft": 1}}]}, ["tiers.0.slo.tft", "'ttft'"]),
+        ({"tiers": [{"name": "a"}]}, ["1 entries", "levels: 5"]),
         ([1, 2], ["mapping"]),
         ("text", ["mapping"]),
     ],
@@ -82,7 +85,9 @@ def test_every_key_is_documented_with_its_default() -> None:
     text = describe_keys()
     assert "preemption.max_per_request: 3" in text
     assert "semantic | priority | sjf | fcfs" in text
+    assert "tiers[].slo.ttft: None" in text
     documented = {line.split(":")[0] for line in text.splitlines() if not line.startswith(" ")}
+    documented = {key for key in documented if not key.startswith("tiers[]")}
     flat = yaml.safe_load(Policy().model_dump_json())
     keys = {f"{k}.{s}" for k, v in flat.items() if isinstance(v, dict) for s in v}
     assert documented == keys | {k for k, v in flat.items() if not isinstance(v, dict)}

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.cost import load_profile
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need
+from vllm_semantic_sched.policy.profile import load_profile
 
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]

@@ -9,10 +9,10 @@ import typing
 from collections.abc import Iterator
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.cost import load_profile
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import resolve_config, shipped_names
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.section import Section, section_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +59,13 @@ def describe_keys(model: type[Section] = Policy) -> str:
 def _keys(model: type[Section], prefix: str) -> Iterator[tuple[str, object, str, str]]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from _keys(annotation, f"{prefix}{name}.")
-        else:
+        section = section_in(annotation)
+        is_list = typing.get_origin(annotation) is tuple
+        if section is None or is_list:
             choices = typing.get_args(annotation)
             literal = typing.get_origin(annotation) is typing.Literal
             valid = " | ".join(map(str, choices)) if literal else ""
             default = "(required)" if field.is_required() else field.default
             yield f"{prefix}{name}", default, valid, field.description or ""
+        if section is not None:
+            yield from _keys(section, f"{prefix}{name}{'[]' if is_list else ''}.")

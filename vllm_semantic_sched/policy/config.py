@@ -19,6 +19,7 @@ from vllm_semantic_sched.policy.prediction import Predictor
 from vllm_semantic_sched.policy.preemption import Preemption
 from vllm_semantic_sched.policy.section import Section, parse_section
 from vllm_semantic_sched.policy.stage import Stage
+from vllm_semantic_sched.policy.tiers import Tier
 
 
 class Policy(Section):
@@ -31,6 +32,11 @@ class Policy(Section):
         "untouched).",
     )
     levels: int = Field(5, ge=1, le=100, description="Urgency levels; 0 is the most urgent.")
+    tiers: tuple[Tier, ...] = Field(
+        (),
+        description="What each level is called, is promised and may take: one entry per level, "
+        "most urgent first. Empty: levels without names or promises.",
+    )
     default_level: int = Field(
         2, ge=0, description="Level of a request that nothing is known about (yet)."
     )
@@ -56,6 +62,29 @@ class Policy(Section):
             if value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
         return self
+
+    @model_validator(mode="after")
+    def _one_tier_per_level(self) -> Policy:
+        if not self.tiers:
+            return self
+        if len(self.tiers) != self.levels:
+            raise ValueError(
+                f"tiers: {len(self.tiers)} entries for levels: {self.levels}; valid: one per level"
+            )
+        names = [tier.name for tier in self.tiers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tiers: the name {twice!r} occurs twice; valid: distinct names")
+        if self.tiers[0].shed_order is not None:
+            raise ValueError("tiers.0.shed_order: the most urgent tier is never shed; valid: unset")
+        shares = sum(tier.share or 0.0 for tier in self.tiers)
+        if shares > 1.0 + 1e-9:
+            raise ValueError(f"tiers: the shares add up to {shares:g}; valid: at most 1")
+        return self
+
+    def tier(self, level: int) -> Tier:
+        """The tier of a level; one without promises or limits if the policy names none."""
+        return self.tiers[level] if self.tiers else Tier(name=str(level))
 
     @property
     def uses_urgency(self) -> bool:

@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.cost import (
-    EngineProfile,
-    PreemptionPlan,
-    plan_preemption,
-    remaining_seconds,
-)
+from vllm_semantic_sched.policy.cost import PreemptionPlan, plan_preemption, remaining_seconds
 from vllm_semantic_sched.policy.decision import decide_level
 from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
@@ -20,6 +15,7 @@ from vllm_semantic_sched.policy.length import expected_output_tokens, expected_w
 from vllm_semantic_sched.policy.length_calibration import Ending, LengthCalibration
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
+from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.rank import Rank, rank_of
 from vllm_semantic_sched.policy.running import RunningSet
 from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield

@@ -10,11 +10,13 @@ from pydantic import Field
 from vllm_semantic_sched.policy.prediction import LengthBuckets
 from vllm_semantic_sched.policy.section import Section
 
+Estimate = Literal["mean", "median", "p90"]
+
 
 class Length(Section):
     """How a predicted distribution over output-length buckets becomes a number of tokens."""
 
-    estimate: Literal["mean", "median", "p90"] = Field(
+    estimate: Estimate = Field(
         "mean",
         description="Point estimate of the output length; `p90` is the length that nine requests "
         "in ten stay below.",
@@ -32,8 +34,6 @@ class Length(Section):
 # A request that outlived everything expected of it: assume that it needs half as much again as
 # it has had. A constant would make it look almost done for ever.
 _OVERRUN_FACTOR = 1.5
-
-Estimate = Literal["mean", "median", "p90"]
 
 _SHARE_BELOW = {"median": 0.5, "p90": 0.9}
 

@@ -60,9 +60,19 @@ def _explain(model: type[Section], problem: Any) -> str:
 
 def _section_at(model: type[Section], location: list[str]) -> type[Section]:
     for part in location:
-        annotation = model.model_fields[part].annotation
-        if isinstance(annotation, types.UnionType):
-            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-        assert isinstance(annotation, type) and issubclass(annotation, Section)
-        model = annotation
+        if not part.isdigit():  # else a place in a list, whose type was found already
+            found = section_in(model.model_fields[part].annotation)
+            assert found is not None
+            model = found
     return model
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section type that a field holds, alone, optionally or as a list; None if it holds a
+    plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if typing.get_origin(annotation) in (tuple, types.UnionType):
+        inner = (section_in(argument) for argument in typing.get_args(annotation))
+        return next((found for found in inner if found is not None), None)
+    return None

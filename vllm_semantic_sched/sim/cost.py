@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_semantic_sched.policy.cost import EngineProfile
+from vllm_semantic_sched.policy.profile import EngineProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.cost import EngineProfile
 from vllm_semantic_sched.policy.prediction import Prediction
+from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine

@@ -1,0 +1,71 @@
+"""Tiers: the urgency levels with names, promises and limits (S3, S4, S8)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.section import Section
+
+
+class Slo(Section):
+    """Latency promised to a tier; what is unset is not promised."""
+
+    ttft: float | None = Field(None, gt=0, description="Time to first token, seconds.")
+    tpot: float | None = Field(None, gt=0, description="Time per output token, seconds.")
+    e2e: float | None = Field(None, gt=0, description="Arrival to last token, seconds.")
+    percentile: float = Field(
+        99.0, gt=0, le=100, description="Percentage of requests that must meet the targets."
+    )
+
+
+class Reserve(Section):
+    """Capacity kept for a tier and more urgent ones."""
+
+    seats: int = Field(0, ge=0, description="Seats (running requests).")
+    kv: float = Field(0.0, ge=0, lt=1, description="Share of the KV blocks.")
+    mode: Literal["hard", "soft"] = Field(
+        "hard",
+        description="`hard`: less urgent tiers never get it. `soft`: they may borrow it and lose "
+        "it first.",
+    )
+
+
+class TierQueue(Section):
+    """How much of a tier may wait, and how long; what is unset is not limited."""
+
+    requests: int | None = Field(None, ge=1, description="Waiting requests.")
+    tokens: int | None = Field(
+        None, ge=1, description="Waiting tokens: prompts and predicted outputs."
+    )
+    timeout: float | None = Field(
+        None, gt=0, description="Seconds without a first seat after which a request is refused."
+    )
+
+
+class Tier(Section):
+    """One urgency level."""
+
+    name: str = Field(min_length=1, max_length=40, description="Used in metrics and messages.")
+    slo: Slo = Slo()
+    share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Target share of the engine's time. Tiers without one divide what is left.",
+    )
+    reserve: Reserve = Reserve()
+    queue: TierQueue = TierQueue()
+    shed_order: int | None = Field(
+        None,
+        ge=1,
+        description="Under overload tiers are shed in this order, 1 first; unset: never. The most "
+        "urgent tier cannot have one.",
+    )
+    preemptible: bool = Field(True, description="May lose its seat to more urgent requests.")
+    drop: bool = Field(
+        False,
+        description="May be ended, with an error that says so, where preempting it again would "
+        "cost more than starting over.",
+    )
