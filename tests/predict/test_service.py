@@ -118,6 +118,16 @@ def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
     assert time.monotonic() - begin >= 0.5
 
 
+def test_prompts_of_urgent_requests_are_read_first(start) -> None:
+    service = start(max_batch=1, extra_latency=0.3)
+    service.submit("first", b"f", 4)
+    while service.pending:  # until the predictor has it; the others queue up behind it
+        time.sleep(0.005)
+    for name, level in (("low", 4), ("middle", 2), ("other", 2), ("high", 0)):
+        service.submit(name, name.encode(), level)
+    assert list(wait_for(service, 5)) == ["first", "high", "middle", "other", "low"]
+
+
 def test_a_batch_never_exceeds_its_limit(start) -> None:
     service = start(max_batch=3)
     for number in range(20):

@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.hints import Hint
 from vllm_semantic_sched.policy.job import Job, LevelSource
 from vllm_semantic_sched.predict.service import PredictionService
 
@@ -62,16 +63,18 @@ class PredictionFeed:
         """Whether a predictor is running."""
         return self._service is not None and self._service.up
 
-    def submit(self, request: Request, level_known: bool) -> bool:
+    def submit(self, request: Request, hint: Hint) -> bool:
         """Send a request's prompt; False if no prediction will come."""
-        if self._service is None or (level_known and not self._core.policy.uses_length):
+        policy = self._core.policy
+        if self._service is None or (hint.level is not None and not policy.uses_length):
             return False
         tokens = request.prompt_token_ids
         if not tokens:
             return False
         if len(tokens) > 2 * _WINDOW:
             tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
-        if self._service.submit(request.request_id, tokens):
+        level = policy.default_level if hint.level is None else hint.level
+        if self._service.submit(request.request_id, tokens, level):
             return True
         self._counters.add("unread_prompts")
         return False

@@ -160,7 +160,7 @@ class SemanticScheduler(Scheduler):
             prompt_tokens=request.num_prompt_tokens,
             max_output_tokens=request.max_tokens,
             hint=hint,
-            awaits_prediction=self._predictions.submit(request, level_known=hint.level is not None),
+            awaits_prediction=self._predictions.submit(request, hint),
         )
         self._counters.add("requests", hint.source.value)
         return job

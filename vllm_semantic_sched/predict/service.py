@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction, Predictor
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
@@ -28,6 +29,8 @@ class _Prompt(NamedTuple):
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
+    The prompts of urgent requests are read first, as far as hints say which those are: their order
+    among each other rests on the predicted length, and nobody waits longer for a wrong one.
     Prompts that it has seen lately are answered from memory. A process that ends, answers
     nonsense or does not answer in time is replaced; what it was reading is answered with None.
 
@@ -58,9 +61,10 @@ class PredictionService:
         self.restarts = 0
         self._process: PredictorProcess | None = None
         self._changed = threading.Condition()
-        # These three are guarded by _changed; the oldest comes first in both dictionaries.
-        self._queue: dict[str, _Prompt] = {}
-        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()
+        # These four are guarded by _changed.
+        self._queue: AddressableHeap[str] = AddressableHeap()
+        self._prompts: dict[str, _Prompt] = {}  # of the queued requests
+        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # the oldest comes first
         self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
         self._batch_ids = itertools.count()
@@ -81,22 +85,28 @@ class PredictionService:
         self._thread.start()
         return buckets
 
-    def submit(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Queue a prompt, or answer it from memory; False if the queue is full."""
+    def submit(self, request_id: str, token_ids: Sequence[int], level: int = 0) -> bool:
+        """Queue a prompt, or answer it from memory; False if the queue is full.
+
+        Args:
+            level: urgency level as far as it is known; more urgent prompts are read first.
+        """
         prompt = _Prompt(token_ids, _digest(token_ids))
         with self._changed:
             if self._recall(request_id, prompt):
                 return True
             if len(self._queue) >= self._settings.max_queue:
                 return False
-            self._queue[request_id] = prompt
+            self._queue.push(request_id, level)
+            self._prompts[request_id] = prompt
             self._changed.notify()
         return True
 
     def cancel(self, request_id: str) -> None:
         """Forget a queued prompt."""
         with self._changed:
-            self._queue.pop(request_id, None)
+            self._queue.discard(request_id)
+            self._prompts.pop(request_id, None)
 
     def drain(self) -> list[tuple[str, Prediction | None]]:
         """Predictions since the last call; None for a prompt that could not be predicted."""
@@ -171,8 +181,8 @@ class PredictionService:
                 if self._closing:
                     return {}
                 while self._queue and len(batch) < settings.max_batch:
-                    request_id = next(iter(self._queue))
-                    prompt = self._queue.pop(request_id)
+                    request_id = self._queue.pop()
+                    prompt = self._prompts.pop(request_id)
                     # The batch before may have had the same text.
                     if not self._recall(request_id, prompt):
                         batch[request_id] = prompt
