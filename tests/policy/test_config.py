@@ -17,8 +17,9 @@ def test_every_shipped_policy_is_valid_and_names_a_valid_profile(name: str) -> N
 
 @pytest.mark.parametrize("name", shipped_names("profile"))
 def test_every_shipped_profile_is_valid(name: str) -> None:
-    # A 100-token prompt takes milliseconds on all of these cards; the paper's misprint took 146 s.
-    assert 0.001 < load_profile(name).prefill(0, 100) < 0.1
+    # A 100-token prompt takes milliseconds on the cards, 0.2 s on the phone; the paper's misprint
+    # took 146 s.
+    assert 0.001 < load_profile(name).prefill(0, 100) < 0.3
 
 
 def test_the_issue_names_are_shipped() -> None:

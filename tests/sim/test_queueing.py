@@ -55,8 +55,25 @@ def test_a_request_alone_takes_what_the_profile_says(scenario) -> None:
     assert run.first_token - run.started == pytest.approx(profile.prefill(0, 50))
     assert run.finish - run.first_token == pytest.approx(profile.decode(51, 10), rel=1e-6)
 
-    cost = {"step": 0.01, "per_decode": 0.001, "per_prefill_token": 0.0001, "token_budget": 20}
-    vllm = scenario(engine={"kind": "vllm", "seats": 4, **cost}, **alone)
+    batch = {"step": 0.01, "per_sequence": 0.001, "per_context_token": 1e-5}
+    engine = {"kind": "vllm", "seats": 4, "token_budget": 20, "batch": batch}
+    vllm = scenario(engine=engine, **alone)
     run = simulate(vllm, "semantic").runs[0]
-    assert run.first_token - run.started == pytest.approx(3 * 0.01 + 50 * 0.0001)  # 20 + 20 + 10
-    assert run.finish - run.first_token == pytest.approx(10 * 0.011)
+    prefill = 3 * 0.011 + profile.prefill(0, 50)  # 20 + 20 + 10
+    assert run.first_token - run.started == pytest.approx(prefill)
+    context = sum(range(51, 61))
+    assert run.finish - run.first_token == pytest.approx(10 * 0.011 + 1e-5 * context)
+
+
+def test_all_contexts_of_a_batch_count(scenario) -> None:
+    engine = {"kind": "vllm", "seats": 8, "batch": {"step": 0.01, "per_context_token": 1e-5}}
+    seen = []
+
+    def note(engine) -> None:
+        decoding = [run for run in engine._runs.values() if run in engine._decoding]
+        for run in decoding:
+            engine._decoding.observe(run)
+        seen.append(engine._decoding.context == sum(run.job.tokens for run in decoding))
+
+    simulate(scenario(engine=engine), "semantic", before_step=note)
+    assert seen and all(seen)

@@ -6,8 +6,43 @@ from pathlib import Path
 
 from pydantic import Field
 
+from vllm_semantic_sched.policy.batch import Batch, BatchTerms
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.section import Section, parse_section
+
+
+class Ranges(Section):
+    """From where to where a profile was measured, in tokens or sequences."""
+
+    prefill_tokens: tuple[int, int] = Field(description="Lengths of prefills.")
+    decode_context: tuple[int, int] = Field(description="Tokens of a decoding sequence.")
+    decode_batch: tuple[int, int] = Field(description="Decoding sequences in a step.")
+    transfer_tokens: tuple[int, int] = Field(description="Tokens saved or loaded at once.")
+
+
+class Residual(Section):
+    """How far a fit is from what it was fitted to: share of the measured value."""
+
+    points: int = Field(description="Measured points.")
+    median: float = Field(description="Median of |fitted - measured| / measured.")
+    p90: float = Field(description="90th percentile of the same.")
+
+
+class Environment(Section):
+    """What a profile was measured with. A profile without it was not measured by this project."""
+
+    date: str = Field(description="ISO date and time, UTC.")
+    vllm: str = Field(description="Version of vLLM.")
+    torch: str = Field(description="Version of torch.")
+    device: str = Field(description="Device type: cpu, cuda.")
+    dtype: str = Field(description="Type of weights and activations.")
+    kv_dtype: str = Field(description="Type of the KV cache.")
+    block_size: int = Field(description="Tokens in a KV block.")
+    kv_bytes_per_token: int = Field(description="Bytes of KV that a token takes, on all layers.")
+    token_budget: int = Field(description="max_num_batched_tokens: tokens in a step at most.")
+    max_model_len: int = Field(description="Longest sequence that the engine took.")
+    options: str = Field(description="Engine options as given.")
+    statistic: str = Field(description="What repeats of a point are reduced to.")
 
 
 class EngineProfile(Section):
@@ -22,6 +57,19 @@ class EngineProfile(Section):
     beta_save: float = Field(gt=0, description="Device to host, seconds per token.")
     gamma1: float = Field(ge=0, description="Decode, seconds per token of context.")
     gamma2: float = Field(gt=0, description="Decode, seconds per step.")
+    load_start: float = Field(0.0, ge=0, description="Seconds per load, whatever its size.")
+    save_start: float = Field(0.0, ge=0, description="Seconds per save, whatever its size.")
+    batch: BatchTerms | None = Field(
+        None, description="Terms of a batching engine; unset: a step takes gamma2."
+    )
+    ranges: Ranges | None = Field(None, description="Where it was measured.")
+    residuals: dict[str, Residual] = Field({}, description="How well the fits fit, by kind.")
+    environment: Environment | None = Field(None, description="What it was measured with.")
+
+    @property
+    def batch_terms(self) -> BatchTerms:
+        """Terms of a batching engine, as measured or from gamma2."""
+        return self.batch or BatchTerms(step=self.gamma2)
 
     def prefill(self, start: int, end: int) -> float:
         """Seconds to compute tokens `start` to `end` of a sequence in one pass."""
@@ -29,15 +77,74 @@ class EngineProfile(Section):
 
     def load(self, tokens: int) -> float:
         """Seconds to bring the KV of that many tokens back from the host."""
-        return self.beta_load * tokens
+        return self.load_start + self.beta_load * tokens if tokens else 0.0
+
+    def save(self, tokens: int) -> float:
+        """Seconds to bring the KV of that many tokens to the host."""
+        return self.save_start + self.beta_save * tokens if tokens else 0.0
 
     def decode(self, context: int, tokens: float) -> float:
         """Seconds to decode `tokens` more, one a step, after `context` tokens (eq. 4)."""
         return self.gamma1 * tokens * (context + (tokens + 1) / 2) + self.gamma2 * tokens
 
+    def step(self, batch: Batch) -> float:
+        """Seconds that a step of a batching engine takes, with the transfers before it."""
+        return self.step_prefill(batch) + self.step_decode(batch) + self.step_transfer(batch)
+
+    def step_prefill(self, batch: Batch) -> float:
+        """The part of `step` that grows with the tokens prefilled."""
+        return self.alpha1 * batch.prefill_squares + self.alpha2 * batch.prefill_tokens
+
+    def step_decode(self, batch: Batch) -> float:
+        """The part of `step` that any step has, and that grows with sequences and context."""
+        terms = self.batch_terms
+        return (
+            terms.step
+            + terms.per_sequence * batch.sequences
+            + terms.per_context_token * batch.context
+        )
+
+    def step_transfer(self, batch: Batch) -> float:
+        """The part of `step` that goes into copies between device and host."""
+        return (
+            self.load_start * batch.loads
+            + self.beta_load * batch.loaded
+            + self.save_start * batch.saves
+            + self.beta_save * batch.saved
+        )
+
+    def prefill_alone(self, tokens: int, token_budget: int | None = None) -> float:
+        """Seconds from the first to the last step of a prefill on an idle engine.
+
+        Args:
+            token_budget: tokens in a step at most; the measured engine's by default.
+        """
+        if token_budget is None:
+            token_budget = self.environment.token_budget if self.environment else tokens
+        steps = -(-tokens // token_budget)
+        terms = self.batch_terms
+        return steps * (terms.step + terms.per_sequence) + self.prefill(0, tokens)
+
     def prefill_tokens_within(self, seconds: float) -> int:
         """Tokens of a short prefill that take about that long."""
         return int(seconds / self.alpha2)
+
+    def beyond_range(self, max_model_len: int) -> str | None:
+        """A sentence if an engine takes longer sequences than were measured; else None."""
+        if self.ranges is None:
+            return None
+        measured = min(
+            self.ranges.prefill_tokens[1],
+            self.ranges.decode_context[1],
+            self.ranges.transfer_tokens[1],
+        )
+        # The last block of the longest sequence decides nothing.
+        if max_model_len <= 1.1 * measured:
+            return None
+        return (
+            f"the engine profile was measured up to {measured} tokens and max_model_len is "
+            f"{max_model_len}: costs of longer sequences are extrapolated"
+        )
 
 
 def load_profile(name_or_path: str | Path) -> EngineProfile:

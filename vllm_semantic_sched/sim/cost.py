@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from vllm_semantic_sched.policy.batch import Batch
 from vllm_semantic_sched.policy.profile import EngineProfile
 
 
@@ -29,15 +30,17 @@ class StepWork:
 
     Attributes:
         decodes: sequences that get one more token.
+        context: tokens of all of them together.
         longest_context: tokens of the longest of them.
         chunks: prefills, whole or in part.
-        saved: tokens of preempted sequences whose KV goes to the host.
+        saved: tokens of each preempted sequence whose KV goes to the host.
     """
 
     decodes: int = 0
+    context: int = 0
     longest_context: int = 0
     chunks: list[Chunk] = field(default_factory=list)
-    saved: int = 0
+    saved: list[int] = field(default_factory=list)
 
 
 class StepCost(Protocol):
@@ -57,7 +60,7 @@ class SlowestOfBatch:
 
     def seconds(self, work: StepWork) -> float:
         profile = self._profile
-        slowest = profile.beta_save * work.saved
+        slowest = profile.save(sum(work.saved))
         if work.decodes:
             slowest = max(slowest, profile.decode(work.longest_context, 1))
         for chunk in work.chunks:
@@ -71,25 +74,20 @@ class SlowestOfBatch:
 
 
 class SumOfTokens:
-    """A batched engine: a constant per step, plus so much per decoding sequence and per prefill
-    token; transfers between device and host come on top. All in seconds."""
+    """A batching engine: the terms of `policy.batch`; transfers between device and host come on
+    top."""
 
-    def __init__(
-        self, profile: EngineProfile, step: float, per_decode: float, per_prefill_token: float
-    ) -> None:
+    def __init__(self, profile: EngineProfile) -> None:
         self._profile = profile
-        self._step = step
-        self._per_decode = per_decode
-        self._per_prefill_token = per_prefill_token
 
     def seconds(self, work: StepWork) -> float:
-        resumed = sum(chunk.is_decode for chunk in work.chunks)
-        prefilled = sum(chunk.end - chunk.start for chunk in work.chunks) - resumed
-        loaded = sum(chunk.loaded for chunk in work.chunks)
-        return (
-            self._step
-            + self._per_decode * (work.decodes + resumed)
-            + self._per_prefill_token * prefilled
-            + self._profile.load(loaded)
-            + self._profile.beta_save * work.saved
-        )
+        batch = Batch(decodes=work.decodes, context=work.context)
+        for chunk in work.chunks:
+            if chunk.is_decode:
+                batch.add_decode(chunk.end)
+            else:
+                batch.add_prefill(chunk.start, chunk.end)
+            batch.add_load(chunk.loaded)
+        for tokens in work.saved:
+            batch.add_save(tokens)
+        return self._profile.step(batch)

@@ -21,6 +21,7 @@ class Decoding:
     def __init__(self, pool: BlockPool) -> None:
         self.tick = 0
         self._pool = pool
+        self._tokens = 0  # of all sequences at tick 0
         self._longest: AddressableHeap[Run] = AddressableHeap()
         self._ends: dict[int, list[Run]] = {}
         self._block_needs: dict[int, list[Run]] = {}
@@ -32,6 +33,11 @@ class Decoding:
         return run in self._longest
 
     @property
+    def context(self) -> int:
+        """Tokens of all sequences together."""
+        return self._tokens + len(self) * self.tick
+
+    @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence, 0 if there is none."""
         run = self._longest.peek()
@@ -41,6 +47,7 @@ class Decoding:
         """A sequence whose prefill is complete; `job.generated` is up to date."""
         run.offset = run.job.generated - self.tick
         run.finish_tick = run.request.output_tokens - run.offset
+        self._tokens += run.job.prompt_tokens + run.offset
         self._longest.push(run, -(run.job.prompt_tokens + run.offset))
         self._ends.setdefault(run.finish_tick, []).append(run)
         self.note_blocks(run)
@@ -60,7 +67,9 @@ class Decoding:
 
     def discard(self, run: Run) -> None:
         """A sequence stops decoding, if it does; its job stays as `observe` left it."""
-        if self._longest.discard(run):
+        if run in self._longest:
+            self._tokens += self._longest.key(run)
+            self._longest.discard(run)
             run.offset = None
 
     def outgrowing(self) -> list[Run]:

@@ -61,7 +61,7 @@ class Engine:
         self._prefilling: dict[Job, None] = {}
         self._decoding = Decoding(pool)
         self._chunks: dict[Job, int] = {}
-        self._swapped_out = 0
+        self._swapped_out: list[int] = []
 
     # Requests
 
@@ -102,7 +102,7 @@ class Engine:
             return None
         for job in core.step(self._observe):
             self._reposition(job)
-        self._swapped_out = 0
+        self._swapped_out = []
         self._make_room(now)
         newcomer = core.waiting.peek()
         paused = self._paused(newcomer)
@@ -231,6 +231,7 @@ class Engine:
     def _step_work(self) -> StepWork:
         work = StepWork(
             decodes=len(self._decoding),
+            context=self._decoding.context,
             longest_context=self._decoding.longest_context,
             saved=self._swapped_out,
         )
@@ -246,7 +247,7 @@ class Engine:
         plan = self.core.preempt(job, self._can_swap)
         if plan.kind is PreemptionKind.SWAP:
             run.swaps += 1
-            self._swapped_out += plan.kept_tokens
+            self._swapped_out.append(plan.kept_tokens)
         else:
             run.recomputes += 1
         self._leave(run, now, plan.kind.value)

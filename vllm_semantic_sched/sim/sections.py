@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vllm_semantic_sched.policy.batch import BatchTerms
 from vllm_semantic_sched.policy.section import Section
 
 _LENGTH_NEEDS = {
@@ -146,7 +147,7 @@ class EngineModel(Section):
         "vllm",
         description="`paper`: whole prompts, a step lasts as long as its slowest sequence takes "
         "by the profile. `vllm`: token budget, chunked prefill, KV blocks, and step seconds as a "
-        "sum.",
+        "sum of the profile's terms.",
     )
     profile: str = Field(
         "a100-qwen1.5-4b",
@@ -162,12 +163,8 @@ class EngineModel(Section):
     swap: bool = Field(
         False, description="Victims' KV may go to the host where that is cheaper (eq. 3)."
     )
-    step: float | None = Field(
-        None, gt=0, description="`vllm`: seconds per step; unset: gamma2 of the profile."
-    )
-    per_decode: float = Field(0.0, ge=0, description="`vllm`: seconds per decoding sequence.")
-    per_prefill_token: float | None = Field(
-        None, ge=0, description="`vllm`: seconds per prefill token; unset: alpha2 of the profile."
+    batch: BatchTerms | None = Field(
+        None, description="`vllm`: terms of a step in place of the profile's."
     )
 
 

@@ -76,12 +76,8 @@ def make_engine(
     if model.kind == "paper":
         cost = SlowestOfBatch(profile)
     else:
-        cost = SumOfTokens(
-            profile,
-            profile.gamma2 if model.step is None else model.step,
-            model.per_decode,
-            profile.alpha2 if model.per_prefill_token is None else model.per_prefill_token,
-        )
+        batch = model.batch or profile.batch
+        cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
     return Engine(
         core,
         cost,
