@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -19,8 +20,10 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
@@ -59,6 +62,8 @@ class SemanticScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self._counters = Counters()
         self._core: SchedulingCore | None = None
+        self._live_policy: LivePolicy | None = None
+        commands.install()
         if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
             return
@@ -77,12 +82,18 @@ class SemanticScheduler(Scheduler):
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
         )
+        self._live_policy = LivePolicy(
+            core, lambda: load_settings(vllm_config.additional_config), self._counters, logger
+        )
+        if reload_on_hangup(self._live_policy.request_load):
+            self._live_policy.start()
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
 
     # vLLM's interface
 
     def add_request(self, request: Request) -> None:
         if self._core is not None and request.request_id not in self._jobs:
+            self._adopt_policy()
             with self._guard("reading a new request"):
                 self._jobs[request.request_id] = self._new_job(self._core, request)
         super().add_request(request)
@@ -91,12 +102,11 @@ class SemanticScheduler(Scheduler):
         core = self._core
         if core is None:
             return super().schedule(*args, **kwargs)
+        self._adopt_policy()
         with self._guard("applying predictions"):
-            for job in self._predictions.apply():
-                self._reposition(core, job)
+            self._reposition(core, self._predictions.apply())
         with self._guard("revising estimates"):
-            for job in core.step(self._observe):
-                self._reposition(core, job)
+            self._reposition(core, core.step(self._observe))
         with self._guard("making room for urgent requests"):
             self._make_room(core)
         with self._guard("limiting prefills"):
@@ -119,6 +129,8 @@ class SemanticScheduler(Scheduler):
         if self._core is not None:
             with self._guard("stopping the predictor"):
                 self._predictions.close()
+            if self._live_policy is not None:
+                self._live_policy.close()
         super().shutdown()
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -141,6 +153,12 @@ class SemanticScheduler(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     # Ours
+
+    def _adopt_policy(self) -> None:
+        """Put a policy that was reloaded in force, between steps."""
+        if self._live_policy is not None and self._live_policy.has_news:
+            with self._guard("adopting a policy"):
+                self._live_policy.adopt()
 
     def _new_job(self, core: SchedulingCore, request: Request) -> Job:
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
@@ -223,11 +241,13 @@ class SemanticScheduler(Scheduler):
                 core.start(job)
             self._insert(core, request)
 
-    def _reposition(self, core: SchedulingCore, job: Job) -> None:
-        """A job's estimate or level changed; if it runs, so does its place in self.running."""
-        if job.state is JobState.RUNNING:
-            request = self.requests[job.request_id]
+    def _reposition(self, core: SchedulingCore, jobs: Iterable[Job]) -> None:
+        """Estimates or levels changed; where such a job runs, so does its place in self.running."""
+        moved = [self.requests[job.request_id] for job in jobs if job.state is JobState.RUNNING]
+        # All out before the first goes in again: a place is found among those that are in order.
+        for request in dict.fromkeys(moved):
             self.running.remove(request)
+        for request in dict.fromkeys(moved):
             self._insert(core, request)
 
     def _insert(self, core: SchedulingCore, request: Request) -> None:
@@ -246,6 +266,9 @@ class SemanticScheduler(Scheduler):
             "predictor_queue": self._predictions.pending,
             "predictor_up": float(self._predictions.up),
         }
+        if self._live_policy is not None:
+            version = self._live_policy.version
+            gauges |= {"policy_version": version.number, "policy_hash": version.as_number}
         if core.length_ratio is not None:
             gauges["length_ratio"] = core.length_ratio
         return gauges

@@ -49,6 +49,11 @@ _TOTALS = {
         None,
         "Preemptions that made room for a more urgent waiting request.",
     ),
+    "policy_reloads": (
+        "semsched:policy_reloads",
+        "result",
+        "Times that the policy file was read again: adopted, unchanged or refused.",
+    ),
     "policy_errors": (
         "semsched:policy_errors",
         "doing",
@@ -62,6 +67,14 @@ _GAUGES = {
     ),
     "predictor_queue": ("semsched:predictor_queue", "Prompts that wait for the predictor."),
     "predictor_up": ("semsched:predictor_up", "1 while a predictor process runs."),
+    "policy_version": (
+        "semsched:policy_version",
+        "1 for the policy that the server started with, one more for each that replaced it.",
+    ),
+    "policy_hash": (
+        "semsched:policy_hash",
+        "A number that depends on every value of the policy in force; equal where it is the same.",
+    ),
     "length_ratio": (
         "semsched:length_ratio",
         "Observed by expected output tokens over about the last hundred answers.",

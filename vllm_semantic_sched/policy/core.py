@@ -21,6 +21,10 @@ from vllm_semantic_sched.policy.running import RunningSet
 from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield
 from vllm_semantic_sched.policy.waiting import WaitingQueue
 
+# Jobs that get their rank anew per step after the policy has changed: about a millisecond of work,
+# so that a queue of 10,000 is in its new order after 100 steps and no step is held up.
+_RERANKED_PER_STEP = 100
+
 
 class SchedulingCore:
     """State of all jobs and the policy's answers about them. Nothing here reads a clock, and
@@ -41,6 +45,28 @@ class SchedulingCore:
         self.waiting = self.new_queue()
         self.running = RunningSet(step_seconds=profile.gamma2)
         self._sequence = itertools.count()
+        self._outdated: list[Job] = []  # ranked by a policy that is no longer in force
+
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Obey another policy from now on. What `policy.live.check_live_change` refuses must not
+        differ.
+
+        Every decision uses the new policy at once. The jobs that are queued or running keep their
+        frozen keys and get new ones in the coming steps, a bounded number in each, so the heaps
+        stay consistent; only the list of them is taken now. Levels that came from a hint stay,
+        those that were predicted or are the default one are decided anew.
+        """
+        self.policy, self.profile = policy, profile
+        self.running.step_seconds = profile.gamma2
+        if self._calibration is not None:
+            self._calibration.adapt = policy.length.calibrate
+        # Taken from the end, so running jobs, which hold the seats, come first.
+        self._outdated = [*self.waiting, *self.running]
+
+    @property
+    def outdated(self) -> int:
+        """Jobs that may still be ranked by the policy before."""
+        return len(self._outdated)
 
     @property
     def buckets(self) -> LengthBuckets | None:
@@ -115,9 +141,8 @@ class SchedulingCore:
         job.awaits_prediction = False
         job.prediction = prediction
         if prediction is not None and job.level_source is LevelSource.DEFAULT:
-            level = decide_level(prediction.urgency, self.policy.decision)
-            job.level = min(level, self.policy.levels - 1)
             job.level_source = LevelSource.PREDICTION
+            self._decide_level(job)
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
         elif job in self.running:
@@ -160,13 +185,33 @@ class SchedulingCore:
             observe: updates a job's `generated` and `computed`.
 
         Returns:
-            Jobs that outlived their estimate; they got a new one, so their order changed.
+            Running jobs whose order changed: those that outlived their estimate and got a new
+            one, and those that a new policy ranks otherwise.
         """
-        overdue = self.running.advance()
-        for job in overdue:
+        moved = [*self.running.advance(), *self._rerank_some()]
+        for job in moved:
             observe(job)
             self._store_running(job)
-        return overdue
+        return moved
+
+    def _rerank_some(self) -> list[Job]:
+        """Carry on with what `adopt` began. Running jobs are returned, not stored yet."""
+        running = []
+        for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
+            job = self._outdated.pop()
+            self._decide_level(job)
+            if job in self.waiting:
+                self.waiting.rerank(job, self.rank(job))
+            elif job in self.running:
+                running.append(job)
+        return running
+
+    def _decide_level(self, job: Job) -> None:
+        if job.level_source is LevelSource.DEFAULT:
+            job.level = self.policy.default_level
+        elif job.level_source is LevelSource.PREDICTION and job.prediction is not None:
+            level = decide_level(job.prediction.urgency, self.policy.decision)
+            job.level = min(level, self.policy.levels - 1)
 
     # Decisions
 
@@ -237,4 +282,6 @@ class SchedulingCore:
         self.running.add(job, self.rank(job), self.remaining(job))
 
     def _default_rank(self, job: Job) -> Rank:
-        return rank_of(self.policy.base, job.level, float("inf"), job.sequence)
+        # Not job.level: buffered jobs are at the default level, and a change of the policy must not
+        # leave two kinds of them in the buffer.
+        return rank_of(self.policy.base, self.policy.default_level, float("inf"), job.sequence)

@@ -51,11 +51,12 @@ class LengthCalibration:
 
     Attributes:
         buckets: the calibrated ones, replaced as a whole.
+        adapt: as given; may be changed.
     """
 
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
         self.buckets = buckets
-        self._adapt = adapt
+        self.adapt = adapt
         self._edge_places = [
             _place(edge, low, high)
             for edge, low, high in zip(
@@ -93,7 +94,7 @@ class LengthCalibration:
             return
         self._observed = _REMEMBERED * self._observed + tokens
         self._expected = _REMEMBERED * self._expected + min(expected, limit)
-        if self._adapt and not (ending is Ending.CUT and expected >= tokens):
+        if self.adapt and not (ending is Ending.CUT and expected >= tokens):
             self._correct(probabilities, tokens, tokens - expected)
 
     def _correct(self, probabilities: Sequence[float], tokens: int, error: float) -> None:

@@ -16,10 +16,13 @@ class RunningSet:
     change while they run. It is stored as a finish tag: virtual time at the start plus remaining
     seconds, where virtual time moves on by one decode step per engine step. Tags stay frozen,
     no comparison reads a clock, and jobs started at different times compare correctly.
+
+    Attributes:
+        step_seconds: what one decode step takes.
     """
 
     def __init__(self, step_seconds: float) -> None:
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
         self._now = 0.0
         self._eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
@@ -29,6 +32,10 @@ class RunningSet:
 
     def __contains__(self, job: object) -> bool:
         return job in self._eviction
+
+    def __iter__(self) -> Iterator[Job]:
+        """The jobs, in no particular order."""
+        return iter(self._eviction)
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
         """Store a job, or store it anew after its level or its prediction changed.
@@ -67,7 +74,7 @@ class RunningSet:
             Jobs that should have finished by now and have not. The caller stores each anew with
             a revised estimate (S3's supervisor), so a job comes up O(log length) times.
         """
-        self._now += self._step_seconds
+        self._now += self.step_seconds
         overdue: list[Job] = []
         while (job := self._due.peek()) is not None and self._due.key(job) <= self._now:
             overdue.append(self._due.pop())

@@ -33,6 +33,11 @@ class WaitingQueue:
     def __contains__(self, job: object) -> bool:
         return job in self._heap or job in self._buffer
 
+    def __iter__(self) -> Iterator[Job]:
+        """The jobs, in no particular order."""
+        yield from self._heap
+        yield from self._buffer
+
     @property
     def buffered(self) -> int:
         """Jobs in the unsorted buffer."""
@@ -46,6 +51,11 @@ class WaitingQueue:
         """Put a job into the heap; one that is queued already moves to its new rank."""
         self._buffer.pop(job, None)
         self._heap.push(job, rank)
+
+    def rerank(self, job: Job, rank: Rank) -> None:
+        """Give a queued job a new rank; a buffered one stays where it is."""
+        if job not in self._buffer and self._heap.key(job) != rank:
+            self._heap.push(job, rank)
 
     def remove(self, job: Job) -> bool:
         """Take a job out; False if it is not queued."""

@@ -1,0 +1,187 @@
+"""Reloading the policy file of a scheduler at work, without a model."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
+from vllm_semantic_sched.engine import commands
+from vllm_semantic_sched.engine.stat_logger import _GAUGES, _TOTALS
+
+pytestmark = pytest.mark.engine
+
+HINTS_ONLY = "predictor: {enabled: false}\n"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(HINTS_ONLY)
+    return path
+
+
+@pytest.fixture
+def scheduler(file):
+    scheduler = build_scheduler(
+        SemanticScheduler, semantic_sched={"policy": str(file)}, max_num_seqs=2
+    )
+    yield scheduler
+    scheduler.shutdown()
+
+
+def add(scheduler, *names: str, **fields) -> None:
+    for name in names:
+        scheduler.add_request(make_request(name, **fields))
+
+
+def reload(scheduler) -> dict:
+    """As an API server does it."""
+    commands.run(scheduler, "load_policy").result(timeout=10)
+    return commands.run(scheduler, "adopt_policy")
+
+
+def test_a_valid_file_is_in_force_from_the_next_step(scheduler, file) -> None:
+    add(scheduler, "a", "b", urgency=3, output_tokens=50)
+    run_step(scheduler)
+    file.write_text(HINTS_ONLY + "preemption: {enabled: false}\n")
+    report = reload(scheduler)
+    assert report["result"] == "adopted"
+    assert report["version"] == 2
+    assert report["changed"] == ["preemption.enabled"]
+    add(scheduler, "urgent", urgency=0)
+    run_step(scheduler)
+    assert {request.request_id for request in scheduler.running} == {"a", "b"}
+    assert reload(scheduler)["result"] == "unchanged"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (HINTS_ONLY + "preemption: {enabeld: false}\n", ["preemption.enabeld", "enabled"]),
+        (HINTS_ONLY + "default_level: 9\n", ["default_level", "0 to 4"]),
+        (HINTS_ONLY + "base: sjf\n", ["base", "'semantic' -> 'sjf'", "restart"]),
+        ("predictor: {enabled: true}\n", ["predictor.enabled", "restart"]),
+        ("{", ["YAML"]),
+        (None, ["no such file"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_leaves_the_old_policy_in_force(
+    scheduler, file, text, words
+) -> None:
+    old = scheduler._core.policy
+    file.unlink() if text is None else file.write_text(text)
+    report = reload(scheduler)
+    assert report["result"] == "refused" and report["version"] == 1
+    for word in words:
+        assert word in report["reason"]
+    assert scheduler._core.policy is old
+    assert scheduler._counters.total("policy_reloads", "refused") == 1
+    assert scheduler._counters.total("policy_errors") == 0
+    file.write_text(HINTS_ONLY + "default_level: 3\n")
+    assert reload(scheduler)["result"] == "adopted"
+
+
+def test_no_step_waits_for_the_file(scheduler, monkeypatch) -> None:
+    live = scheduler._live_policy
+    load, begun = live._load, []
+
+    def slow():
+        begun.append(time.monotonic())
+        time.sleep(0.5)
+        return load()
+
+    live._load = slow
+    done = commands.run(scheduler, "load_policy")
+    add(scheduler, "a", output_tokens=5)
+    while not begun:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    for _ in range(5):
+        run_step(scheduler)
+    assert time.monotonic() - begin < 0.4 and not done.done()
+    done.result(timeout=10)
+    assert commands.run(scheduler, "status")["policy"]["result"] == "unchanged"
+
+
+def test_running_requests_are_in_the_new_order(scheduler, file) -> None:
+    add(scheduler, "unknown", output_tokens=50)
+    add(scheduler, "hinted", urgency=3, output_tokens=50)
+    run_step(scheduler)
+    assert [request.request_id for request in scheduler.running] == ["unknown", "hinted"]
+    file.write_text(HINTS_ONLY + "default_level: 4\n")
+    reload(scheduler)
+    run_step(scheduler)
+    assert [request.request_id for request in scheduler.running] == ["hinted", "unknown"]
+
+
+def test_version_hash_and_reloads_are_published(scheduler, file) -> None:
+    before = scheduler._gauges(scheduler._core)
+    file.write_text(HINTS_ONLY + "default_level: 4\n")
+    reload(scheduler)
+    after = scheduler._gauges(scheduler._core)
+    assert (before["policy_version"], after["policy_version"]) == (1, 2)
+    assert before["policy_hash"] != after["policy_hash"]
+    assert {"policy_version", "policy_hash"} <= set(_GAUGES) and "policy_reloads" in _TOTALS
+
+
+def test_the_engine_process_finds_the_command() -> None:
+    scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": "fcfs"})
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler = scheduler
+    status = getattr(core, commands.UTILITY)("status")
+    assert status["running"] == status["waiting"] == 0 and not status["paused"]
+    with pytest.raises(ValueError, match="base: fcfs"):
+        commands.run(scheduler, "load_policy")
+
+
+HANGUP = textwrap.dedent(
+    """
+    import multiprocessing, os, signal, sys, time
+    from vllm_semantic_sched.engine.live_policy import reload_on_hangup
+
+    def child(pipe):
+        heard = []
+        pipe.send(reload_on_hangup(lambda: heard.append(1)))
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.1)
+        pipe.send(len(heard))
+
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+    process.start()
+    print(ours.recv())
+    process.join()
+    print(ours.recv() if ours.poll() else "ended", process.exitcode)
+    """
+)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_hangup_reloads_only_where_no_terminal_is(terminal) -> None:
+    command = [sys.executable, "-c", HANGUP]
+    if not terminal:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, start_new_session=True
+        )
+        assert result.stdout.split() == ["True", "1", "0"], result.stderr
+        return
+    import pty
+
+    pid, screen = pty.fork()
+    if pid == 0:
+        os.execv(command[0], command)
+    shown = b""
+    try:
+        while chunk := os.read(screen, 1000):
+            shown += chunk
+    except OSError:  # Linux ends a terminal that way
+        pass
+    os.waitpid(pid, 0)
+    assert shown.split() == [b"False", b"ended", str(-signal.SIGHUP).encode()]

@@ -1,0 +1,171 @@
+"""Policies that change while jobs are queued and running."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.live import (
+    NEEDS_RESTART,
+    changed_keys,
+    check_live_change,
+    fingerprint,
+)
+from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.profile import load_profile
+
+PROFILE = load_profile("default")
+BUCKETS = LengthBuckets(edges=(50,), means=(20.0, 400.0))
+
+
+def policy(**values) -> Policy:
+    return parse_policy(values)
+
+
+def core_of(**values) -> SchedulingCore:
+    return SchedulingCore(policy(**values), PROFILE, BUCKETS)
+
+
+def arrive(core, name, level=None, prediction=None, awaited=False, prompt=10, limit=500):
+    hint = Hint(level, LevelSource.DEFAULT if level is None else LevelSource.HINT)
+    job = core.new_job(name, 0.0, prompt, limit, hint, awaited or prediction is not None)
+    core.enqueue(job, core.waiting)
+    if prediction is not None:
+        core.predicted(job, prediction)
+    return job
+
+
+def settle(core) -> None:
+    while core.outdated:
+        core.step(lambda job: None)
+
+
+def order(core) -> list[str]:
+    return [job.request_id for job in core.waiting.ordered()]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"base": "sjf"}, "base"),
+        ({"levels": 4}, "levels"),
+        ({"predictor": {"model": "/other"}}, "predictor.model"),
+    ],
+)
+def test_what_needs_a_restart_is_refused_by_name(change, key) -> None:
+    with pytest.raises(PolicyError, match=rf"{key}: .* -> .* needs a restart: \w+"):
+        check_live_change(policy(), policy(**change))
+
+
+def test_what_needs_a_restart_is_a_key_or_a_section() -> None:
+    assert set(NEEDS_RESTART) <= set(Policy.model_fields)
+
+
+def test_changes_are_named_and_change_the_fingerprint() -> None:
+    old, new = policy(), policy(preemption={"enabled": False}, default_level=3)
+    check_live_change(old, new)
+    assert changed_keys(old, new) == ["default_level", "preemption.enabled"]
+    assert fingerprint(old, PROFILE) != fingerprint(new, PROFILE)
+    assert fingerprint(old, PROFILE) == fingerprint(policy(), PROFILE)
+    assert changed_keys(old, policy()) == []
+
+
+def test_limits_count_at_once() -> None:
+    core = core_of()
+    running = arrive(core, "routine", level=4)
+    core.waiting.remove(running)
+    core.start(running)
+    urgent = arrive(core, "urgent", level=1)
+    assert core.worth_preempting(urgent)
+    core.adopt(policy(preemption={"min_level_gap": 4}), PROFILE)
+    assert not core.worth_preempting(urgent)
+
+
+def test_predicted_and_default_levels_are_decided_anew_and_hints_stay() -> None:
+    core = core_of(decision={"rule": "most_likely"})
+    prediction = Prediction((0.3, 0.1, 0.1, 0.1, 0.4), (1.0, 0.0))
+    predicted = arrive(core, "predicted", prediction=prediction)
+    unread = arrive(core, "unread")
+    hinted = arrive(core, "hinted", level=3)
+    assert order(core) == ["unread", "hinted", "predicted"]
+    core.adopt(policy(default_level=4), PROFILE)
+    settle(core)
+    assert (predicted.level, unread.level, hinted.level) == (0, 4, 3)
+    assert order(core) == ["predicted", "hinted", "unread"]
+
+
+def test_a_running_jobs_new_order_is_reported() -> None:
+    core = core_of()
+    job = arrive(core, "a")
+    core.waiting.remove(job)
+    core.start(job)
+    core.adopt(policy(default_level=4), PROFILE)
+    assert core.step(lambda job: None) == [job]
+    assert core.running.order(job)[0] == 4
+
+
+def test_the_buffer_keeps_arrival_order_when_the_default_level_changes() -> None:
+    core = core_of()
+    arrive(core, "old", awaited=True)
+    core.adopt(policy(default_level=1), PROFILE)
+    arrive(core, "new", awaited=True)
+    assert order(core) == ["old", "new"]
+    settle(core)
+    assert [core.waiting.pop().request_id for _ in range(2)] == ["old", "new"]
+
+
+def test_no_step_ranks_more_than_a_bounded_number_anew() -> None:
+    core = core_of()
+    for number in range(2000):
+        arrive(core, str(number), level=number % 5)
+    core.adopt(policy(length={"default_tokens": 10}), PROFILE)
+    sizes = []
+    while core.outdated:
+        before = core.outdated
+        core.step(lambda job: None)
+        sizes.append(before - core.outdated)
+    assert max(sizes) <= 100 and len(sizes) == 20
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 400)),
+        st.tuples(st.just("start"), st.just(0), st.just(0)),
+        st.tuples(st.just("preempt"), st.just(0), st.just(0)),
+        st.tuples(st.just("finish"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("adopt"), st.integers(0, 4), st.integers(1, 400)),
+        st.tuples(st.just("step"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events)
+def test_after_any_changes_the_order_is_that_of_the_policy_in_force(events) -> None:
+    core = core_of()
+    jobs = []
+    for number, (kind, a, b) in enumerate(events):
+        if kind == "arrive":
+            jobs.append(arrive(core, str(number), level=a if a < 5 else None, prompt=b))
+        elif kind == "start" and core.waiting:
+            core.start(core.waiting.pop())
+        elif kind == "preempt" and len(core.running):
+            victim = core.running.least_urgent()
+            core.preempt(victim)
+            core.requeue(victim, core.waiting)
+        elif kind == "finish" and jobs:
+            core.finish(jobs.pop(a % len(jobs)), Ending.ABORTED)
+        elif kind == "adopt":
+            core.adopt(policy(default_level=a, length={"default_tokens": b}), PROFILE)
+        elif kind == "step":
+            core.step(lambda job: None)
+    settle(core)
+    waiting = [job for job in jobs if job in core.waiting]
+    assert order(core) == [job.request_id for job in sorted(waiting, key=core.rank)]
+    assert len(core.waiting) + len(core.running) == len(jobs)

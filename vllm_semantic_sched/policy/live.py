@@ -1,0 +1,82 @@
+"""A policy that changes while the server runs: what may change, and which version is in force."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.profile import EngineProfile
+
+# Key, or group of keys: what was built from it when the server started.
+NEEDS_RESTART = {
+    "base": "the queues were built for it",
+    "levels": "the predictor and every request in the queue know that many",
+    "predictor": "the predictor process was started with it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """Which policy is in force.
+
+    Attributes:
+        number: 1 for the policy that the server started with, one more for each that replaced it.
+        fingerprint: twelve hexadecimal digits that depend on every value of policy and profile;
+            equal on all engines that obey the same rules.
+    """
+
+    number: int
+    fingerprint: str
+
+    @property
+    def as_number(self) -> float:
+        """The fingerprint as a number that a metric can carry without rounding."""
+        return float(int(self.fingerprint, 16))
+
+
+def fingerprint(policy: Policy, profile: EngineProfile) -> str:
+    """See `PolicyVersion.fingerprint`."""
+    values = [policy.model_dump(mode="json"), profile.model_dump(mode="json")]
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def changed_keys(old: Policy, new: Policy) -> list[str]:
+    """Keys whose values differ, in the order of `semsched policy keys`."""
+    return [key for key, _, _ in _differences(old.model_dump(), new.model_dump(), "")]
+
+
+def check_live_change(old: Policy, new: Policy) -> None:
+    """Refuse a policy that the running server cannot take over.
+
+    Raises:
+        PolicyError: with one line per key that needs a restart, naming both values and why.
+    """
+    problems = []
+    for key, before, after in _differences(old.model_dump(), new.model_dump(), ""):
+        reason = restart_reason(key)
+        if reason is not None:
+            problems.append(f"{key}: {before!r} -> {after!r} needs a restart: {reason}")
+    if problems:
+        raise PolicyError("\n".join(problems))
+
+
+def restart_reason(key: str) -> str | None:
+    """Why a key cannot change while the server runs; None if it can."""
+    return next(
+        (why for name, why in NEEDS_RESTART.items() if key == name or key.startswith(f"{name}.")),
+        None,
+    )
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in old:
+            yield from _differences(old[name], new[name], f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
