@@ -254,7 +254,7 @@ class StubService:
         answers, self.answers = self.answers, []
         return answers
 
-    def submit(self, request_id, token_ids) -> bool:
+    def submit(self, request_id, token_ids, level=None) -> bool:
         return True
 
     def cancel(self, request_id) -> None:
