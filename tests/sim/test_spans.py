@@ -1,0 +1,30 @@
+"""The Chrome trace and the Gantt chart of who had a seat when."""
+
+from vllm_semantic_sched.spans import Span, chrome_trace, draw_gantt
+
+_SPANS = [
+    Span("a", 4, arrival=0.0, start=0.5, end=1.0, end_kind="recompute"),
+    Span("b", 0, arrival=1.0, start=1.0, end=2.0, end_kind="finish", engine=1),
+    Span("a", 4, arrival=0.0, start=2.0, end=3.0, end_kind="finish"),
+]
+
+
+def test_a_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
+    trace = chrome_trace(_SPANS, depths=[(1.0, {"urgency 4": 1})])
+    events = trace["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
+        ("waiting", 0.0, 0.5e6),
+        ("running, recompute", 0.5e6, 0.5e6),
+        ("running, finish", 1e6, 1e6),
+        ("running, finish", 2e6, 1e6),
+    ]
+    assert slices[0]["tid"] == slices[1]["tid"] == slices[3]["tid"] != slices[2]["tid"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    counter = next(event for event in events if event["ph"] == "C")
+    assert counter["ts"] == 1e6 and counter["args"] == {"urgency 4": 1}
+
+
+def test_a_gantt_chart_is_drawn(tmp_path) -> None:
+    draw_gantt(_SPANS, tmp_path / "gantt.png", "title")
+    assert (tmp_path / "gantt.png").stat().st_size > 3000

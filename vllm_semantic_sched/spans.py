@@ -1,0 +1,138 @@
+"""Who had a seat when: a Gantt chart and a Chrome trace of it, whether simulated or logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
+END_COLORS = {
+    "finish": "black",
+    "recompute": "#c0392b",
+    "swap": "#2f7ebc",
+    "partial": "#7d6aa8",
+    "drop": "#e08e0b",
+}
+_OTHER_END = "#8c8c8c"
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A request in a seat.
+
+    Attributes:
+        request: number or id.
+        level: urgency level.
+        arrival, start, end: seconds on one clock.
+        end_kind: how the time ended: `finish`, or what became of the KV (`recompute`, `swap`,
+            `partial`, `drop`); any other word is shown in grey.
+        engine: which of several engines.
+    """
+
+    request: int | str
+    level: int
+    arrival: float
+    start: float
+    end: float
+    end_kind: str
+    engine: int = 0
+
+
+def chrome_trace(
+    spans: Iterable[Span], depths: Sequence[tuple[float, Mapping[str, float]]] = ()
+) -> dict[str, Any]:
+    """A trace in Chrome's JSON format, for Perfetto or chrome://tracing.
+
+    A process per engine, a thread per request in order of first appearance, a slice per time in
+    a seat and one for the wait before the first.
+
+    Args:
+        depths: moments in seconds and counts by name at them, shown as a counter.
+    """
+    events: list[dict[str, Any]] = []
+    threads: dict[tuple[int, int | str], int] = {}
+    for span in spans:
+        key = (span.engine, span.request)
+        if key not in threads:
+            threads[key] = len(threads) + 1
+            place = {"pid": span.engine, "tid": threads[key]}
+            name = f"request {span.request} (urgency {span.level})"
+            events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
+            if span.start > span.arrival:
+                events.append(_slice("waiting", place, span.arrival, span.start, span))
+        place = {"pid": span.engine, "tid": threads[key]}
+        events.append(_slice(f"running, {span.end_kind}", place, span.start, span.end, span))
+    for engine in sorted({engine for engine, _ in threads}):
+        label = {"name": f"engine {engine}"}
+        events.append({"ph": "M", "name": "process_name", "pid": engine, "tid": 0, "args": label})
+    events += [
+        {
+            "ph": "C",
+            "name": "queue depth",
+            "pid": 0,
+            "tid": 0,
+            "ts": moment * _MICROSECONDS,
+            "args": dict(counts),
+        }
+        for moment, counts in depths
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _slice(
+    name: str, place: dict[str, int], start: float, end: float, span: Span
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": f"urgency {span.level}",
+        **place,
+        "ts": start * _MICROSECONDS,
+        "dur": (end - start) * _MICROSECONDS,
+        "args": {"level": span.level, "end": span.end_kind},
+    }
+
+
+def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
+    """A row per request, a dot at its arrival, a bar per time in a seat, and an edge whose colour
+    says how that ended (black: finished). A picture of more than about 100 requests cannot be
+    read."""
+    from matplotlib.figure import Figure
+
+    rows = {request: row for row, request in enumerate(dict.fromkeys(s.request for s in spans))}
+    figure = Figure(figsize=(9, 1.4 + 0.16 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    for span in spans:
+        row = rows[span.request]
+        axis.barh(row, span.end - span.start, left=span.start, height=0.8, color=_color(span.level))
+        edge = END_COLORS.get(span.end_kind, _OTHER_END)
+        axis.plot([span.end] * 2, [row - 0.45, row + 0.45], color=edge, linewidth=1.6)
+        axis.plot(span.arrival, row, "k.", ms=3)
+    figure.legend(
+        handles=_gantt_key(spans), loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    )
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("request")
+    axis.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _gantt_key(spans: Sequence[Span]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    levels = sorted({span.level for span in spans})
+    ends = dict.fromkeys(span.end_kind for span in spans)
+    return [
+        *(Patch(color=_color(level), label=f"urgency {level}") for level in levels),
+        *(Line2D([], [], color=END_COLORS.get(end, _OTHER_END), label=end) for end in ends),
+        Line2D([], [], color="black", marker=".", linestyle="", label="arrival"),
+    ]
+
+
+def _color(level: int) -> str:
+    return LEVEL_COLORS[level % len(LEVEL_COLORS)]
