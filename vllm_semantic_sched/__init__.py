@@ -5,11 +5,13 @@ vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
+
 if TYPE_CHECKING:
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
 __version__ = "0.1.0"
-__all__ = ["SemanticScheduler", "__version__"]
+__all__ = ["Refusal", "SemanticScheduler", "__version__", "refusal_of"]
 
 
 def __getattr__(name: str) -> Any:

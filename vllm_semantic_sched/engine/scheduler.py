@@ -18,10 +18,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
+from vllm_semantic_sched.engine.ending import Endings
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.prediction import PredictionFeed
@@ -33,6 +35,7 @@ from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.refusal import Refusal
 from vllm_semantic_sched.policy.room import Room, choose_evictions
 
 # Under vLLM's own logger, so that its handlers and levels apply.
@@ -77,6 +80,7 @@ class SemanticScheduler(Scheduler):
         self.kv_holding_waiting = SemanticRequestQueue(
             core, self._jobs, core.new_queue(), self._guard
         )
+        self._endings = Endings(self)
         self._capacity = Capacity(self)
         self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
@@ -111,12 +115,38 @@ class SemanticScheduler(Scheduler):
             self._make_room(core)
         with self._guard("limiting prefills"):
             self._step_limit.set(core)
+        self._endings.hold()
         try:
             return super().schedule(*args, **kwargs)
         finally:
             self._step_limit.restore()
             with self._guard("taking in admitted requests"):
                 self._take_in_admitted(core)
+            with self._guard("ending requests"):
+                self._endings.release()
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(*args, **kwargs)
+        if self._core is not None:
+            with self._guard("telling clients of refused requests"):
+                self._endings.deliver(outputs)
+        return outputs
+
+    def refuse(self, request_id: str, refusal: Refusal) -> bool:
+        """End a waiting or running request with a code that its client gets to see. May be called
+        at any time on the engine's thread.
+
+        Returns:
+            False if there is no such request or its kind cannot be refused (pooling, streamed
+            input).
+        """
+        job = self._jobs.get(request_id)
+        if not self._endings.end(request_id, refusal):
+            return False
+        if job is not None and self._core is not None:
+            tier = self._core.policy.tier(job.level).name
+            self._counters.add("refused", f"{refusal.code.value},{tier}")
+        return True
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)

@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_semantic_sched.engine.stats import detach
 
-# name of the total: (metric, label, help)
+# name of the total: (metric, labels parted by commas, help)
 _TOTALS = {
     "requests": (
         "semsched:requests",
@@ -53,6 +53,11 @@ _TOTALS = {
         "semsched:policy_reloads",
         "result",
         "Times that the policy file was read again: adopted, unchanged or refused.",
+    ),
+    "refused": (
+        "semsched:refused",
+        "code,tier",
+        "Requests ended without their answer, by the code that the client got.",
     ),
     "policy_errors": (
         "semsched:policy_errors",
@@ -112,9 +117,9 @@ class SemanticStatLogger(StatLoggerBase):
         pass
 
     def _labelled(self, name: str, label: str) -> Any:
-        key = _TOTALS[name][1]
-        labels = {"engine": self._engine} | ({key: label} if key else {})
-        return self._counters[name].labels(**labels)
+        keys = _keys(_TOTALS[name][1])
+        values = label.split(",", len(keys) - 1) if keys else []
+        return self._counters[name].labels(self._engine, *values)
 
     @classmethod
     def _register(cls) -> None:
@@ -123,7 +128,10 @@ class SemanticStatLogger(StatLoggerBase):
         if cls._counters:
             return
         for name, (metric, label, text) in _TOTALS.items():
-            labels = ["engine", label] if label else ["engine"]
-            cls._counters[name] = Counter(metric, text, labels)
+            cls._counters[name] = Counter(metric, text, ["engine", *_keys(label)])
         for name, (metric, text) in _GAUGES.items():
             cls._gauges[name] = Gauge(metric, text, ["engine"], multiprocess_mode="mostrecent")
+
+
+def _keys(labels: str | None) -> list[str]:
+    return labels.split(",") if labels else []

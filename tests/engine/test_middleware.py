@@ -1,0 +1,165 @@
+"""The middleware around an invented application: heads held back, refusals in their place."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_semantic_sched.engine.middleware import Refusals, RequestRefused
+from vllm_semantic_sched.policy.refusal import Code, Refusal
+
+pytestmark = pytest.mark.engine
+
+FULL = Refusal(Code.OVER_CAPACITY, "the queue is full", 3.0)
+
+
+def output(finish_reason=None, stop_reason=None):
+    return SimpleNamespace(
+        outputs=[SimpleNamespace(finish_reason=finish_reason, stop_reason=stop_reason)]
+    )
+
+
+REFUSED = output("error", FULL.to_text())
+
+
+class Engine:
+    def __init__(self, *outputs) -> None:
+        self.outputs = outputs
+        self.closed = 0
+
+    async def generate(self):
+        try:
+            for each in self.outputs:
+                yield each
+        finally:
+            self.closed += 1
+
+
+def answer(engine, app, method="POST"):
+    """What a client receives: status, headers, pieces of body."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+    }
+    asyncio.run(Refusals(app)(scope, None, send))
+    assert [message["type"] for message in sent[1:]] == ["http.response.body"] * (len(sent) - 1)
+    head = sent[0]
+    return head["status"], dict(head["headers"]), [message["body"] for message in sent[1:]]
+
+
+async def head(send, status=200):
+    headers = [(b"content-type", b"text/event-stream"), (b"x-request-id", b"7")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def body(send, text, more=True):
+    await send({"type": "http.response.body", "body": text, "more_body": more})
+
+
+def streaming(engine):
+    async def app(scope, receive, send):
+        await head(send)
+        try:
+            async for _ in engine.generate():
+                await body(send, b"data: {}\n\n")
+        except RequestRefused as error:
+            event = json.dumps({"error": {"message": str(error), "code": error.status_code}})
+            await body(send, f"data: {event}\n\n".encode())
+        await body(send, b"data: [DONE]\n\n")
+        await body(send, b"", more=False)
+
+    return app
+
+
+def assert_refused(status, headers, pieces) -> None:
+    assert status == 429
+    assert headers[b"retry-after"] == b"3"
+    assert headers[b"content-type"] == b"application/json"
+    assert headers[b"x-request-id"] == b"7"  # what other middleware said stays
+    assert int(headers[b"content-length"]) == len(pieces[0])
+    assert len(pieces) == 1
+    assert json.loads(pieces[0])["error"]["code"] == "over_capacity"
+
+
+def test_a_stream_that_is_refused_before_its_first_token_gets_a_status() -> None:
+    engine = Engine(REFUSED)
+    assert_refused(*answer(engine, streaming(engine)))
+
+
+def test_a_plain_answer_is_replaced() -> None:
+    engine = Engine(REFUSED)
+
+    async def app(scope, receive, send):
+        try:
+            async for _ in engine.generate():
+                pass
+        except RequestRefused:
+            await head(send, status=500)
+            await body(send, b'{"error": "Internal server error"}', more=False)
+
+    assert_refused(*answer(engine, app))
+
+
+def test_a_refusal_met_in_a_task_of_its_own_is_seen() -> None:
+    engine = Engine(REFUSED)
+
+    async def app(scope, receive, send):
+        await asyncio.create_task(streaming(engine)(scope, receive, send))
+
+    assert_refused(*answer(engine, app))
+
+
+def test_a_stream_refused_later_ends_with_the_error_and_its_code() -> None:
+    engine = Engine(output(), output(), REFUSED)
+    status, headers, pieces = answer(engine, streaming(engine))
+    assert status == 200 and b"retry-after" not in headers
+    assert pieces[:2] == [b"data: {}\n\n"] * 2
+    assert json.loads(pieces[2].removeprefix(b"data: ")) == FULL.body()
+    assert pieces[3:] == [b"data: [DONE]\n\n", b""]
+
+
+def test_the_engine_is_told_to_end_the_rest_of_a_refused_request() -> None:
+    engine = Engine(REFUSED, output(), output("stop"))
+    assert_refused(*answer(engine, streaming(engine)))
+    assert engine.closed == 1
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_other_answers_pass_untouched(method) -> None:
+    engine = Engine(output(), output("stop", "</s>"))
+    status, headers, pieces = answer(engine, streaming(engine), method)
+    assert status == 200 and headers[b"content-type"] == b"text/event-stream"
+    assert pieces == [b"data: {}\n\n"] * 2 + [b"data: [DONE]\n\n", b""]
+
+
+def test_errors_of_vllm_keep_their_status() -> None:
+    engine = Engine(output("error"))
+
+    async def app(scope, receive, send):
+        async for _ in engine.generate():
+            pass
+        await head(send, status=500)
+        await body(send, b"{}", more=False)
+
+    assert answer(engine, app)[0] == 500
+
+
+def test_an_engine_client_is_wrapped_once() -> None:
+    engine = Engine(REFUSED)
+    for _ in range(3):
+        assert_refused(*answer(engine, streaming(engine)))
+    assert engine.closed == 3
+
+
+def test_an_answer_without_a_body_is_sent() -> None:
+    async def app(scope, receive, send):
+        await head(send, status=204)
+
+    assert answer(None, app)[0] == 204

@@ -1,0 +1,52 @@
+"""Refusals: codes, statuses and their way through a text field."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_semantic_sched import Refusal, refusal_of
+from vllm_semantic_sched.policy.refusal import Code
+
+
+@pytest.mark.parametrize("code", Code)
+def test_a_refusal_survives_its_text_form(code) -> None:
+    refusal = Refusal(code, 'the queue is full: 100 of 100, "premium"', 12.0)
+    assert Refusal.from_text(refusal.to_text()) == refusal
+
+
+def test_codes_have_the_statuses_that_clients_know() -> None:
+    assert {code.value: code.status for code in Code} == {
+        "over_capacity": 429,
+        "shed": 429,
+        "superseded": 429,
+        "tier_over_share": 429,
+        "tenant_over_share": 429,
+        "queue_timeout": 408,
+        "dropped": 503,
+        "overloaded": 503,
+    }
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (0.2, "1"), (2.1, "3"), (60, "60")])
+def test_retry_after_is_whole_seconds_and_at_least_one(seconds, header) -> None:
+    assert Refusal(Code.SHED, "busy", seconds).headers() == {"retry-after": header}
+
+
+def test_a_superseded_request_is_not_to_be_retried() -> None:
+    assert Refusal(Code.SUPERSEDED, "newer").headers()["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    "stop_reason", [None, 7, "</s>", "{", "[]", "3", '{"code": "shed"}', '{"code": "x"}']
+)
+def test_other_endings_are_no_refusals(stop_reason) -> None:
+    answer = SimpleNamespace(finish_reason="error", stop_reason=stop_reason)
+    assert refusal_of(SimpleNamespace(outputs=[answer])) is None
+
+
+def test_a_refusal_is_read_off_an_output_and_only_off_an_error() -> None:
+    refusal = Refusal(Code.SHED, "busy", 2.0)
+    answer = SimpleNamespace(finish_reason="error", stop_reason=refusal.to_text())
+    assert refusal_of(SimpleNamespace(outputs=[answer])) == refusal
+    answer.finish_reason = "stop"  # a model cannot talk itself into a refusal
+    assert refusal_of(SimpleNamespace(outputs=[answer])) is None

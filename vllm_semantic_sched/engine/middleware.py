@@ -1,0 +1,140 @@
+"""Turns refusals of the scheduler into HTTP statuses.
+
+vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
+    --middleware vllm_semantic_sched.engine.middleware.Refusals
+
+Without it vLLM answers a refused request with status 500, or within a stream that has begun with
+status 200 by an error message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GenerationError
+
+from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Any, Send], Awaitable[None]]
+
+# Refusals met while the HTTP request of this context is being answered.
+_met: ContextVar[list[Refusal] | None] = ContextVar("semsched_refusals", default=None)
+
+_STREAMED_ERROR = b'data: {"error"'
+
+
+class RequestRefused(GenerationError):
+    """Raised out of the engine's `generate` in place of an output that carries a refusal."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.status_code = HTTPStatus(refusal.code.status)
+
+
+class Refusals:
+    """ASGI middleware: a refused request gets its status, Retry-After and an error body with a
+    stable code, whether or not it asked for a stream.
+
+    The head of a response is held back until its first piece of body, so that a request that is
+    refused before its first token gets a real status. One refused later, within a stream, gets
+    the error body as the last event but one.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        watch(getattr(scope["app"].state, "engine_client", None))
+        met: list[Refusal] = []
+        token = _met.set(met)
+        try:
+            response = _Response(send, met)
+            await self._app(scope, receive, response.send)
+            await response.flush()
+        finally:
+            _met.reset(token)
+
+
+class _Response:
+    """What the application sends, with the refusal in place of it if there is one."""
+
+    def __init__(self, send: Send, met: list[Refusal]) -> None:
+        self._send = send
+        self._met = met
+        self._head: Message | None = None
+        self._replaced = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+        elif self._replaced:
+            pass
+        elif self._head is not None and self._met:
+            self._replaced = True
+            await self._refuse(self._head, self._met[0])
+        else:
+            await self.flush()
+            if self._met and bytes(message.get("body", b"")).startswith(_STREAMED_ERROR):
+                event = f"data: {json.dumps(self._met[0].body())}\n\n"
+                message = {**message, "body": event.encode()}
+            await self._send(message)
+
+    async def flush(self) -> None:
+        """Let the head go."""
+        head, self._head = self._head, None
+        if head is not None and not self._replaced:
+            await self._send(head)
+
+    async def _refuse(self, head: Message, refusal: Refusal) -> None:
+        body = json.dumps(refusal.body()).encode()
+        own = {"content-type": "application/json", "content-length": str(len(body))}
+        own |= refusal.headers()
+        kept = [
+            (name, value)
+            for name, value in head.get("headers", ())
+            if name.decode("latin-1").lower() not in own
+        ]
+        headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
+        start = {
+            "type": "http.response.start",
+            "status": refusal.code.status,
+            "headers": headers,
+        }
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def watch(engine_client: Any) -> None:
+    """Make an engine client's `generate` raise RequestRefused for a refused request; once."""
+    if engine_client is None or getattr(engine_client, "_semsched_watched", False):
+        return
+    generate = engine_client.generate
+
+    def generate_or_refuse(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        return _until_refused(generate(*args, **kwargs))
+
+    engine_client.generate = generate_or_refuse
+    engine_client._semsched_watched = True
+
+
+async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    try:
+        async for output in outputs:
+            refusal = refusal_of(output)
+            if refusal is not None:
+                met = _met.get()
+                if met is not None:
+                    met.append(refusal)
+                raise RequestRefused(refusal)
+            yield output
+    finally:
+        await outputs.aclose()  # ends what is left of a request with several answers
