@@ -11,6 +11,7 @@ from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need
 from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.retention import HostRoom
 
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]
@@ -62,7 +63,7 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             core.requeue(job, core.waiting)
         elif action == "preempt" and running:
             job = running[pick % len(running)]
-            core.preempt(job)
+            core.preempt(job, core.plan_preemption(job, HostRoom(16, pick)))
             core.enqueue(job, core.waiting)
         elif action == "finish" and jobs:
             job = jobs.pop(pick % len(jobs))
@@ -137,7 +138,7 @@ def test_nobody_is_preempted_for_ever() -> None:
     for _ in range(core.policy.preemption.max_per_request):
         core.start(core.waiting.pop())
         assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
-        core.preempt(routine)
+        core.preempt(routine, core.plan_preemption(routine))
         core.enqueue(routine, core.waiting)
     core.start(core.waiting.pop())
     assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []

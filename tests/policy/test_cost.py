@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.cost import PreemptionKind, plan_preemption, remaining_seconds
+from vllm_semantic_sched.policy.cost import remaining_seconds, starting_over_seconds
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.section import parse_section
@@ -44,17 +44,12 @@ def test_remaining_time_by_stage() -> None:
     assert remaining_seconds(swapped, 50, PROFILE) == rest
 
 
-@given(st.integers(1, 10_000))
-def test_swap_when_loading_is_cheaper_than_computing(computed) -> None:
-    profile = load_profile("a100-qwen1.5-7b")
-    job = make_job(computed=computed)
-    plan = plan_preemption(job, profile, can_swap=True)
-    load, recompute = profile.load(computed), profile.prefill(0, computed)
-    assert (plan.kind is PreemptionKind.SWAP) == (load < recompute)
-    assert plan.seconds == min(load, recompute)
-    assert plan.kept_tokens == (computed if load < recompute else 0)
-    nowhere = plan_preemption(job, profile, can_swap=False)
-    assert nowhere.kind is PreemptionKind.RECOMPUTE and nowhere.kept_tokens == 0
+def test_starting_over_costs_what_was_done() -> None:
+    started = make_job(prompt_tokens=200, computed=120)
+    assert starting_over_seconds(started, PROFILE) == PROFILE.prefill(0, 120)
+    decoding = make_job(prompt_tokens=200, computed=209, generated=10)
+    work = PROFILE.prefill(0, 200) + PROFILE.decode(200, 10)
+    assert starting_over_seconds(decoding, PROFILE) == work
 
 
 def test_a_profile_is_validated_like_a_policy() -> None:

@@ -157,7 +157,7 @@ def test_after_any_changes_the_order_is_that_of_the_policy_in_force(events) -> N
             core.start(core.waiting.pop())
         elif kind == "preempt" and len(core.running):
             victim = core.running.least_urgent()
-            core.preempt(victim)
+            core.preempt(victim, core.plan_preemption(victim))
             core.requeue(victim, core.waiting)
         elif kind == "finish" and jobs:
             core.finish(jobs.pop(a % len(jobs)), Ending.ABORTED)

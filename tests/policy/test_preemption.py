@@ -59,3 +59,16 @@ def test_the_least_urgent_goes_and_several_go_if_needed() -> None:
     assert set(three) == {jobs[3], jobs[1], jobs[2]}
     assert choose_victims(0, Need(1, 21), run(jobs), Preemption(), 8, lambda job: 5) == []
     assert choose_victims(4, Need(1, 0), run(jobs), Preemption(), 8, lambda job: 5) == []
+
+
+def test_cost_decides_among_equals_and_rank_without_it() -> None:
+    jobs = [make_job(level, computed=tokens) for level, tokens in ((4, 10), (4, 30), (3, 5))]
+    limits = Preemption(victim="cost")
+    seconds = {job: float(job.computed) for job in jobs}.__getitem__
+    need = Need(1, 0)
+    assert choose_victims(0, need, run(jobs), limits, 8, lambda job: 5, seconds) == [jobs[0]]
+    assert choose_victims(0, need, run(jobs), Preemption(), 8, lambda job: 5, seconds) == [jobs[1]]
+    # the level comes before the cost
+    need = Need(3, 0)
+    chosen = choose_victims(0, need, run(jobs), limits, 8, lambda job: 5, seconds)
+    assert chosen == [jobs[0], jobs[1], jobs[2]]

@@ -36,6 +36,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.refusal import Refusal
+from vllm_semantic_sched.policy.retention import PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
 
 # Under vLLM's own logger, so that its handlers and levels apply.
@@ -167,8 +168,8 @@ class SemanticScheduler(Scheduler):
         if self._core is not None:
             with self._guard("preempting a request"):
                 job = self._jobs[request.request_id]
-                self._observe(job)
-                plan = self._core.preempt(job)
+                plan = self._plan(self._core, job)
+                self._core.preempt(job, plan)
                 self._counters.add("preemptions", plan.kind.value)
         super()._preempt_request(request, *args, **kwargs)
 
@@ -237,8 +238,13 @@ class SemanticScheduler(Scheduler):
             ready=lambda job: capacity.is_ready(requests[job.request_id]),
             needed_blocks=lambda job: capacity.needed(requests[job.request_id]),
             freeable_blocks=self._freed_at_once,
+            preemption_seconds=lambda job: self._plan(core, job).seconds,
         ):
             self._evict(requests[victim.request_id])
+
+    def _plan(self, core: SchedulingCore, job: Job) -> PreemptionPlan:
+        self._observe(job)
+        return core.plan_preemption(job)
 
     def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]

@@ -17,6 +17,7 @@ from vllm_semantic_sched.policy.hints import Hints
 from vllm_semantic_sched.policy.length import Length
 from vllm_semantic_sched.policy.prediction import Predictor
 from vllm_semantic_sched.policy.preemption import Preemption
+from vllm_semantic_sched.policy.retention import Retention
 from vllm_semantic_sched.policy.section import Section, parse_section
 from vllm_semantic_sched.policy.stage import Stage
 from vllm_semantic_sched.policy.tiers import Tier
@@ -46,6 +47,7 @@ class Policy(Section):
     )
     hints: Hints = Hints()
     preemption: Preemption = Preemption()
+    retention: Retention = Retention()
     stage: Stage = Stage()
     predictor: Predictor = Predictor()
     decision: Decision = Decision()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.cost import PreemptionPlan, plan_preemption, remaining_seconds
+from vllm_semantic_sched.policy.cost import remaining_seconds
 from vllm_semantic_sched.policy.decision import decide_level
 from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
@@ -17,6 +17,11 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.rank import Rank, rank_of
+from vllm_semantic_sched.policy.retention import (
+    HostRoom,
+    PreemptionPlan,
+    plan_preemption,
+)
 from vllm_semantic_sched.policy.running import RunningSet
 from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield
 from vllm_semantic_sched.policy.waiting import WaitingQueue
@@ -151,23 +156,50 @@ class SchedulingCore:
     # Running
 
     def start(self, job: Job) -> None:
-        """A job got its seat."""
+        """A job got its seat; its `computed` is up to date."""
         job.move_to(JobState.RUNNING)
+        job.swapped = 0
         self._store_running(job)
 
-    def preempt(self, job: Job, can_swap: bool = False) -> PreemptionPlan:
-        """Take a running job's seat; the caller queues it again.
+    def plan_preemption(
+        self, job: Job, host: HostRoom | None = None, can_drop: bool = False
+    ) -> PreemptionPlan:
+        """What preempting a running job would do and cost.
+
+        Args:
+            host: what the host can take of its KV; None where it can take none.
+            can_drop: whether the caller can end requests; the job's tier has to allow it too.
+        """
+        may_drop = can_drop and self.policy.tier(job.level).drop
+        return plan_preemption(job, self.profile, self.policy.retention, host, may_drop)
+
+    def preempt(self, job: Job, plan: PreemptionPlan) -> bool:
+        """Take a running job's seat; the caller queues it again, or ends it if that is the plan.
 
         Returns:
-            What to do with its KV.
+            Whether it has got few new tokens since it lost its seat last.
         """
-        plan = plan_preemption(job, self.profile, can_swap)
+        thrashed = (
+            job.preemptions > 0
+            and job.generated - job.generated_before < self.policy.retention.thrash_tokens
+        )
         self.running.discard(job)
-        job.move_to(JobState.SWAPPED if plan.kept_tokens else JobState.WAITING)
+        job.move_to(JobState.SWAPPED if plan.saved else JobState.WAITING)
         job.preemptions += 1
-        job.computed = 0
-        job.swapped = plan.kept_tokens
-        return plan
+        job.preemption_seconds += plan.seconds
+        job.generated_before = job.generated
+        job.computed = plan.on_device
+        job.swapped = plan.saved
+        return thrashed
+
+    def lose_copy(self, job: Job) -> None:
+        """The KV that a waiting job had on the host is gone."""
+        if job.state is not JobState.SWAPPED:
+            return
+        job.move_to(JobState.WAITING)
+        job.computed = job.swapped = 0
+        if job in self.waiting:
+            self.waiting.push(job, self.rank(job))
 
     def finish(self, job: Job, ending: Ending) -> None:
         """A job ended; its `generated` is up to date, and later estimates learn from it."""
@@ -233,10 +265,17 @@ class SchedulingCore:
         need: Need,
         max_victims: int,
         freeable_blocks: Callable[[Job], int | None],
+        preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
         """See `policy.preemption.choose_victims`."""
         return choose_victims(
-            job.level, need, self.running, self.policy.preemption, max_victims, freeable_blocks
+            job.level,
+            need,
+            self.running,
+            self.policy.preemption,
+            max_victims,
+            freeable_blocks,
+            preemption_seconds,
         )
 
     def prefill_token_limit(

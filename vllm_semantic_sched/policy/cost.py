@@ -1,9 +1,6 @@
-"""What a job still costs and what preempting it costs, in seconds of engine time."""
+"""What a job still costs, and what keeping or rebuilding its KV costs, in seconds."""
 
 from __future__ import annotations
-
-import enum
-from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.profile import EngineProfile
@@ -26,36 +23,36 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
     )
 
 
-class PreemptionKind(enum.Enum):
-    """What happens to the KV of a preempted job."""
-
-    RECOMPUTE = "recompute"
-    SWAP = "swap"
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionPlan:
-    """How to preempt one job.
-
-    Attributes:
-        kept_tokens: tokens whose KV goes to the host.
-        seconds: engine time that resuming will cost.
-    """
-
-    kind: PreemptionKind
-    kept_tokens: int
-    seconds: float
-
-
-def plan_preemption(job: Job, profile: EngineProfile, can_swap: bool) -> PreemptionPlan:
-    """The cheaper of keeping all KV on the host and computing it again (paper, eq. 3; printed
-    there the wrong way round: swapping is right when beta n < alpha1 n^2 + alpha2 n).
+def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:
+    """Whether KV is loaded while the engine goes on, because loading it before a step would hold
+    that step up for too long.
 
     Args:
-        can_swap: whether the engine has somewhere to swap to.
+        max_stall: what is not too long, in decode steps.
     """
-    recompute = profile.prefill(0, job.computed)
-    load = profile.load(job.computed)
-    if can_swap and load < recompute:
-        return PreemptionPlan(PreemptionKind.SWAP, job.computed, load)
-    return PreemptionPlan(PreemptionKind.RECOMPUTE, 0, recompute)
+    return profile.load(tokens) > max_stall * profile.gamma2
+
+
+def resume_seconds(
+    on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
+) -> float:
+    """Seconds that a preempted job needs to be where it was, once it has a seat again.
+
+    Args:
+        on_device: first tokens of the job, whose KV is still on the device.
+        kept_to: the KV of tokens `on_device` to `kept_to` is on the host.
+        held: the rest up to here is computed again, in one prefill, as vLLM does.
+        max_stall: see `loads_beside_steps`; such a load costs one step more.
+    """
+    loaded = kept_to - on_device
+    seconds = profile.load(loaded) + profile.prefill(kept_to, held)
+    if loads_beside_steps(loaded, profile, max_stall):
+        seconds += profile.gamma2
+    return seconds
+
+
+def starting_over_seconds(job: Job, profile: EngineProfile) -> float:
+    """Engine time that a job has taken so far, and would take again if its client sent it anew."""
+    return profile.prefill(0, min(job.computed, job.prompt_tokens)) + profile.decode(
+        job.prompt_tokens, job.generated
+    )

@@ -47,10 +47,12 @@ class Job:
         level, level_source: current urgency level (0 = most urgent) and its origin.
         awaits_prediction: text is with the predictor and no answer has come.
         prediction: what the predictor said.
-        computed: tokens whose KV is on the device.
+        computed: tokens whose KV is on the device, or expected to be found there.
         swapped: tokens whose KV is on the host.
         generated: output tokens so far.
         preemptions: times that it lost its seat to another request.
+        preemption_seconds: what those have cost by plan.
+        generated_before: output tokens when it lost its seat last.
     """
 
     request_id: str
@@ -66,6 +68,8 @@ class Job:
     swapped: int = 0
     generated: int = 0
     preemptions: int = 0
+    preemption_seconds: float = 0.0
+    generated_before: int = 0
     state: JobState = JobState.WAITING
 
     @property

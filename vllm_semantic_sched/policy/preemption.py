@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field
 
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.running import RunningSet
 from vllm_semantic_sched.policy.section import Section
+
+# Jobs of a level among which the cheapest victim is looked for.
+_COMPARED = 16
 
 
 class Preemption(Section):
@@ -26,6 +31,11 @@ class Preemption(Section):
         3,
         ge=0,
         description="Times one request can be preempted for others; after that it is protected.",
+    )
+    victim: Literal["rank", "cost"] = Field(
+        "rank",
+        description="Who goes first within a level: `rank` the one with the most remaining time, "
+        "`cost` the one that is cheapest to preempt, of those with the most remaining time.",
     )
     max_victims_per_step: int = Field(
         8, ge=1, description="Upper bound on victims in one scheduling step."
@@ -56,6 +66,7 @@ def choose_victims(
     limits: Preemption,
     max_victims: int,
     freeable_blocks: Callable[[Job], int | None],
+    preemption_seconds: Callable[[Job], float] | None = None,
 ) -> list[Job]:
     """The victims that make room for a job of `level`.
 
@@ -67,10 +78,14 @@ def choose_victims(
     Args:
         max_victims: how many this call may name.
         freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
+        preemption_seconds: what preempting a job would cost; needed for `victim: cost`.
     """
+    candidates = running.by_eviction()
+    if limits.victim == "cost" and preemption_seconds is not None:
+        candidates = _cheapest_first(candidates, preemption_seconds)
     chosen: list[tuple[Job, int]] = []
     blocks = 0
-    for job in running.by_eviction():
+    for job in candidates:
         if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
             break
         if job.level < level + limits.min_level_gap:
@@ -85,6 +100,13 @@ def choose_victims(
     if len(chosen) < need.seats or blocks < need.blocks:
         return []
     return _without_spare(chosen, blocks, need)
+
+
+def _cheapest_first(jobs: Iterable[Job], cost: Callable[[Job], float]) -> Iterator[Job]:
+    """The first jobs of each level by cost, the later ones as they come; lazily."""
+    for _, same_level in itertools.groupby(jobs, key=lambda job: job.level):
+        yield from sorted(itertools.islice(same_level, _COMPARED), key=cost)
+        yield from same_level  # noqa: B031 - those that were not compared
 
 
 def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:

@@ -32,6 +32,7 @@ def choose_evictions(
     ready: Callable[[Job], bool],
     needed_blocks: Callable[[Job], int],
     freeable_blocks: Callable[[Job], int | None],
+    preemption_seconds: Callable[[Job], float],
 ) -> list[Job]:
     """Running jobs to preempt before a step, for waiting ones that vLLM would let wait.
 
@@ -44,6 +45,7 @@ def choose_evictions(
         needed_blocks: KV blocks that a waiting job takes.
         freeable_blocks: KV blocks that come free with a running job; None if it cannot be
             preempted now.
+        preemption_seconds: what preempting a running job would cost.
     """
     victims: list[Job] = []
     victims_left = core.policy.preemption.max_victims_per_step
@@ -59,7 +61,7 @@ def choose_evictions(
         blocks = needed_blocks(job)
         need = Need(seats=1 - room.seats, blocks=blocks - room.blocks)
         if not need.met:
-            chosen = core.victims_for(job, need, victims_left, freeable)
+            chosen = core.victims_for(job, need, victims_left, freeable, preemption_seconds)
             if not chosen:
                 break
             victims += chosen

@@ -6,9 +6,9 @@ import bisect
 import math
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.cost import PreemptionKind
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
@@ -32,7 +32,7 @@ class Engine:
     Args:
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
-        can_swap: whether victims' KV may go to the host.
+        host: where victims' KV may go; None: nowhere.
         keep_spans: record when each request had a seat.
 
     Attributes:
@@ -46,7 +46,7 @@ class Engine:
         pool: BlockPool,
         seats: int,
         token_budget: int | None,
-        can_swap: bool,
+        host: BlockPool | None,
         keep_spans: bool = False,
     ) -> None:
         self.core = core
@@ -55,7 +55,7 @@ class Engine:
         self.running: list[Job] = []
         self._cost = cost
         self._token_budget = math.inf if token_budget is None else token_budget
-        self._can_swap = can_swap
+        self._host = host
         self._keep_spans = keep_spans
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
@@ -159,6 +159,7 @@ class Engine:
             ready=lambda job: True,
             needed_blocks=self._needed,
             freeable_blocks=lambda job: self._runs[job].blocks,
+            preemption_seconds=lambda job: self._plan(job).seconds,
         ):
             self._preempt(self._runs[victim], now)
 
@@ -210,10 +211,12 @@ class Engine:
             if not self.pool.take(needed):
                 return
             core.waiting.pop()
-            core.start(job)
             run = self._runs[job]
             run.blocks = needed
-            run.loading, job.computed, job.swapped = job.swapped, job.swapped, 0
+            run.loading, job.computed = job.swapped, job.swapped
+            if self._host is not None:
+                self._host.give_back(self._host.needed(run.loading))
+            core.start(job)
             run.seated = now
             run.started = now if run.started is None else run.started
             self._prefilling[job] = None
@@ -243,15 +246,22 @@ class Engine:
 
     def _preempt(self, run: Run, now: float) -> None:
         job = run.job
-        self._observe(job)
-        plan = self.core.preempt(job, self._can_swap)
-        if plan.kind is PreemptionKind.SWAP:
+        plan = self._plan(job)
+        self.core.preempt(job, plan)
+        if self._host is not None and plan.saved:
             run.swaps += 1
-            self._swapped_out.append(plan.kept_tokens)
+            self._swapped_out.append(plan.saved)
+            self._host.take(self._host.needed(plan.saved))
         else:
             run.recomputes += 1
-        self._leave(run, now, plan.kind.value)
+        self._leave(run, now, "swap" if plan.saved else "recompute")
         self.core.requeue(job, self.core.waiting)
+
+    def _plan(self, job: Job) -> PreemptionPlan:
+        self._observe(job)
+        host = self._host
+        room = HostRoom(host.block_size, host.free) if host is not None else None
+        return self.core.plan_preemption(job, room)
 
     def _leave(self, run: Run, now: float, kind: str) -> None:
         """A request gives back its seat and its blocks."""

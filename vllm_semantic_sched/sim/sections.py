@@ -161,7 +161,10 @@ class EngineModel(Section):
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     kv_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: they never run out.")
     swap: bool = Field(
-        False, description="Victims' KV may go to the host where that is cheaper (eq. 3)."
+        False, description="Victims' KV may go to the host, as the policy's `retention` has it."
+    )
+    host_blocks: int | None = Field(
+        None, ge=0, description="`swap`: KV blocks that the host takes; unset: any number."
     )
     batch: BatchTerms | None = Field(
         None, description="`vllm`: terms of a step in place of the profile's."

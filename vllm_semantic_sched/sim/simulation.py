@@ -84,7 +84,7 @@ def make_engine(
         BlockPool(model.kv_blocks, model.block_size),
         seats=model.seats,
         token_budget=None if model.kind == "paper" else model.token_budget,
-        can_swap=model.swap,
+        host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
         keep_spans=keep_spans,
     )
 

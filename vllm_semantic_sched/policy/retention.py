@@ -1,0 +1,206 @@
+"""How much of a victim's KV is kept, and where: the plan of a preemption (P6, S2).
+
+A plan keeps the KV of a victim's first tokens and has the rest computed again. vLLM rebuilds a
+request by one prefill over prompt and output, so keeping the first k of L tokens costs
+save(k) + load(k) + prefill(k, L): concave in k, least at an end of what the constraints allow.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.cost import resume_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.section import Section
+
+RetentionMode = Literal["optimal", "paper", "swap", "recompute", "none"]
+
+
+class Retention(Section):
+    """What becomes of a victim's KV."""
+
+    mode: RetentionMode = Field(
+        "optimal",
+        description="`optimal` takes the plan of least expected cost by the engine profile; "
+        "`paper` decides by eq. 3 to 6 of arXiv 2506.12204, corrected; `swap` keeps all that the "
+        "host pool takes; `recompute` keeps nothing; `none` keeps nothing and never ends a "
+        "request instead of preempting it.",
+    )
+    max_stall: float = Field(
+        1.0,
+        ge=0,
+        description="A load that takes longer than this many decode steps runs beside the "
+        "engine's steps; a shorter one before a step, which waits for it.",
+    )
+    thrash_tokens: int = Field(
+        16,
+        ge=1,
+        description="A request preempted again before it has this many new tokens counts as "
+        "thrashing.",
+    )
+
+
+class PreemptionKind(enum.Enum):
+    """What happens to a victim and its KV."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"  # all of it goes to the host
+    PARTIAL = "partial"  # a first part goes to the host
+    DROP = "drop"  # the request is ended
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """What the host can take of one victim.
+
+    Attributes:
+        block_size: tokens in a block.
+        blocks: free blocks of the host pool.
+        on_device: tokens at the victim's start whose blocks other running jobs share, so that
+            they will be found again; whole blocks.
+        all_or_nothing: whether a part of the KV would be of no use (sliding windows).
+    """
+
+    block_size: int
+    blocks: int
+    on_device: int = 0
+    all_or_nothing: bool = False
+
+    def most(self, held: int) -> int:
+        """The last token up to which the host can keep the KV of a victim that holds `held`."""
+        room = self.on_device + self.blocks * self.block_size
+        if held <= room:
+            return held
+        return self.on_device if self.all_or_nothing else room
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionPlan:
+    """How to preempt one job.
+
+    Attributes:
+        on_device: first tokens, not saved because they stay on the device.
+        saved: tokens after them whose KV goes to the host, in whole blocks or to the last token.
+        recomputed: tokens after those, to be computed again.
+        save_seconds, resume_seconds: engine time expected for saving and for what comes after
+            the job has a seat again.
+    """
+
+    kind: PreemptionKind
+    on_device: int
+    saved: int
+    recomputed: int
+    save_seconds: float
+    resume_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """What the preemption costs in all."""
+        return self.save_seconds + self.resume_seconds
+
+
+def plan_preemption(
+    job: Job,
+    profile: EngineProfile,
+    retention: Retention,
+    host: HostRoom | None,
+    can_drop: bool = False,
+) -> PreemptionPlan:
+    """What to do with a victim.
+
+    Args:
+        job: `job.computed` is the number of tokens with valid KV.
+        host: None where KV cannot go to the host.
+        can_drop: whether the job may be ended. It is, once its preemptions, this one included,
+            cost more than starting over.
+    """
+    held = job.computed
+    on_device = min(host.on_device, held) if host else 0
+    kept_to = max(on_device, _kept_to(job, profile, retention, host))
+    plan = _plan(on_device, kept_to, held, profile, retention.max_stall)
+    if (
+        can_drop
+        and retention.mode != "none"
+        and job.preemption_seconds + plan.seconds > starting_over_seconds(job, profile)
+    ):
+        return PreemptionPlan(PreemptionKind.DROP, 0, 0, 0, 0.0, 0.0)
+    return plan
+
+
+def _kept_to(job: Job, profile: EngineProfile, retention: Retention, host: HostRoom | None) -> int:
+    held = job.computed
+    if host is None or retention.mode in ("recompute", "none"):
+        return 0
+    if retention.mode == "swap":
+        return host.most(held)
+    if retention.mode == "paper":
+        return _whole_blocks(_paper(job, profile), held, host)
+
+    def cost(kept_to: int) -> tuple[float, int]:
+        plan = _plan(host.on_device, kept_to, held, profile, retention.max_stall)
+        return plan.seconds, kept_to  # of equals, the one that takes less of the pool
+
+    return min(_corners(held, profile, retention, host), key=cost)
+
+
+def _plan(
+    on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
+) -> PreemptionPlan:
+    if kept_to == on_device:
+        kind = PreemptionKind.RECOMPUTE
+    else:
+        kind = PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL
+    return PreemptionPlan(
+        kind,
+        on_device=on_device,
+        saved=kept_to - on_device,
+        recomputed=held - kept_to,
+        save_seconds=profile.save(kept_to - on_device),
+        resume_seconds=resume_seconds(on_device, kept_to, held, profile, max_stall),
+    )
+
+
+def _corners(held: int, profile: EngineProfile, retention: Retention, host: HostRoom) -> set[int]:
+    """Where the cost can be least: the ends of the two ranges, of loads before a step and of
+    loads beside steps, within which it is concave."""
+    most, start, block = host.most(held), host.on_device, host.block_size
+    if start >= held:
+        return {held}
+    corners = {start, most}
+    if not host.all_or_nothing:
+        stall = retention.max_stall * profile.gamma2 - profile.load_start
+        longest = max(0, int(stall / profile.beta_load)) // block
+        # One block more and less, whichever way the division was rounded.
+        for blocks in (1, longest - 1, longest, longest + 1, longest + 2):
+            corners.add(start + blocks * block)
+    return {end for end in corners if start <= end <= most}
+
+
+def _paper(job: Job, profile: EngineProfile) -> float:
+    """Tokens to keep by eq. 3 to 6. Eq. 3 is printed the wrong way round: keeping n prompt
+    tokens is right when beta n < alpha1 n^2 + alpha2 n. Eq. 6 is not where eq. 5 is least; that
+    is at m* = m' + n + 1/2 + (gamma2 - beta) / gamma1, within 0 and m'."""
+    prompt = min(job.computed, job.prompt_tokens)
+    if profile.beta_load * prompt >= profile.prefill(0, prompt):
+        return 0  # KV of later tokens is of no use without the prompt's
+    decoded = job.computed - prompt
+    gain = profile.gamma2 - profile.beta_load
+    if profile.gamma1 == 0:
+        return job.computed if gain > 0 else prompt
+    best = decoded + prompt + 0.5 + gain / profile.gamma1
+    return prompt + min(max(best, 0.0), decoded)
+
+
+def _whole_blocks(kept_to: float, held: int, host: HostRoom) -> int:
+    """The nearest end at or before `kept_to` that the host can keep."""
+    most = host.most(held)
+    if kept_to >= most:
+        return most
+    if host.all_or_nothing:
+        return host.on_device
+    return int(kept_to) // host.block_size * host.block_size
