@@ -8,27 +8,27 @@ from jobs import make_job
 from vllm_semantic_sched.policy.errors import IllegalTransition
 from vllm_semantic_sched.policy.job import JobState
 
+ENDS = ["completed", "failed", "cancelled", "refused"]
 EDGES = {
-    ("waiting", "running"),
-    ("waiting", "finished"),
-    ("running", "waiting"),
+    ("queued", "running"),
+    ("running", "queued"),
     ("running", "swapped"),
-    ("running", "finished"),
     ("swapped", "running"),
-    ("swapped", "waiting"),
-    ("swapped", "finished"),
+    ("swapped", "queued"),
+    *((state, end) for state in ("queued", "running", "swapped") for end in ENDS),
 }
 
 
 @given(st.lists(st.sampled_from(list(JobState)), max_size=20))
 def test_only_the_edges_of_the_diagram_can_be_taken(walk) -> None:
     job = make_job()
-    for state in walk:
-        before = job.state
+    for time, state in enumerate(walk, 1):
+        before, entered = job.state, job.entered
         if (before.value, state.value) in EDGES:
-            job.move_to(state)
-            assert job.state is state
+            job.move_to(state, float(time))
+            assert (job.state, job.entered) == (state, time)
+            assert state.is_end == (state.value in ENDS)
         else:
             with pytest.raises(IllegalTransition, match=job.request_id):
-                job.move_to(state)
-            assert job.state is before
+                job.move_to(state, float(time))
+            assert (job.state, job.entered) == (before, entered)

@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
 from vllm_semantic_sched.policy.length_calibration import Ending, LengthCalibration
+from vllm_semantic_sched.policy.lifecycle import Lifecycle
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.profile import EngineProfile
@@ -38,10 +39,15 @@ class SchedulingCore:
 
     Args:
         buckets: length buckets of the predictor; set later if it is still starting.
+        clock: seconds, for the times of the lifecycle; decisions do not read it.
     """
 
     def __init__(
-        self, policy: Policy, profile: EngineProfile, buckets: LengthBuckets | None = None
+        self,
+        policy: Policy,
+        profile: EngineProfile,
+        buckets: LengthBuckets | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
         self.profile = profile
@@ -49,6 +55,7 @@ class SchedulingCore:
         self.buckets = buckets
         self.waiting = self.new_queue()
         self.running = RunningSet(step_seconds=profile.gamma2)
+        self.lifecycle = Lifecycle(clock)
         self._sequence = itertools.count()
         self._outdated: list[Job] = []  # ranked by a policy that is no longer in force
 
@@ -108,7 +115,7 @@ class SchedulingCore:
     ) -> Job:
         """A job for a request that has just arrived; it is in no queue yet."""
         level = self.policy.default_level if hint.level is None else hint.level
-        return Job(
+        job = Job(
             request_id=request_id,
             sequence=next(self._sequence),
             arrival=arrival,
@@ -118,6 +125,8 @@ class SchedulingCore:
             level_source=hint.source,
             awaits_prediction=awaits_prediction,
         )
+        self.lifecycle.arrive(job)
+        return job
 
     # Queueing
 
@@ -129,7 +138,7 @@ class SchedulingCore:
         """
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self.running.discard(job)
-            job.move_to(JobState.WAITING)
+            self.lifecycle.move(job, JobState.WAITING, "input")
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
             queue.buffer(job)
@@ -157,8 +166,8 @@ class SchedulingCore:
 
     def start(self, job: Job) -> None:
         """A job got its seat; its `computed` is up to date."""
-        job.move_to(JobState.RUNNING)
         job.swapped = 0
+        self.lifecycle.move(job, JobState.RUNNING)
         self._store_running(job)
 
     def plan_preemption(
@@ -173,8 +182,11 @@ class SchedulingCore:
         may_drop = can_drop and self.policy.tier(job.level).drop
         return plan_preemption(job, self.profile, self.policy.retention, host, may_drop)
 
-    def preempt(self, job: Job, plan: PreemptionPlan) -> bool:
+    def preempt(self, job: Job, plan: PreemptionPlan, reason: str = "") -> bool:
         """Take a running job's seat; the caller queues it again, or ends it if that is the plan.
+
+        Args:
+            reason: for the record (`policy.lifecycle.Transition`).
 
         Returns:
             Whether it has got few new tokens since it lost its seat last.
@@ -184,28 +196,40 @@ class SchedulingCore:
             and job.generated - job.generated_before < self.policy.retention.thrash_tokens
         )
         self.running.discard(job)
-        job.move_to(JobState.SWAPPED if plan.saved else JobState.WAITING)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
         job.generated_before = job.generated
         job.computed = plan.on_device
         job.swapped = plan.saved
+        state = JobState.SWAPPED if plan.saved else JobState.WAITING
+        self.lifecycle.move(job, state, reason, plan.kind.value)
         return thrashed
 
     def lose_copy(self, job: Job) -> None:
         """The KV that a waiting job had on the host is gone."""
         if job.state is not JobState.SWAPPED:
             return
-        job.move_to(JobState.WAITING)
+        self.lifecycle.move(job, JobState.WAITING, "copy_lost")
         job.computed = job.swapped = 0
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
 
-    def finish(self, job: Job, ending: Ending) -> None:
-        """A job ended; its `generated` is up to date, and later estimates learn from it."""
+    def finish(
+        self,
+        job: Job,
+        ending: Ending,
+        state: JobState = JobState.COMPLETED,
+        reason: str = "",
+    ) -> None:
+        """A job ended; its `generated` is up to date, and later estimates learn from it.
+
+        Args:
+            state: the end that it came to.
+            reason: for the record (`policy.lifecycle.Transition`).
+        """
         self.waiting.remove(job)
         self.running.discard(job)
-        job.move_to(JobState.FINISHED)
+        self.lifecycle.move(job, state, reason)
         predicted = job.prediction.length if job.prediction is not None else None
         if self._calibration is not None and predicted is not None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, ending)
@@ -244,6 +268,7 @@ class SchedulingCore:
         elif job.level_source is LevelSource.PREDICTION and job.prediction is not None:
             level = decide_level(job.prediction.urgency, self.policy.decision)
             job.level = min(level, self.policy.levels - 1)
+        self.lifecycle.recount(job)
 
     # Decisions
 
@@ -316,6 +341,16 @@ class SchedulingCore:
             )
         # The client's own limit is a fact; one more token is the least that can come.
         return max(min(expected, job.max_output_tokens), job.generated + 1.0)
+
+    def first_estimate(self, job: Job) -> float | None:
+        """Output tokens that its prediction alone makes of a job; None if it has none."""
+        buckets = self.buckets
+        if job.prediction is None or job.prediction.length is None or buckets is None:
+            return None
+        expected = expected_output_tokens(
+            job.prediction.length, buckets, 0, self.policy.length.estimate
+        )
+        return min(expected, job.max_output_tokens)
 
     def _store_running(self, job: Job) -> None:
         self.running.add(job, self.rank(job), self.remaining(job))

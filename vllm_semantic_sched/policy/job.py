@@ -10,21 +10,30 @@ from vllm_semantic_sched.policy.prediction import Prediction
 
 
 class JobState(enum.Enum):
-    """Where a job's KV is, and so what can happen to it next."""
+    """Where a job stands, and so what can happen to it next. The values are the words of the
+    event log and of the metrics."""
 
-    WAITING = "waiting"  # no KV, or only what the prefix cache still holds
+    WAITING = "queued"  # no KV, or only what the prefix cache still holds
     RUNNING = "running"  # has a seat and KV on the device
     SWAPPED = "swapped"  # waits for a seat, KV on the host
-    FINISHED = "finished"
+    COMPLETED = "completed"  # its answer is whole, or as long as was asked for
+    FAILED = "failed"  # an error of the engine
+    CANCELLED = "cancelled"  # the client went away
+    REFUSED = "refused"  # ended by the policy
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing follows."""
+        return self in _ENDS
 
 
+_ENDS = {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.REFUSED}
 _LEGAL = {
-    JobState.WAITING: {JobState.RUNNING, JobState.FINISHED},
-    JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED, JobState.FINISHED},
+    JobState.WAITING: {JobState.RUNNING} | _ENDS,
+    JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED} | _ENDS,
     # A host copy can be lost (cache reset, pool needed elsewhere): then the job only waits.
-    JobState.SWAPPED: {JobState.RUNNING, JobState.WAITING, JobState.FINISHED},
-    JobState.FINISHED: set[JobState](),
-}
+    JobState.SWAPPED: {JobState.RUNNING, JobState.WAITING} | _ENDS,
+} | {end: set[JobState]() for end in _ENDS}
 
 
 class LevelSource(enum.Enum):
@@ -53,6 +62,9 @@ class Job:
         preemptions: times that it lost its seat to another request.
         preemption_seconds: what those have cost by plan.
         generated_before: output tokens when it lost its seat last.
+        state, entered: where it stands, and since when.
+        started, first_token: when it got its first seat and its first token.
+        waited: seconds without a seat, up to `entered`.
     """
 
     request_id: str
@@ -71,14 +83,21 @@ class Job:
     preemption_seconds: float = 0.0
     generated_before: int = 0
     state: JobState = JobState.WAITING
+    entered: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    waited: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Prompt and output tokens so far: what must have KV before the next one is decoded."""
         return self.prompt_tokens + self.generated
 
-    def move_to(self, state: JobState) -> None:
-        """Change state.
+    def move_to(self, state: JobState, now: float) -> None:
+        """Change state; see `policy.lifecycle` for who calls this.
+
+        Args:
+            now: seconds on the clock of `arrival`.
 
         Raises:
             IllegalTransition: the state machine has no such edge; the job is unchanged.
@@ -87,4 +106,9 @@ class Job:
             raise IllegalTransition(
                 f"request {self.request_id}: {self.state.value} -> {state.value}"
             )
+        if self.state is not JobState.RUNNING:
+            self.waited += now - self.entered
+        if state is JobState.RUNNING and self.started is None:
+            self.started = now
         self.state = state
+        self.entered = now

@@ -60,11 +60,12 @@ def simulate(
         policy.levels,
         np.random.default_rng([seed, _PREDICTOR_STREAM]),
     )
-    core = SchedulingCore(policy, scenario.profile)
+    events = EventQueue()
+    core = SchedulingCore(policy, scenario.profile, clock=lambda: events.now)
     if _reads_predictions(policy):
         core.buckets = buckets
     engine = make_engine(core, settings.engine, scenario.profile, keep_spans)
-    simulation = _Simulation(scenario, core, engine, requests, predictions, before_step)
+    simulation = _Simulation(scenario, core, engine, events, requests, predictions, before_step)
     return Result(simulation.run(), simulation.steps)
 
 
@@ -99,6 +100,7 @@ class _Simulation:
         scenario: Scenario,
         core: SchedulingCore,
         engine: Engine,
+        events: EventQueue,
         requests: list[SimRequest],
         predictions: list[Prediction],
         before_step: Callable[[Engine], None] | None,
@@ -110,7 +112,7 @@ class _Simulation:
         self._requests = requests
         self._predictions = predictions
         self._before_step = before_step
-        self._events = EventQueue()
+        self._events = events
         self._predictor = PredictorQueue(
             self._events, core.policy.predictor, scenario.settings.predictor, self._predicted
         )
