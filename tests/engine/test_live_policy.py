@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine import commands
-from vllm_semantic_sched.engine.stat_logger import _GAUGES, _TOTALS
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
 
 pytestmark = pytest.mark.engine
 
@@ -128,7 +128,7 @@ def test_version_hash_and_reloads_are_published(scheduler, file) -> None:
     after = scheduler._gauges(scheduler._core)
     assert (before["policy_version"], after["policy_version"]) == (1, 2)
     assert before["policy_hash"] != after["policy_hash"]
-    assert {"policy_version", "policy_hash"} <= set(_GAUGES) and "policy_reloads" in _TOTALS
+    assert {"policy_version", "policy_hash"} <= set(GAUGES) and "policy_reloads" in COUNTERS
 
 
 def test_the_engine_process_finds_the_command() -> None:

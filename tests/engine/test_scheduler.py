@@ -17,7 +17,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.stat_logger import _GAUGES, _TOTALS
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
@@ -247,6 +247,9 @@ class StubService:
 
     pending, up, cached, restarts = 0, True, 3, 2
 
+    def passes(self) -> list:
+        return [(4, 0.02)]
+
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
 
@@ -285,8 +288,8 @@ def test_what_the_service_counts_is_published(policy) -> None:
     run_step(scheduler)
     assert scheduler._counters.total("cached_predictions") == 5
     assert scheduler._counters.total("predictor_restarts") == 2
-    assert {"cached_predictions", "predictor_restarts"} <= set(_TOTALS)
-    assert {"length_ratio", *scheduler._gauges(scheduler._core)} <= set(_GAUGES)
+    assert {"cached_predictions", "predictor_restarts"} <= set(COUNTERS)
+    assert {"length_ratio", *scheduler._gauges(scheduler._core)} <= set(GAUGES)
 
 
 def test_fcfs_is_vllm_untouched() -> None:

@@ -1,5 +1,7 @@
 """Times, tallies and listeners, over random lives of many jobs."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,12 +90,12 @@ def test_times_add_up_and_tallies_are_those_of_a_count(actions) -> None:
     for job in jobs:
         mine = [t for t in recorder.transitions if t.job is job]
         assert mine[0].before is None and mine[0].time == job.arrival
-        for earlier, later in zip(mine, mine[1:], strict=False):
+        for earlier, later in itertools.pairwise(mine):
             assert later.before is earlier.state and later.time >= earlier.time
         assert sum(t.state.is_end for t in mine) == job.state.is_end
         waited = sum(
             later.time - earlier.time
-            for earlier, later in zip(mine, mine[1:], strict=False)
+            for earlier, later in itertools.pairwise(mine)
             if earlier.state is not JobState.RUNNING
         )
         assert job.waited == pytest.approx(waited)

@@ -19,12 +19,16 @@ class Endings:
     A request leaves the queues and its KV is freed at once; its last output, with the refusal as
     `stop_reason`, goes with the outputs of the next step. vLLM steps until it has told its
     workers of every finished request, so there always is one, on an idle engine too.
+
+    Attributes:
+        refusal: why the request that vLLM is freeing now is ended; None while it frees others.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._outputs: dict[int, list[EngineCoreOutput]] = {}
         self._deferred: dict[str, Refusal] | None = None
+        self.refusal: Refusal | None = None
 
     def can_end(self, request: Request) -> bool:
         """Whether the client of a request could be told. Pooling outputs have no room for it,
@@ -72,7 +76,11 @@ class Endings:
             # Else vLLM's queue and prefill times of a request that was never scheduled would
             # count from the start of the machine.
             request.record_event(EngineCoreEventType.SCHEDULED)
-        self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        self.refusal = refusal
+        try:
+            self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        finally:
+            self.refusal = None
         self._outputs.setdefault(request.client_index, []).append(
             EngineCoreOutput(
                 request_id=request.request_id,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.request import Request
@@ -40,10 +42,11 @@ class PredictionFeed:
         self._jobs = jobs
         self._counters = counters
         self._service: PredictionService | None = None
+        self._tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
         if not policy.predictor.enabled or not (policy.uses_urgency or policy.uses_length):
             return
-        tokenizer = getattr(structured_output_manager, "tokenizer", None)
+        tokenizer = self._tokenizer
         if tokenizer is None:
             logger.warning(
                 "Semantic scheduling: vLLM runs without a tokenizer, so prompts cannot be read; "
@@ -54,14 +57,18 @@ class PredictionFeed:
         core.buckets = self._service.start()
 
     @property
-    def pending(self) -> int:
-        """Prompts that wait for the predictor."""
-        return self._service.pending if self._service else 0
+    def decode(self) -> Callable[[list[int]], str] | None:
+        """Token ids to text, where the engine has a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.decode
 
-    @property
-    def up(self) -> bool:
-        """Whether a predictor is running."""
-        return self._service is not None and self._service.up
+    def gauges(self) -> dict[str, float]:
+        """How the predictor is; nothing where the policy wants none."""
+        if self._service is None:
+            return {}
+        return {
+            "predictor_queue": self._service.pending,
+            "predictor_up": float(self._service.up),
+        }
 
     def submit(self, request: Request, hint: Hint) -> bool:
         """Send a request's prompt; False if no prediction will come."""
@@ -90,6 +97,10 @@ class PredictionFeed:
             return []
         self._counters.raise_to("cached_predictions", self._service.cached)
         self._counters.raise_to("predictor_restarts", self._service.restarts)
+        for texts, seconds in self._service.passes():
+            self._counters.observe("prediction_batch_size", texts)
+            self._counters.observe("prediction_pass_seconds", seconds)
+        now = time.monotonic()
         changed: list[Job] = []
         for request_id, prediction in self._service.drain():
             if prediction is None:
@@ -97,6 +108,7 @@ class PredictionFeed:
             job = self._jobs.get(request_id)
             if job is None:  # it has ended meanwhile
                 continue
+            self._counters.observe("prediction_latency_seconds", now - job.arrival)
             self._core.predicted(job, prediction)
             changed.append(job)
             if job.level_source is LevelSource.PREDICTION:

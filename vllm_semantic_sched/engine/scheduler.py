@@ -19,22 +19,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.ending import Endings
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
+from vllm_semantic_sched.engine.outcome import end_of
 from vllm_semantic_sched.engine.prediction import PredictionFeed
+from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.stats import Counters, Gauges
 from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.refusal import Refusal
 from vllm_semantic_sched.policy.retention import PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
@@ -73,7 +74,10 @@ class SemanticScheduler(Scheduler):
             return
         self._jobs: dict[str, Job] = {}
         self._guard = Guard(self._counters, logger)
-        self._core = core = SchedulingCore(policy, profile)
+        self._core = core = SchedulingCore(policy, profile, clock=time.monotonic)
+        self._request_metrics = RequestMetrics(core, self._counters)
+        core.lifecycle.listeners.append(self._request_metrics)
+        self._preempting_for = "kv_shortage"  # what vLLM itself preempts for
         # Under this policy vLLM takes its victims from the tail of self.running, which is kept
         # sorted here, so that the tail is the least urgent request.
         self.policy = SchedulingPolicy.FCFS
@@ -107,6 +111,7 @@ class SemanticScheduler(Scheduler):
         core = self._core
         if core is None:
             return super().schedule(*args, **kwargs)
+        begin = time.perf_counter()
         self._adopt_policy()
         with self._guard("applying predictions"):
             self._reposition(core, self._predictions.apply())
@@ -125,13 +130,23 @@ class SemanticScheduler(Scheduler):
                 self._take_in_admitted(core)
             with self._guard("ending requests"):
                 self._endings.release()
+            self._counters.observe("schedule_seconds", time.perf_counter() - begin)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(*args, **kwargs)
         if self._core is not None:
+            with self._guard("noting first tokens"):
+                self._note_first_tokens(self._core)
             with self._guard("telling clients of refused requests"):
                 self._endings.deliver(outputs)
         return outputs
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        before, self._preempting_for = self._preempting_for, "reset"
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self._preempting_for = before
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
         """End a waiting or running request with a code that its client gets to see. May be called
@@ -145,15 +160,16 @@ class SemanticScheduler(Scheduler):
         if not self._endings.end(request_id, refusal):
             return False
         if job is not None and self._core is not None:
-            tier = self._core.policy.tier(job.level).name
-            self._counters.add("refused", f"{refusal.code.value},{tier}")
+            tier = self._core.policy.tier_names[job.level]
+            self._counters.add("refused", (refusal.code.value, tier))
         return True
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self._core is not None:
             with self._guard("reporting statistics"):
-                self._counters.attach(stats, self._gauges(self._core))
+                core, idle = self._core, not self.requests
+                self._counters.attach(stats, lambda: self._gauges(core), time.monotonic(), idle)
         return stats
 
     def shutdown(self) -> None:
@@ -169,8 +185,9 @@ class SemanticScheduler(Scheduler):
             with self._guard("preempting a request"):
                 job = self._jobs[request.request_id]
                 plan = self._plan(self._core, job)
-                self._core.preempt(job, plan)
-                self._counters.add("preemptions", plan.kind.value)
+                given_up = job.computed - plan.on_device - plan.saved
+                self._counters.add("recomputed_tokens", count=given_up)
+                self._core.preempt(job, plan, reason=self._preempting_for)
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +197,10 @@ class SemanticScheduler(Scheduler):
                 if job is not None:
                     self._predictions.cancel(job)
                     job.generated = request.num_output_tokens
-                    self._core.finish(job, _ending(request))
+                    if job.generated:
+                        self._core.lifecycle.first_token(job)
+                    end = end_of(request, self._endings.refusal, self._predictions.decode)
+                    self._core.finish(job, end.ending, end.state, end.reason)
         return super()._free_request(request, *args, **kwargs)
 
     # Ours
@@ -255,9 +275,13 @@ class SemanticScheduler(Scheduler):
 
     def _evict(self, request: Request) -> None:
         self.running.remove(request)
-        self._preempt_request(
-            request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
-        )
+        self._preempting_for = "urgent"
+        try:
+            self._preempt_request(
+                request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
+            )
+        finally:
+            self._preempting_for = "kv_shortage"
         # Else a resumption in this very step would be taken for a continued run.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         self._counters.add("admission_preemptions")
@@ -296,11 +320,17 @@ class SemanticScheduler(Scheduler):
             )
         self.running.insert(place, request)
 
-    def _gauges(self, core: SchedulingCore) -> dict[str, float]:
+    def _note_first_tokens(self, core: SchedulingCore) -> None:
+        """O(requests that were admitted and have no token yet)."""
+        for job in list(core.lifecycle.starting):
+            if self.requests[job.request_id].num_output_tokens:
+                core.lifecycle.first_token(job)
+
+    def _gauges(self, core: SchedulingCore) -> Gauges:
         gauges = {
+            **self._request_metrics.gauges(),
+            **self._predictions.gauges(),
             "unpredicted_requests": core.waiting.buffered,
-            "predictor_queue": self._predictions.pending,
-            "predictor_up": float(self._predictions.up),
         }
         if self._live_policy is not None:
             version = self._live_policy.version
@@ -308,18 +338,6 @@ class SemanticScheduler(Scheduler):
         if core.length_ratio is not None:
             gauges["length_ratio"] = core.length_ratio
         return gauges
-
-
-def _ending(request: Request) -> Ending:
-    """What the end of a request says about the length of its answer."""
-    params = request.sampling_params
-    if params is None or params.ignore_eos:  # the model was not free to end it
-        return Ending.ABORTED
-    if request.status == RequestStatus.FINISHED_STOPPED:
-        return Ending.STOPPED
-    if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-        return Ending.CUT
-    return Ending.ABORTED
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

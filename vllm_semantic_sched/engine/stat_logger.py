@@ -2,100 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.engine.stats import detach
-
-# name of the total: (metric, labels parted by commas, help)
-_TOTALS = {
-    "requests": (
-        "semsched:requests",
-        "level_from",
-        "Requests by what was known of their urgency on arrival.",
-    ),
-    "predictions": ("semsched:predictions", "level", "Urgency levels read from prompts."),
-    "failed_predictions": (
-        "semsched:failed_predictions",
-        None,
-        "Prompts that the predictor could not read; served at the default level.",
-    ),
-    "cached_predictions": (
-        "semsched:cached_predictions",
-        None,
-        "Prompts answered from the predictions remembered of earlier ones.",
-    ),
-    "predictor_restarts": (
-        "semsched:predictor_restarts",
-        None,
-        "Times that the predictor process was started in place of one that died or got stuck.",
-    ),
-    "unread_prompts": (
-        "semsched:unread_prompts",
-        None,
-        "Prompts not sent to the predictor because its queue was full.",
-    ),
-    "invalid_hints": (
-        "semsched:invalid_hints",
-        None,
-        "Urgency hints that are not a level; served at the predicted level.",
-    ),
-    "preemptions": ("semsched:preemptions", "kind", "Preemptions by what happened to the KV."),
-    "admission_preemptions": (
-        "semsched:admission_preemptions",
-        None,
-        "Preemptions that made room for a more urgent waiting request.",
-    ),
-    "policy_reloads": (
-        "semsched:policy_reloads",
-        "result",
-        "Times that the policy file was read again: adopted, unchanged or refused.",
-    ),
-    "refused": (
-        "semsched:refused",
-        "code,tier",
-        "Requests ended without their answer, by the code that the client got.",
-    ),
-    "policy_errors": (
-        "semsched:policy_errors",
-        "doing",
-        "Exceptions in the scheduler's own code; stock order was used instead.",
-    ),
-}
-_GAUGES = {
-    "unpredicted_requests": (
-        "semsched:unpredicted_requests",
-        "Waiting requests whose prediction is not back yet.",
-    ),
-    "predictor_queue": ("semsched:predictor_queue", "Prompts that wait for the predictor."),
-    "predictor_up": ("semsched:predictor_up", "1 while a predictor process runs."),
-    "policy_version": (
-        "semsched:policy_version",
-        "1 for the policy that the server started with, one more for each that replaced it.",
-    ),
-    "policy_hash": (
-        "semsched:policy_hash",
-        "A number that depends on every value of the policy in force; equal where it is the same.",
-    ),
-    "length_ratio": (
-        "semsched:length_ratio",
-        "Observed by expected output tokens over about the last hundred answers.",
-    ),
-}
 
 
 class SemanticStatLogger(StatLoggerBase):
     """One per engine; the metric objects are shared, told apart by the label `engine`."""
 
-    _counters: ClassVar[dict[str, Counter]] = {}
-    _gauges: ClassVar[dict[str, Gauge]] = {}
+    _metrics: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
-        self._seen: dict[tuple[str, str], int] = {}
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
@@ -104,34 +28,42 @@ class SemanticStatLogger(StatLoggerBase):
         if message is None:  # another scheduler, or nothing new
             return
         self._register()
-        for name, label, total in message["totals"]:
-            if name in _TOTALS:
-                increment = total - self._seen.get((name, label), 0)
-                self._seen[name, label] = total
-                self._labelled(name, label).inc(max(0, increment))
-        for name, value in message["gauges"].items():
-            if name in _GAUGES:
-                self._gauges[name].labels(engine=self._engine).set(value)
+        for name, labels, count in message["counters"]:
+            self._labelled(name, labels).inc(count)
+        for name, labels, counts, total in message["histograms"]:
+            _add(self._labelled(name, labels), counts, total)
+        for name, labels, value in message["gauges"]:
+            self._labelled(name, labels).set(value)
 
     def log_engine_initialized(self) -> None:
         pass
 
-    def _labelled(self, name: str, label: str) -> Any:
-        keys = _keys(_TOTALS[name][1])
-        values = label.split(",", len(keys) - 1) if keys else []
-        return self._counters[name].labels(self._engine, *values)
+    def _labelled(self, name: str, labels: list[str]) -> Any:
+        return self._metrics[name].labels(self._engine, *labels)
 
     @classmethod
     def _register(cls) -> None:
         # Only once there is something to publish: the plugin is loaded by every vLLM server in
         # this environment, also by those that run another scheduler.
-        if cls._counters:
+        if cls._metrics:
             return
-        for name, (metric, label, text) in _TOTALS.items():
-            cls._counters[name] = Counter(metric, text, ["engine", *_keys(label)])
-        for name, (metric, text) in _GAUGES.items():
-            cls._gauges[name] = Gauge(metric, text, ["engine"], multiprocess_mode="mostrecent")
+
+        def make(table: Mapping[str, Metric], kind: Any, **options: Any) -> None:
+            for name, metric in table.items():
+                more = {"buckets": metric.buckets} if metric.buckets else {}
+                cls._metrics[name] = kind(
+                    f"semsched:{name}", metric.help, ["engine", *metric.labels], **options, **more
+                )
+
+        make(COUNTERS, Counter)
+        make(HISTOGRAMS, Histogram)
+        # Of several API servers, each hears of some of the changes.
+        make(GAUGES, Gauge, multiprocess_mode="mostrecent")
 
 
-def _keys(labels: str | None) -> list[str]:
-    return labels.split(",") if labels else []
+def _add(histogram: Any, counts: list[tuple[int, int]], total: float) -> None:
+    """Add values that were sorted into buckets elsewhere. prometheus_client can only take them
+    one by one; its own fields are the same objects in all modes, so their parts are added to."""
+    for index, count in counts:
+        histogram._buckets[index].inc(count)
+    histogram._sum.inc(total)

@@ -3,47 +3,117 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from vllm_semantic_sched.engine.metric_table import HISTOGRAMS
 
 # vLLM's SchedulerStats drops unknown fields on its way between the processes, but this one of
 # its dictionaries keeps any string as a key.
 _CARRIER = "num_kv_fetch_reqs_by_stage"
 _MARK = '{"semsched":'
+# Seconds between messages of a busy engine: Prometheus looks every few seconds.
+_INTERVAL = 0.25
+
+Labels = tuple[str, ...]
+Gauges = Mapping[str, float | Mapping[str, float]]
+"""Values by name, or by name and label (several labels: a tuple)."""
 
 
 class Counters:
-    """Running totals by name and label, and gauges."""
+    """Counters, histograms and gauges by name and labels (see `engine.metric_table`).
+
+    Messages carry what was added since the last one. vLLM hands each to one API server, whichever
+    has output in that step, and Prometheus adds up what the servers count.
+    """
 
     def __init__(self) -> None:
-        self._totals: Counter[tuple[str, str]] = Counter()
-        self._sent: dict[str, Any] = {}
+        self._totals: Counter[tuple[str, Labels]] = Counter()
+        self._added: Counter[tuple[str, Labels]] = Counter()
+        self._observed: dict[tuple[str, Labels], _Observations] = {}
+        self._gauges: dict[tuple[str, Labels], float] = {}  # as sent
+        self._next_message = 0.0
 
-    def add(self, name: str, label: str = "", count: int = 1) -> None:
-        """Add to a total."""
-        self._totals[name, label] += count
+    def add(self, name: str, label: str | Labels = (), count: int = 1) -> None:
+        """Add to a counter."""
+        key = name, _labels(label)
+        self._totals[key] += count
+        self._added[key] += count
 
-    def raise_to(self, name: str, total: int) -> None:
-        """Take over a total that is counted elsewhere."""
-        if total:  # what never happened is not reported
-            self._totals[name, ""] = total
+    def raise_to(self, name: str, total: int, label: str | Labels = ()) -> None:
+        """Take over a counter that is counted elsewhere."""
+        more = total - self._totals[name, _labels(label)]
+        if more > 0:  # what never happened is not reported
+            self.add(name, label, more)
 
-    def total(self, name: str, label: str | None = None) -> int:
-        """A total; over all labels if none is given."""
+    def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
+        """Put a value into a histogram."""
+        key = name, _labels(label)
+        observed = self._observed.get(key)
+        if observed is None:
+            observed = self._observed[key] = _Observations(name)
+        observed.add(value)
+
+    def total(self, name: str, label: str | Labels | None = None) -> int:
+        """A counter; over all labels if none is given."""
         if label is not None:
-            return self._totals[name, label]
+            return self._totals[name, _labels(label)]
         return sum(count for (key, _), count in self._totals.items() if key == name)
 
-    def attach(self, stats: Any, gauges: dict[str, float]) -> None:
-        """Put totals and gauges on vLLM's SchedulerStats, if anything changed.
+    def attach(self, stats: Any, gauges: Callable[[], Gauges], now: float, idle: bool) -> None:
+        """Put what is new on vLLM's SchedulerStats: at intervals, and when the engine is about to
+        be idle, since a step that could carry it may not come for long.
 
-        Totals travel as totals, not as increments, so that a lost message loses nothing.
+        Args:
+            gauges: asked for values only when a message is due.
+            now: seconds, of any clock.
         """
-        totals = [[name, label, count] for (name, label), count in self._totals.items()]
-        message = {"totals": totals, "gauges": gauges}
-        if message != self._sent:
-            self._sent = message
+        if now < self._next_message and not idle:
+            return
+        self._next_message = now + _INTERVAL
+        message = {
+            "counters": [[name, labels, count] for (name, labels), count in self._added.items()],
+            "histograms": [
+                [name, labels, list(observed.counts.items()), observed.sum]
+                for (name, labels), observed in self._observed.items()
+            ],
+            "gauges": [[name, labels, value] for (name, labels), value in self._moved(gauges())],
+        }
+        if any(message.values()):
             getattr(stats, _CARRIER)[json.dumps({"semsched": message})] = 0
+            self._added.clear()
+            self._observed.clear()
+
+    def _moved(self, gauges: Gauges) -> list[tuple[tuple[str, Labels], float]]:
+        """The gauges that are not as sent before."""
+        moved = []
+        for name, values in gauges.items():
+            each = values.items() if isinstance(values, Mapping) else [((), values)]
+            for label, value in each:
+                key = name, _labels(label)
+                if self._gauges.get(key) != value:
+                    self._gauges[key] = value
+                    moved.append((key, value))
+        return moved
+
+
+class _Observations:
+    """Values of one histogram since the last message, by bucket."""
+
+    def __init__(self, name: str) -> None:
+        self._bounds = HISTOGRAMS[name].buckets
+        self.counts: Counter[int] = Counter()
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+def _labels(label: str | Labels) -> Labels:
+    return (label,) if isinstance(label, str) else label
 
 
 def detach(stats: Any) -> dict[str, Any] | None:

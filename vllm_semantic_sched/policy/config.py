@@ -6,6 +6,7 @@ obeys it: a section stands in the module of its subject.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +88,11 @@ class Policy(Section):
     def tier(self, level: int) -> Tier:
         """The tier of a level; one without promises or limits if the policy names none."""
         return self.tiers[level] if self.tiers else Tier(name=str(level))
+
+    @cached_property
+    def tier_names(self) -> tuple[str, ...]:
+        """What each level is called in metrics and messages; its number where it has no name."""
+        return tuple(self.tier(level).name for level in range(self.levels))
 
     @property
     def uses_urgency(self) -> bool:

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class PredictionService:
         self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # the oldest comes first
         self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
+        self._passes: deque[tuple[int, float]] = deque(maxlen=1000)
         self._batch_ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="semsched-predict", daemon=True)
 
@@ -111,6 +113,11 @@ class PredictionService:
     def drain(self) -> list[tuple[str, Prediction | None]]:
         """Predictions since the last call; None for a prompt that could not be predicted."""
         done = self._done
+        return [done.popleft() for _ in range(len(done))]
+
+    def passes(self) -> list[tuple[int, float]]:
+        """Forward passes since the last call: texts, seconds."""
+        done = self._passes
         return [done.popleft() for _ in range(len(done))]
 
     @property
@@ -208,7 +215,9 @@ class PredictionService:
         process = self._process
         if process is None:
             raise PredictorError("no predictor process")
+        begin = time.monotonic()
         answer = process.ask(message, self._settings.timeout)
+        self._passes.append((len(texts), time.monotonic() - begin))
         if "error" in answer:
             raise PredictorError(answer["error"])
         rows = list(zip(answer["urgency"], answer["length"], strict=True))

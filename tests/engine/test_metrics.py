@@ -1,0 +1,190 @@
+"""Counts, histograms and gauges on their way from the scheduler to the metrics page."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
+from vllm_semantic_sched.engine.stats import Counters, detach
+
+pytestmark = pytest.mark.engine
+
+_engines = itertools.count(1000)  # the registry is the process's: an engine number per test
+
+
+def message(counters, gauges=None, now=0.0, idle=True):
+    stats = SchedulerStats()
+    counters.attach(stats, lambda: gauges or {}, now, idle)
+    return detach(stats)
+
+
+def publish(counters, logger, gauges=None) -> None:
+    stats = SchedulerStats()
+    counters.attach(stats, lambda: gauges or {}, 0.0, idle=True)
+    logger.record(stats)
+    assert not stats.num_kv_fetch_reqs_by_stage  # vLLM's own loggers must not see it
+
+
+def published(engine: str, name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"semsched:{name}", {"engine": engine, **labels})
+
+
+def test_each_message_holds_what_the_ones_before_did_not() -> None:
+    counters = Counters()
+    counters.add("invalid_hints")
+    counters.add("requests", "hint", 2)
+    first = message(counters, {"predictor_queue": 3, "waiting_requests": {"gold": 1.0}})
+    assert first["counters"] == [["invalid_hints", [], 1], ["requests", ["hint"], 2]]
+    assert first["gauges"] == [["predictor_queue", [], 3], ["waiting_requests", ["gold"], 1.0]]
+    assert message(counters, {"predictor_queue": 3}) is None
+    counters.add("requests", "hint")
+    counters.raise_to("predictor_restarts", 4)
+    counters.raise_to("predictor_restarts", 5)
+    second = message(counters, {"predictor_queue": 2})
+    assert second["counters"] == [["requests", ["hint"], 1], ["predictor_restarts", [], 5]]
+    assert second["gauges"] == [["predictor_queue", [], 2]]
+    assert counters.total("requests") == 3 and counters.total("predictor_restarts") == 5
+
+
+def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
+    counters = Counters()
+
+    def sent(now, idle):
+        counters.add("invalid_hints")
+        return message(counters, now=now, idle=idle) is not None
+
+    assert sent(100.0, idle=False)
+    assert not any(sent(100.0 + n / 100, idle=False) for n in range(20))
+    assert sent(100.2, idle=True)
+    assert sent(101.0, idle=False)
+    counters.add("invalid_hints", count=5)
+    assert message(counters, now=101.1, idle=True)["counters"] == [["invalid_hints", [], 5]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0, 2000), min_size=1, max_size=40),
+    st.lists(st.integers(0, 40), max_size=4),
+)
+def test_a_histogram_is_the_one_that_prometheus_makes_of_the_same_values(values, cuts) -> None:
+    """However the values are spread over messages and over API servers."""
+    engine = str(next(_engines))
+    counters, name = Counters(), "time_to_first_token_seconds"
+    servers = [SemanticStatLogger(None, int(engine)) for _ in range(2)]
+    for place, value in enumerate(values):
+        counters.observe(name, value, "gold")
+        if place in cuts:
+            publish(counters, servers[place % 2])
+    publish(counters, servers[0])
+    registry = CollectorRegistry()
+    reference = Histogram("r", "r", buckets=HISTOGRAMS[name].buckets, registry=registry)
+    for value in values:
+        reference.observe(value)
+    for bound in [*map(str, HISTOGRAMS[name].buckets), "+Inf"]:
+        expected = registry.get_sample_value("r_bucket", {"le": bound})
+        assert published(engine, f"{name}_bucket", tier="gold", le=bound) == expected
+    assert published(engine, f"{name}_count", tier="gold") == len(values)
+    assert published(engine, f"{name}_sum", tier="gold") == pytest.approx(sum(values))
+
+
+def test_counters_and_gauges_reach_the_page_under_their_engine() -> None:
+    engines = [next(_engines), next(_engines)]
+    for engine, count in zip(engines, (1, 2), strict=True):
+        counters = Counters()
+        counters.add("preemptions", ("recompute", "urgent"), count)
+        publish(counters, SemanticStatLogger(None, engine), {"running_requests": {"a": count}})
+    for engine, count in zip(map(str, engines), (1, 2), strict=True):
+        labels = {"kind": "recompute", "reason": "urgent"}
+        assert published(engine, "preemptions_total", **labels) == count
+        assert published(engine, "running_requests", tier="a") == count
+
+
+def test_names_are_unique_and_say_their_unit() -> None:
+    names = [*COUNTERS, *GAUGES, *HISTOGRAMS]
+    assert len(set(names)) == len(names)
+    for name, metric in HISTOGRAMS.items():
+        assert list(metric.buckets) == sorted(set(metric.buckets)), name
+        assert name.endswith(("_seconds", "_size", "_ratio")), name
+    labels = {
+        label
+        for table in (COUNTERS, GAUGES, HISTOGRAMS)
+        for m in table.values()
+        for label in m.labels
+    }
+    assert not labels & {"request", "request_id", "tenant", "user", "engine"}
+
+
+TIERS = """
+predictor: {enabled: false}
+levels: 3
+default_level: 1
+tiers: [{name: gold}, {name: silver}, {name: bronze}]
+"""
+
+
+def test_what_happens_to_requests_is_counted_per_tier(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(TIERS)
+    scheduler = build_scheduler(
+        SemanticScheduler, max_num_seqs=1, semantic_sched={"policy": str(path)}
+    )
+    page = SemanticStatLogger(None, engine := next(_engines))
+    make_stats = scheduler.make_stats
+
+    def published_stats(*args, **kwargs):
+        stats = make_stats(*args, **kwargs)
+        page.record(stats)
+        return stats
+
+    scheduler.make_stats = published_stats
+    for name in ("a", "b"):
+        scheduler.add_request(make_request(name, urgency=2, output_tokens=30))
+    run_step(scheduler)
+    scheduler.add_request(make_request("urgent", urgency=0, output_tokens=5))
+    run_step(scheduler)
+    gauges = scheduler._gauges(scheduler._core)
+    assert gauges["waiting_requests"] == {"gold": 0, "silver": 0, "bronze": 2}
+    assert gauges["running_requests"] == {"gold": 1, "silver": 0, "bronze": 0}
+    assert gauges["longest_wait_seconds"]["bronze"] > 0 == gauges["longest_wait_seconds"]["gold"]
+    while scheduler.get_num_unfinished_requests():
+        run_step(scheduler)
+    counters = scheduler._counters
+    assert counters.total("ended_requests", ("gold", "completed")) == 1
+    assert counters.total("ended_requests", ("bronze", "completed")) == 2
+    assert counters.total("preemptions", ("recompute", "urgent")) == 1
+    assert counters.total("recomputed_tokens") >= 20
+    assert counters.total("policy_errors") == 0
+    for tier, count in (("gold", 1), ("bronze", 2)):
+        for name in ("queueing_delay", "time_to_first_token", "e2e_latency"):
+            assert published(str(engine), f"{name}_seconds_count", tier=tier) == count
+    assert published(str(engine), "schedule_seconds_count") > 5
+
+
+def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_completed(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(TIERS)
+    scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+
+    class Tokenizer:
+        def decode(self, ids):
+            return "".join("word, "[i % 6] for i, _ in enumerate(ids))
+
+    scheduler._predictions._tokenizer = Tokenizer()
+    from vllm.v1.request import RequestStatus
+
+    for name, stop in (("gone", None), ("stopped", ["rd"]), ("other", ["xyz"])):
+        request = make_request(name, output_tokens=50)
+        request.sampling_params.stop = stop
+        scheduler.add_request(request)
+    for _ in range(10):
+        run_step(scheduler)
+    scheduler.finish_requests(["gone", "stopped", "other"], RequestStatus.FINISHED_ABORTED)
+    assert scheduler._counters.total("ended_requests", ("silver", "cancelled")) == 2
+    assert scheduler._counters.total("ended_requests", ("silver", "completed")) == 1

@@ -1,0 +1,119 @@
+"""Every metric that this package adds to the server's /metrics.
+
+Label values are bounded: tiers (or levels), engines, and words from the code. Never a request id,
+a tenant or a text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """A metric `semsched:NAME`, NAME being its key in the table; counters end in `_total`.
+
+    Attributes:
+        labels: beside `engine`, which all have.
+        buckets: upper bounds, rising, of a histogram; the last bucket is added.
+    """
+
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_SECONDS = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0,
+)  # fmt: skip
+_STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
+_RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 5.0, 10.0)
+
+COUNTERS = {
+    "requests": Metric("Requests by what was known of their urgency on arrival.", ("level_from",)),
+    "ended_requests": Metric(
+        "Requests by how they ended: completed, failed, cancelled, refused.", ("tier", "outcome")
+    ),
+    "refused": Metric(
+        "Requests ended without their answer, by the code that the client got.", ("code", "tier")
+    ),
+    "predictions": Metric("Urgency levels read from prompts.", ("level",)),
+    "failed_predictions": Metric(
+        "Prompts that the predictor could not read; served at the default level."
+    ),
+    "cached_predictions": Metric(
+        "Prompts answered from the predictions remembered of earlier ones."
+    ),
+    "predictor_restarts": Metric(
+        "Times that the predictor process was started in place of one that died or got stuck."
+    ),
+    "unread_prompts": Metric("Prompts not sent to the predictor because its queue was full."),
+    "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
+    "preemptions": Metric(
+        "Preemptions by what happened to the KV (recompute, swap) and why (urgent: a more urgent "
+        "request took the seat; kv_shortage: the KV cache was full; reset: the cache was reset).",
+        ("kind", "reason"),
+    ),
+    "admission_preemptions": Metric(
+        "Preemptions that made room for a more urgent waiting request."
+    ),
+    "recomputed_tokens": Metric("Tokens whose KV a preemption gave up: computed once more."),
+    "loaded_tokens": Metric("Tokens whose KV came back from the host."),
+    "policy_reloads": Metric(
+        "Times that the policy file was read again: adopted, unchanged or refused.", ("result",)
+    ),
+    "policy_errors": Metric(
+        "Exceptions in the scheduler's own code; stock order was used instead.", ("doing",)
+    ),
+    "event_log_lines": Metric("Lines written to the event log."),
+    "event_log_dropped": Metric(
+        "Transitions that the event log lacks: its queue was full, or its file not writable.",
+        ("reason",),
+    ),
+}
+
+GAUGES = {
+    "waiting_requests": Metric("Requests without a seat.", ("tier",)),
+    "running_requests": Metric("Requests with a seat.", ("tier",)),
+    "longest_wait_seconds": Metric(
+        "How long the request that waits longest has been without a seat.", ("tier",)
+    ),
+    "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
+    "predictor_queue": Metric("Prompts that wait for the predictor."),
+    "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),
+    "policy_version": Metric(
+        "1 for the policy that the server started with, one more for each that replaced it."
+    ),
+    "policy_hash": Metric(
+        "A number that depends on every value of the policy in force; equal where it is the same."
+    ),
+    "length_ratio": Metric(
+        "Observed by expected output tokens over about the last hundred answers."
+    ),
+}
+
+HISTOGRAMS = {
+    "queueing_delay_seconds": Metric(
+        "Arrival at the scheduler to first seat.", ("tier",), _SECONDS
+    ),
+    "time_to_first_token_seconds": Metric(
+        "Arrival at the scheduler to first token.", ("tier",), _SECONDS
+    ),
+    "e2e_latency_seconds": Metric(
+        "Arrival at the scheduler to last token, of completed requests.", ("tier",), _SECONDS
+    ),
+    "schedule_seconds": Metric("Time of one scheduling step.", (), _STEP_SECONDS),
+    "prediction_latency_seconds": Metric(
+        "Arrival of a request to its prediction being applied.", (), _SECONDS
+    ),
+    "prediction_pass_seconds": Metric(
+        "One forward pass of the predictor, with its pipes.", (), _SECONDS
+    ),
+    "prediction_batch_size": Metric(
+        "Texts in one forward pass of the predictor.", (), (1, 2, 4, 8, 16, 32, 64)
+    ),
+    "length_error_ratio": Metric(
+        "Output tokens of an answer that the model ended, by those that were predicted for it.",
+        (),
+        _RATIOS,
+    ),
+}

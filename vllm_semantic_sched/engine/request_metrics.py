@@ -1,0 +1,57 @@
+"""Counts what happens to requests, per tier."""
+
+from __future__ import annotations
+
+from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.lifecycle import Transition
+
+
+class RequestMetrics:
+    """Listens to the core's lifecycle (`policy.lifecycle.Listener`)."""
+
+    def __init__(self, core: SchedulingCore, counters: Counters) -> None:
+        self._core = core
+        self._counters = counters
+
+    def moved(self, transition: Transition) -> None:
+        """Count a transition."""
+        job, before, state, time, reason, plan = transition
+        if state is JobState.RUNNING:
+            if job.started == time and before is JobState.WAITING:
+                self._observe("queueing_delay_seconds", job, time)
+        elif state.is_end:
+            tier = self._core.policy.tier_names[job.level]
+            self._counters.add("ended_requests", (tier, state.value))
+            if state is JobState.COMPLETED:
+                self._observe("e2e_latency_seconds", job, time)
+                self._compare_length(job, reason)
+        elif plan:
+            self._counters.add("preemptions", (plan, reason))
+
+    def first_token(self, job: Job) -> None:
+        """Record the time to a job's first token."""
+        if job.first_token is not None:
+            self._observe("time_to_first_token_seconds", job, job.first_token)
+
+    def gauges(self) -> Gauges:
+        """Queues by tier. O(tiers)."""
+        lifecycle = self._core.lifecycle
+        names = self._core.policy.tier_names
+        return {
+            "waiting_requests": {n: lifecycle.waiting(level) for level, n in enumerate(names)},
+            "running_requests": {n: lifecycle.running(level) for level, n in enumerate(names)},
+            "longest_wait_seconds": {
+                n: round(lifecycle.longest_wait(level), 3) for level, n in enumerate(names)
+            },
+        }
+
+    def _observe(self, name: str, job: Job, until: float) -> None:
+        tier = self._core.policy.tier_names[job.level]
+        self._counters.observe(name, until - job.arrival, tier)
+
+    def _compare_length(self, job: Job, reason: str) -> None:
+        expected = self._core.first_estimate(job)
+        if expected is not None and reason == "stop":
+            self._counters.observe("length_error_ratio", job.generated / expected)
