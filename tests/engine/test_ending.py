@@ -98,7 +98,8 @@ def test_a_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     assert scheduler.refuse("r", FULL)
     assert not scheduler.refuse("r", FULL)
     assert not scheduler.refuse("stranger", FULL)
-    assert scheduler._counters.total("refused", "over_capacity,4") == 1
+    assert scheduler._counters.total("refused", ("over_capacity", "4")) == 1
+    assert scheduler._counters.total("ended_requests", ("4", "refused")) == 1
     assert len(step(scheduler)) == 1
 
 
