@@ -31,6 +31,10 @@ _COMMANDS = {
         "vllm_semantic_sched.policy.command",
         "list the shipped policies, explain every knob, check a policy file",
     ),
+    "maintenance": (
+        "vllm_semantic_sched.admin.maintenance",
+        "pause a running server, change its model, go on; queued requests survive",
+    ),
     "simulate": (
         "vllm_semantic_sched.sim.command",
         "try policies on a simulated engine: deterministic, fast, no GPU",

@@ -8,6 +8,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
+from vllm_semantic_sched.admin import reload
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import resolve_config, shipped_names
@@ -24,10 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
     show = actions.add_parser("show", help="print a shipped policy, to start one's own from")
     show.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
+    reload.add_arguments(
+        actions.add_parser("reload", help="make a running server read its policy file again")
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out an action; 1 if the policy is invalid."""
+    if args.action == "reload":
+        return reload.run(args)
     try:
         if args.action == "list":
             print("policies:", *shipped_names("policy"))

@@ -1,0 +1,1 @@
+"""Commands that drive a running server from outside, through its own HTTP interface."""

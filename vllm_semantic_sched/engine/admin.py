@@ -1,0 +1,151 @@
+"""Endpoints for the operator, under /v1/semsched on the server's own address.
+
+They can make the server read its own policy file and its own weights again, pause, sleep and
+report. No request can name a file. Who may use them: whoever has the server's API key, if it has
+one, on the server's own machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
+
+from vllm_semantic_sched.engine.commands import UTILITY
+
+PREFIX = "/v1/semsched"  # vLLM asks for the API key under /v1
+
+
+def _from_this_machine(request: Request) -> None:
+    """Refuse whoever is not on this machine, and what a proxy or a web page here sends along."""
+    relayed = {"forwarded", "x-forwarded-for", "x-real-ip", "origin"} & set(request.headers)
+    if request.client is None:  # a Unix socket
+        local = True
+    else:
+        try:
+            local = ipaddress.ip_address(request.client.host).is_loopback
+        except ValueError:
+            local = not request.client.host
+    if relayed or not local:
+        raise HTTPException(403, "these endpoints answer on the server's own machine only")
+
+
+router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the endpoints, once, inside all middleware, so that vLLM's authentication guards
+    them."""
+    if not getattr(app.state, "semsched_routes", False):
+        app.state.semsched_routes = True
+        app.include_router(router)
+
+
+@router.get("/status")
+async def status(request: Request) -> dict[str, Any]:
+    """What each engine holds and obeys."""
+    return {"engines": await _ask(request, "status")}
+
+
+@router.post("/policy/reload")
+async def reload_policy(request: Request) -> dict[str, Any]:
+    """Read the policy file again on every engine; 422 if any of them refused it."""
+    await _ask(request, "load_policy")
+    reports = await _ask(request, "adopt_policy")
+    reasons = {report["reason"] for report in reports if report["result"] == "refused"}
+    if reasons:
+        raise HTTPException(422, "\n".join(sorted(reasons)))
+    return {"engines": reports}
+
+
+@router.post("/pause")
+async def pause(
+    request: Request,
+    mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
+) -> dict[str, Any]:
+    """Start nothing new; answers when nothing runs any more.
+
+    `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
+    ones join them, and all caches are kept.
+    """
+    await _engine(request).pause_generation(mode=mode, clear_cache=False)
+    return {"paused": True}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """Go on after `pause`."""
+    await _engine(request).resume_generation()
+    return {"paused": False}
+
+
+@router.post("/sleep")
+async def sleep(
+    request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1
+) -> dict[str, Any]:
+    """Give the accelerator's memory back (vLLM's sleep mode); after `pause`. Requests that were
+    frozen, and host copies of KV, are computed again after waking."""
+    await _engine(request).sleep(level=level, mode="keep")
+    return {"asleep": level}
+
+
+@router.post("/wake")
+async def wake(request: Request) -> dict[str, Any]:
+    """End a sleep and go on."""
+    return {"awake": await _engine(request).wake_up()}
+
+
+@router.post("/weights/reload")
+async def reload_weights(request: Request) -> dict[str, Any]:
+    """Load the served model's weights again from where they came from; after `pause`.
+
+    Everything that was computed with the old ones is dropped: prefix cache, host copies, KV of
+    frozen requests.
+    """
+    if not await _engine(request).is_paused():
+        raise HTTPException(409, "pause first: requests are running on the weights")
+    await _engine(request).collective_rpc("reload_weights")
+    await drop_caches(request)
+    return {"reloaded": True}
+
+
+@router.post("/caches/drop")
+async def drop_caches(request: Request) -> dict[str, Any]:
+    """Drop what was computed with weights or an adapter that are replaced; after `pause`."""
+    if not await _engine(request).is_paused():
+        raise HTTPException(409, "pause first: requests are running on the caches")
+    engine = _engine(request)
+    dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    if not dropped:
+        raise HTTPException(503, "blocks are still in use; try again")
+    await engine.reset_mm_cache()
+    await engine.reset_encoder_cache()
+    return {"dropped": True}
+
+
+def _engine(request: Request) -> Any:
+    return request.app.state.engine_client
+
+
+async def _ask(request: Request, command: str) -> list[Any]:
+    """The answers of all engines to a command (see `engine.commands`)."""
+    try:
+        answers: list[Any] = await _engine(request).engine_core.call_utility_all_async(
+            UTILITY, command
+        )
+    except Exception as error:
+        raise HTTPException(501, f"{command}: {error}") from error
+    return answers
+
+
+class AdminRoutes:
+    """ASGI middleware that adds the endpoints to the server when the first message comes through
+    (vLLM builds its application without asking, and `--middleware` is the one way in)."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        add_routes(scope["app"])
+        await self._app(scope, receive, send)
