@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
 
 if TYPE_CHECKING:
+    from vllm_semantic_sched.engine.middleware import Middleware
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
 __version__ = "0.1.0"
-__all__ = ["Refusal", "SemanticScheduler", "__version__", "refusal_of"]
+__all__ = ["Middleware", "Refusal", "SemanticScheduler", "__version__", "refusal_of"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
         return SemanticScheduler
+    if name == "Middleware":
+        from vllm_semantic_sched.engine.middleware import Middleware
+
+        return Middleware
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

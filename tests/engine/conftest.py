@@ -26,7 +26,8 @@ def serve(model, tmp_path_factory):
     def start(name: str, *arguments: str, **fields) -> VllmServer:
         if name not in servers:
             log = tmp_path_factory.mktemp("logs") / f"{name}.log"
-            config = ServerConfig(model=model, log=log, scheduler_args=arguments, **fields)
+            fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
+            config = ServerConfig(**fields)
             servers[name] = VllmServer(config).__enter__()
         servers[name].check()
         return servers[name]

@@ -10,7 +10,10 @@ import urllib.request
 from typing import Any
 
 _PREFIX = "/v1/semsched"
-_FLAG = "--middleware vllm_semantic_sched.engine.admin.AdminRoutes"
+_NEEDED = {
+    _PREFIX: "--middleware vllm_semantic_sched.Middleware",
+    "/v1": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
+}
 
 
 class AdminError(RuntimeError):
@@ -56,7 +59,7 @@ class AdminClient:
             with urllib.request.urlopen(request) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
-            raise AdminError(_why(error, prefix + path)) from error
+            raise AdminError(_why(error, prefix, path)) from error
         except (urllib.error.URLError, OSError) as error:
             raise AdminError(f"{self._url}: {error}") from error
         try:
@@ -78,10 +81,10 @@ def add_server_arguments(parser: argparse.ArgumentParser, required: bool = True)
     )
 
 
-def _why(error: urllib.error.HTTPError, path: str) -> str:
+def _why(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
     text = error.read().decode(errors="replace")
     if error.code == 404:
-        return f"the server has no {path}; start it with {_FLAG}"
+        return f"the server has no {prefix}{path}; start it with {_NEEDED[prefix]}"
     if error.code == 401:
         return "the server asks for its API key: --api-key or $VLLM_API_KEY"
     try:

@@ -7,12 +7,19 @@ one, on the server's own machine.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
+import signal
+import threading
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine.commands import UTILITY
+from vllm_semantic_sched.engine.live_policy import hangup_may_reload
+
+logger = logging.getLogger("vllm.semantic_sched")
 
 PREFIX = "/v1/semsched"  # vLLM asks for the API key under /v1
 
@@ -35,11 +42,25 @@ router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints, once, inside all middleware, so that vLLM's authentication guards
-    them."""
-    if not getattr(app.state, "semsched_routes", False):
-        app.state.semsched_routes = True
-        app.include_router(router)
+    """Add the endpoints, once, inside all middleware, so that vLLM's authentication guards them;
+    and let SIGHUP reload the policy where that is safe (see `hangup_may_reload`)."""
+    if getattr(app.state, "semsched_routes", False):
+        return
+    app.state.semsched_routes = True
+    app.include_router(router)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and hangup_may_reload():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload_on_hangup(app)))
+
+
+async def _reload_on_hangup(app: FastAPI) -> None:
+    for command in ("load_policy", "adopt_policy"):  # the engines log what comes of it
+        try:
+            await ask_engines(app.state.engine_client, command)
+        except Exception:
+            logger.exception("Semantic scheduling: the policy was not reloaded")
+            return
 
 
 @router.get("/status")
@@ -129,23 +150,14 @@ def _engine(request: Request) -> Any:
 
 
 async def _ask(request: Request, command: str) -> list[Any]:
-    """The answers of all engines to a command (see `engine.commands`)."""
     try:
-        answers: list[Any] = await _engine(request).engine_core.call_utility_all_async(
-            UTILITY, command
-        )
+        return await ask_engines(_engine(request), command)
     except Exception as error:
         raise HTTPException(501, f"{command}: {error}") from error
+
+
+async def ask_engines(engine_client: Any, command: str) -> list[Any]:
+    """The answers of all engines to a command (see `engine.commands`)."""
+    core = engine_client.engine_core
+    answers: list[Any] = await core.call_utility_all_async(UTILITY, command)
     return answers
-
-
-class AdminRoutes:
-    """ASGI middleware that adds the endpoints to the server when the first message comes through
-    (vLLM builds its application without asking, and `--middleware` is the one way in)."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        add_routes(scope["app"])
-        await self._app(scope, receive, send)

@@ -136,27 +136,27 @@ class LivePolicy:
 
 
 def reload_on_hangup(reload: Callable[[], Any]) -> bool:
-    """Let SIGHUP reload instead of ending the process.
-
-    Only in a process of vLLM's that no terminal controls, or one started with nohup: where a
-    terminal is, the signal means that it was closed, and an engine that outlived its server would
-    keep the accelerator's memory.
+    """Let SIGHUP reload instead of ending this process, if it is one that vLLM started and
+    `hangup_may_reload`.
 
     Returns:
         Whether SIGHUP reloads from now on.
     """
-    if threading.current_thread() is not threading.main_thread() or parent_process() is None:
-        return False
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    if not ignored and _has_terminal():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or parent_process() is None or not hangup_may_reload():
         return False
     signal.signal(signal.SIGHUP, lambda number, frame: reload())
     return True
 
 
-def _has_terminal() -> bool:
+def hangup_may_reload() -> bool:
+    """Whether SIGHUP is free to mean something else than the end: no terminal controls this
+    process, or it was started with nohup. Where a terminal is, the signal says that it was
+    closed, and an engine that outlived its server would keep the accelerator's memory."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return True
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
-        return False
-    return True
+        return True
+    return False

@@ -1,10 +1,10 @@
-"""Turns refusals of the scheduler into HTTP statuses.
+"""What the API server gains by one flag: refusals with HTTP statuses, endpoints for the operator.
 
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
-    --middleware vllm_semantic_sched.engine.middleware.Refusals
+    --middleware vllm_semantic_sched.Middleware
 
-Without it vLLM answers a refused request with status 500, or within a stream that has begun with
-status 200 by an error message.
+Without it there are no endpoints (see `engine.admin`), and vLLM answers a refused request with
+status 500, or within a stream that has begun with status 200 by an error message.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.exceptions import GenerationError
 
+from vllm_semantic_sched.engine.admin import add_routes
 from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
 
 Message = MutableMapping[str, Any]
@@ -35,6 +36,18 @@ class RequestRefused(GenerationError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.status_code = HTTPStatus(refusal.code.status)
+
+
+class Middleware:
+    """ASGI middleware, the whole of it."""
+
+    def __init__(self, app: App) -> None:
+        self._app = Refusals(app)
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        # With the first message, as there is no other way to the application that vLLM builds.
+        add_routes(scope["app"])
+        await self._app(scope, receive, send)
 
 
 class Refusals:

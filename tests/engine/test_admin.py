@@ -1,0 +1,201 @@
+"""The operator's endpoints and commands against a real server."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from vllm_semantic_sched.admin.client import AdminClient, AdminError
+from vllm_semantic_sched.cli import main
+
+pytestmark = pytest.mark.engine
+
+KEY = "open-sesame"
+
+
+@pytest.fixture(scope="module")
+def weights(model, tmp_path_factory):
+    """A copy of the model, as its weights are changed."""
+    folder = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(model, folder)
+    return folder / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy") / "mine.yaml"
+    path.write_text("predictor: {enabled: false}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(serve, weights, policy):
+    settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
+    arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
+    arguments += ["--middleware", "vllm_semantic_sched.Middleware"]
+    arguments += ["--additional-config", settings, "--api-key", KEY]
+    return serve("admin", *arguments, seats=2, model=weights.parent)
+
+
+def complete(server, prompt="hello", max_tokens=8) -> str:
+    body = {"model": "bench", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps(body | {"ignore_eos": True}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer = json.load(reply)
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    return answer["choices"][0]["text"]
+
+
+def admin(server) -> AdminClient:
+    return AdminClient(server.url, KEY)
+
+
+def command(server, *words: str) -> int:
+    return main([*words, "--server", server.url, "--api-key", KEY])
+
+
+def test_a_reload_takes_effect_and_a_bad_file_does_not(server, policy, capsys) -> None:
+    text = policy.read_text()
+    policy.write_text(text + "preemption: {max_per_request: 1}\n")
+    assert command(server, "policy", "reload") == 0
+    assert "adopted, version 2" in capsys.readouterr().out
+    policy.write_text(text + "preemption: {max_per_reqest: 1}\n")
+    assert command(server, "policy", "reload") == 1
+    assert "did you mean 'max_per_request'" in capsys.readouterr().err
+    policy.write_text(text + "levels: 4\n")
+    assert command(server, "policy", "reload") == 1
+    assert "levels: 5 -> 4 needs a restart" in capsys.readouterr().err
+    complete(server)
+    page = server.get_text("/metrics")
+    assert 'semsched:policy_version{engine="0"} 2.0' in page
+    assert 'semsched:policy_reloads_total{engine="0",result="refused"} 2.0' in page
+    policy.write_text(text)
+    assert command(server, "policy", "reload") == 0
+
+
+@pytest.mark.parametrize("whom", ["server", "engine"])
+def test_a_hangup_reloads(server, policy, whom) -> None:
+    before = admin(server).status()[0]["policy"]["version"]
+    text = policy.read_text()
+    policy.write_text(text + "default_level: 4\n")
+    if whom == "server":
+        os.kill(server._process.pid, signal.SIGHUP)
+    else:
+        assert main(["policy", "reload", "--pid", str(server._process.pid)]) == 0
+    deadline = time.monotonic() + 20
+    while (now := admin(server).status()[0]["policy"])["version"] == before:
+        assert time.monotonic() < deadline
+    assert now["changed"] == ["default_level"]
+    policy.write_text(text)
+    assert command(server, "policy", "reload") == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "header", "status"),
+    [(None, {}, 401), (KEY, {"X-Forwarded-For": "1.2.3.4"}, 403), (KEY, {"Origin": "null"}, 403)],
+)
+def test_strangers_are_refused(server, key, header, status) -> None:
+    headers = header | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(server.url + "/v1/semsched/pause", b"{}", headers)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=20)
+    assert refusal.value.code == status
+    assert not admin(server).status()[0]["paused"]
+
+
+class Crowd:
+    """Long requests on all seats and more in the queue."""
+
+    def __init__(self, server, count=6) -> None:
+        self.server = server
+        self.texts: dict[int, str] = {}
+        self.threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(count)
+        ]
+
+    def _ask(self, number: int) -> None:
+        self.texts[number] = complete(self.server, f"story number {number}", 150)
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while admin(self.server).status()[0]["waiting"] == 0:
+            assert time.monotonic() < deadline
+        return self
+
+    def __exit__(self, *_) -> None:
+        for thread in self.threads:
+            thread.join(timeout=60)
+        assert sorted(self.texts) == list(range(len(self.threads)))
+
+
+@pytest.fixture(scope="module")
+def calm(server) -> dict[int, str]:
+    """What the crowd's requests are answered when nothing disturbs them."""
+    return {number: complete(server, f"story number {number}", 150) for number in range(6)}
+
+
+@pytest.mark.parametrize("running", ["finish", "keep"])
+def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
+    with Crowd(server) as crowd:
+        maintain = ("maintenance", "--action", "pause", "--running", running)
+        assert command(server, *maintain) == 0
+        state = admin(server).status()[0]
+        assert state["paused"] and state["waiting"] > 0
+        assert state["running"] == (0 if running == "finish" else 2)
+        time.sleep(1)
+        assert admin(server).status()[0] == state
+        assert command(server, "maintenance", "--action", "resume") == 0
+    assert crowd.texts == calm
+    assert "paused: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("running", ["finish", "keep"])
+def test_weights_change_under_a_queue(server, weights, running) -> None:
+    from safetensors.torch import load_file, save_file
+
+    before = complete(server, "what is rain", 30)
+    kept = weights.with_suffix(".kept")
+    shutil.copy(weights, kept)
+    tensors = load_file(weights)
+    save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, weights)
+    action = ("maintenance", "--action", "reload-weights", "--running", running)
+    with Crowd(server):
+        assert command(server, *action) == 0
+    other = complete(server, "what is rain", 30)
+    assert other != before
+    shutil.move(kept, weights)
+    assert command(server, *action) == 0
+    assert complete(server, "what is rain", 30) == before
+
+
+def test_sleep_and_wake_keep_the_queue(server) -> None:
+    """The CPU platform has no memory to give back; the order of things is the same."""
+    with Crowd(server):
+        assert command(server, "maintenance", "--action", "sleep") == 0
+        assert admin(server).status()[0]["paused"]
+        assert command(server, "maintenance", "--action", "wake") == 0
+
+
+def test_an_action_that_fails_lets_the_server_go_on(server, capsys) -> None:
+    action = ("maintenance", "--action", "unload-lora", "--lora-name", "none")
+    assert command(server, *action) == 1
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in capsys.readouterr().err
+    assert not admin(server).status()[0]["paused"]
+    assert complete(server)
+
+
+def test_changing_weights_that_are_in_use_is_refused(server) -> None:
+    with pytest.raises(AdminError, match="pause first"):
+        admin(server).post("/weights/reload")
