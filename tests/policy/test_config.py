@@ -90,5 +90,10 @@ def test_every_key_is_documented_with_its_default() -> None:
     documented = {line.split(":")[0] for line in text.splitlines() if not line.startswith(" ")}
     documented = {key for key in documented if not key.startswith("tiers[]")}
     flat = yaml.safe_load(Policy().model_dump_json())
-    keys = {f"{k}.{s}" for k, v in flat.items() if isinstance(v, dict) for s in v}
-    assert documented == keys | {k for k, v in flat.items() if not isinstance(v, dict)}
+
+    def keys(values: dict, prefix: str = "") -> set[str]:
+        nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+        found = {prefix + key for key in values if key not in nested}
+        return found.union(*(keys(value, f"{prefix}{key}.") for key, value in nested.items()))
+
+    assert documented == keys(flat)

@@ -72,7 +72,7 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
         elif action == "step":
             for job in running:
                 job.generated += 1
-            core.step(lambda job: None)
+            core.step(lambda job: None, float(number))
         for job in jobs:
             assert (job in core.waiting) == (job.state is JobState.WAITING)
             assert (job in core.running) == (job.state is JobState.RUNNING)
@@ -161,7 +161,7 @@ def test_an_overdue_job_gets_a_new_estimate() -> None:
     def observe(job: Job) -> None:
         job.generated = 15
 
-    late = [core.step(observe) for _ in range(40)]
+    late = [core.step(observe, 0.0) for _ in range(40)]
     assert [job] in late
     assert core.expected_output(job) > 15
 

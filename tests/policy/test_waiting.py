@@ -30,7 +30,7 @@ def test_the_best_of_heap_and_buffer_comes_first_and_nothing_is_lost(steps) -> N
     for kind, level, remaining, pick in steps:
         jobs = list(model)
         if kind in ("buffer", "push"):
-            job = make_job(level)
+            job = make_job(2 if kind == "buffer" else level)
             if kind == "buffer":
                 queue.buffer(job)
                 model[job] = default_rank(job)
@@ -39,6 +39,7 @@ def test_the_best_of_heap_and_buffer_comes_first_and_nothing_is_lost(steps) -> N
                 queue.push(job, model[job])
         elif jobs and kind == "predict":
             job = jobs[pick % len(jobs)]
+            job.level = level
             model[job] = Rank(level, remaining, job.sequence)
             queue.push(job, model[job])
         elif jobs and kind == "remove":

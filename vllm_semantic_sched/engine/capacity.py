@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_semantic_sched.policy.reservation import EngineCapacity
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -16,6 +18,17 @@ class Capacity:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
+
+    def total(self) -> EngineCapacity:
+        """Seats and KV blocks in all, as reservations count them."""
+        scheduler = self._scheduler
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        return EngineCapacity(
+            seats=scheduler.max_num_running_reqs,
+            # vLLM keeps one block as null block; each group of layers has blocks of its own.
+            blocks=(self._manager.block_pool.num_gpu_blocks - 1) // max(1, groups),
+            block_size=scheduler.block_size,
+        )
 
     def free_for_admission(self) -> int:
         """Blocks that waiting requests may take in the coming step: free ones, less vLLM's

@@ -101,6 +101,7 @@ class LivePolicy:
                 raise loaded
             policy, profile = loaded
             check_live_change(self._core.policy, policy)
+            self._core.check(policy)
         except PolicyError as problem:
             self._logger.error(
                 "Semantic scheduling: the policy was not reloaded, version %d stays in force: %s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
@@ -18,7 +18,8 @@ class SemanticRequestQueue(RequestQueue):
     """Requests by rank. If the core ever fails here, the queue goes on first come, first served.
 
     vLLM looks at the head, allocates for it and then pops: `pop_request` therefore always
-    returns what `peek_request` returned last, even across a failure.
+    returns what `peek_request` returned last, even across a failure. A queue whose requests are
+    all held back by a reservation is false, and its length is not 0.
 
     Args:
         jobs: the scheduler's jobs by request id; a request without one is served last.
@@ -59,23 +60,28 @@ class SemanticRequestQueue(RequestQueue):
 
     def peek_request(self) -> Request:
         self._peeked = self._head()
+        if self._peeked is None:
+            raise IndexError("peek from an empty queue")
         return self._peeked
 
     def pop_request(self) -> Request:
         request = self._peeked or self._head()
-        self._remove(request)
+        assert request is not None, "pop from an empty queue"
+        self._remove(request, self._core.take)
         return request
 
     def remove_request(self, request: Request) -> None:
-        self._remove(request)
+        self._remove(request, _drop)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         # vLLM hands every queue the same list, so some are strangers here.
         for request in requests:
-            self._remove(request)
+            self._remove(request, _drop)
 
     def __bool__(self) -> bool:
-        return bool(self._members)
+        """Whether a request may have a seat now: vLLM asks this before it looks at the head, and
+        so admits nobody else than those that reservations let through."""
+        return bool(self._members) and self._head() is not None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -89,27 +95,29 @@ class SemanticRequestQueue(RequestQueue):
     def _ordered_by_core(self) -> bool:
         return not self._first_come_first_served
 
-    def _head(self) -> Request:
-        if not self._members:
-            raise IndexError("peek from an empty queue")
-        if self._ordered_by_core:
+    def _head(self) -> Request | None:
+        if self._members and self._ordered_by_core:
             try:
                 job = self._queue.peek()
-                assert job is not None, "the core lost a request"
-                return self._members[job.request_id]
+                assert len(self._queue) == len(self._members), "the core lost a request"
+                return None if job is None else self._members[job.request_id]
             except Exception:
                 self._fall_back("choosing the next request")
-        return next(iter(self._members.values()))
+        return next(iter(self._members.values()), None)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request, from_core: Callable[[Job, WaitingQueue], None]) -> None:
         self._peeked = None
         if self._members.pop(request.request_id, None) is None or not self._ordered_by_core:
             return
         try:
-            self._queue.remove(self._jobs[request.request_id])
+            from_core(self._jobs[request.request_id], self._queue)
         except Exception:
             self._fall_back("taking a request out of the queue")
 
     def _fall_back(self, doing: str) -> None:
         self._guard.failed(doing)
         self._first_come_first_served = True
+
+
+def _drop(job: Job, queue: WaitingQueue) -> None:
+    queue.remove(job)

@@ -39,6 +39,7 @@ from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.refusal import Refusal
 from vllm_semantic_sched.policy.retention import PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
+from vllm_semantic_sched.policy.tenants import read_tenant
 
 # Under vLLM's own logger, so that its handlers and levels apply.
 logger = logging.getLogger("vllm.semantic_sched")
@@ -87,6 +88,7 @@ class SemanticScheduler(Scheduler):
         )
         self._endings = Endings(self)
         self._capacity = Capacity(self)
+        core.set_capacity(self._capacity.total(), 1 + self.num_spec_tokens)
         self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
@@ -116,7 +118,9 @@ class SemanticScheduler(Scheduler):
         with self._guard("applying predictions"):
             self._reposition(core, self._predictions.apply())
         with self._guard("revising estimates"):
-            self._reposition(core, core.step(self._observe))
+            self._reposition(core, core.step(self._observe, time.monotonic()))
+        with self._guard("keeping reservations"):
+            self._keep_reservations(core)
         with self._guard("making room for urgent requests"):
             self._make_room(core)
         with self._guard("limiting prefills"):
@@ -230,6 +234,7 @@ class SemanticScheduler(Scheduler):
             max_output_tokens=request.max_tokens,
             hint=hint,
             awaits_prediction=self._predictions.submit(request, hint),
+            tenant=read_tenant(extra_args),
         )
         self._counters.add("requests", hint.source.value)
         return job
@@ -241,10 +246,7 @@ class SemanticScheduler(Scheduler):
 
     def _make_room(self, core: SchedulingCore) -> None:
         """Preempt running requests for waiting ones, which vLLM itself never does (P5)."""
-        first = core.waiting.peek()
-        if first is None or not core.worth_preempting(first):
-            return
-        if self.pause_state is not PauseState.UNPAUSED:
+        if not core.wants_room or self.pause_state is not PauseState.UNPAUSED:
             return
         room = Room(
             seats=self._capacity.free_seats(),
@@ -266,6 +268,13 @@ class SemanticScheduler(Scheduler):
         self._observe(job)
         return core.plan_preemption(job)
 
+    def _keep_reservations(self, core: SchedulingCore) -> None:
+        """Preempt what has grown into a hard reservation."""
+        while (intruder := core.intruder()) is not None and self._freed_at_once(
+            intruder
+        ) is not None:
+            self._evict(self.requests[intruder.request_id], "reservation_preemptions")
+
     def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]
         # Blocks that a step in flight may still write do not come free at once.
@@ -273,7 +282,7 @@ class SemanticScheduler(Scheduler):
             return None
         return self._capacity.freed_by(request)
 
-    def _evict(self, request: Request) -> None:
+    def _evict(self, request: Request, reason: str = "admission_preemptions") -> None:
         self.running.remove(request)
         self._preempting_for = "urgent"
         try:
@@ -284,7 +293,7 @@ class SemanticScheduler(Scheduler):
             self._preempting_for = "kv_shortage"
         # Else a resumption in this very step would be taken for a continued run.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._counters.add("admission_preemptions")
+        self._counters.add(reason)
 
     def _take_in_admitted(self, core: SchedulingCore) -> None:
         """vLLM appends what it admits to self.running; move those to their place."""

@@ -73,11 +73,11 @@ class StepLimit:
     ) -> None:
         scheduler = self._scheduler
         best = scheduler.running[0]
-        levels = [job.level for job in prefilling]
+        levels = [job.effective_level for job in prefilling]
         if newcomer is not None:
-            levels.append(newcomer.level)
+            levels.append(newcomer.effective_level)
         limit = core.prefill_token_limit(
-            None if best.is_prefill_chunk else self._jobs[best.request_id].level,
+            None if best.is_prefill_chunk else self._jobs[best.request_id].effective_level,
             min(levels, default=None),
         )
         if limit is None:

@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vllm_semantic_sched.policy.aging import Aging
+from vllm_semantic_sched.policy.deadlines import Deadlines
 from vllm_semantic_sched.policy.decision import Decision
+from vllm_semantic_sched.policy.fair_share import FairShareKnobs
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.hints import Hints
 from vllm_semantic_sched.policy.length import Length
@@ -21,6 +24,7 @@ from vllm_semantic_sched.policy.preemption import Preemption
 from vllm_semantic_sched.policy.retention import Retention
 from vllm_semantic_sched.policy.section import Section, parse_section
 from vllm_semantic_sched.policy.stage import Stage
+from vllm_semantic_sched.policy.tenants import Tenants
 from vllm_semantic_sched.policy.tiers import Tier
 
 
@@ -53,6 +57,10 @@ class Policy(Section):
     predictor: Predictor = Predictor()
     decision: Decision = Decision()
     length: Length = Length()
+    aging: Aging = Aging()
+    deadlines: Deadlines = Deadlines()
+    fair_share: FairShareKnobs = FairShareKnobs()
+    tenants: Tenants = Tenants()
 
     @model_validator(mode="after")
     def _levels_exist(self) -> Policy:

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.cost import remaining_seconds
 from vllm_semantic_sched.policy.decision import decide_level
+from vllm_semantic_sched.policy.fairness import Fairness
 from vllm_semantic_sched.policy.hints import Hint, read_hints
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
@@ -18,6 +19,7 @@ from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.rank import Rank, rank_of
+from vllm_semantic_sched.policy.reservation import EngineCapacity
 from vllm_semantic_sched.policy.retention import (
     HostRoom,
     PreemptionPlan,
@@ -25,7 +27,8 @@ from vllm_semantic_sched.policy.retention import (
 )
 from vllm_semantic_sched.policy.running import RunningSet
 from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield
-from vllm_semantic_sched.policy.waiting import WaitingQueue
+from vllm_semantic_sched.policy.tenants import ANONYMOUS
+from vllm_semantic_sched.policy.waiting import QueueRules, WaitingQueue
 
 # Jobs that get their rank anew per step after the policy has changed: about a millisecond of work,
 # so that a queue of 10,000 is in its new order after 100 steps and no step is held up.
@@ -53,11 +56,20 @@ class SchedulingCore:
         self.profile = profile
         self._calibration: LengthCalibration | None = None
         self.buckets = buckets
-        self.waiting = self.new_queue()
+        self.fairness = Fairness(policy, profile, self._make_queue)
+        self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.lifecycle = Lifecycle(clock)
         self._sequence = itertools.count()
         self._outdated: list[Job] = []  # ranked by a policy that is no longer in force
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a policy that this engine is too small for.
+
+        Raises:
+            PolicyError: naming what does not fit.
+        """
+        self.fairness.reservation.check([policy.tier(level) for level in range(policy.levels)])
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Obey another policy from now on. What `policy.live.check_live_change` refuses must not
@@ -68,6 +80,7 @@ class SchedulingCore:
         stay consistent; only the list of them is taken now. Levels that came from a hint stay,
         those that were predicted or are the default one are decided anew.
         """
+        self.fairness.adopt(policy, profile)
         self.policy, self.profile = policy, profile
         self.running.step_seconds = profile.gamma2
         if self._calibration is not None:
@@ -96,9 +109,13 @@ class SchedulingCore:
         """Observed by expected output tokens of recently finished jobs; None if there are none."""
         return self._calibration.ratio if self._calibration else None
 
+    def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
+        """See `policy.fairness.Fairness.set_capacity`."""
+        self.fairness.set_capacity(capacity, tokens_per_step)
+
     def new_queue(self) -> WaitingQueue:
-        """A waiting queue under this policy's order."""
-        return WaitingQueue(self._default_rank)
+        """A waiting queue in the order of ranks alone: no tenants, nobody held back."""
+        return self._make_queue(QueueRules(by_level=self.policy.uses_urgency))
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `policy.hints.read_hints`."""
@@ -112,6 +129,7 @@ class SchedulingCore:
         max_output_tokens: int,
         hint: Hint,
         awaits_prediction: bool,
+        tenant: str = ANONYMOUS,
     ) -> Job:
         """A job for a request that has just arrived; it is in no queue yet."""
         level = self.policy.default_level if hint.level is None else hint.level
@@ -124,7 +142,10 @@ class SchedulingCore:
             level=level,
             level_source=hint.source,
             awaits_prediction=awaits_prediction,
+            tenant=tenant,
         )
+        if hint.level is not None or not awaits_prediction:
+            self._cap_level(job)
         self.lifecycle.arrive(job)
         return job
 
@@ -138,16 +159,29 @@ class SchedulingCore:
         """
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self.running.discard(job)
+            self.fairness.leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
             queue.buffer(job)
         else:
             queue.push(job, self.rank(job))
+        if queue is self.waiting:
+            self.fairness.wait(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
-        """Queue a job that was popped and could not be admitted in this step."""
+        """Queue a job that was taken and could not be admitted in this step, or was preempted."""
         queue.push(job, self.rank(job))
+        if queue is self.waiting:
+            self.fairness.wait(job)
+
+    def take(self, job: Job, queue: WaitingQueue) -> None:
+        """The engine takes what `queue.peek` returned, to give it a seat. It starts, or is
+        queued again in the same step."""
+        if queue is self.waiting:
+            self.fairness.take(job)
+        else:
+            queue.remove(job)
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """A prediction has come back, or is known not to come (None). Moves the job, wherever it
@@ -157,6 +191,8 @@ class SchedulingCore:
         if prediction is not None and job.level_source is LevelSource.DEFAULT:
             job.level_source = LevelSource.PREDICTION
             self._decide_level(job)
+            self._cap_level(job)
+            self.fairness.relevel(job)
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
         elif job in self.running:
@@ -166,6 +202,7 @@ class SchedulingCore:
 
     def start(self, job: Job) -> None:
         """A job got its seat; its `computed` is up to date."""
+        self.fairness.start(job)
         job.swapped = 0
         self.lifecycle.move(job, JobState.RUNNING)
         self._store_running(job)
@@ -196,6 +233,7 @@ class SchedulingCore:
             and job.generated - job.generated_before < self.policy.retention.thrash_tokens
         )
         self.running.discard(job)
+        self.fairness.leave(job)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
         job.generated_before = job.generated
@@ -229,16 +267,18 @@ class SchedulingCore:
         """
         self.waiting.remove(job)
         self.running.discard(job)
+        self.fairness.leave(job)
         self.lifecycle.move(job, state, reason)
         predicted = job.prediction.length if job.prediction is not None else None
         if self._calibration is not None and predicted is not None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, ending)
 
-    def step(self, observe: Callable[[Job], None]) -> list[Job]:
-        """One engine step has passed.
+    def step(self, observe: Callable[[Job], None], now: float) -> list[Job]:
+        """One engine step has passed and the next begins.
 
         Args:
             observe: updates a job's `generated` and `computed`.
+            now: seconds, on the clock of `Job.arrival`.
 
         Returns:
             Running jobs whose order changed: those that outlived their estimate and got a new
@@ -248,6 +288,8 @@ class SchedulingCore:
         for job in moved:
             observe(job)
             self._store_running(job)
+        for job in self.fairness.step(now, observe):
+            self.waiting.push(job, self.rank(job))
         return moved
 
     def _rerank_some(self) -> list[Job]:
@@ -256,6 +298,7 @@ class SchedulingCore:
         for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
             job = self._outdated.pop()
             self._decide_level(job)
+            self.fairness.relevel(job)
             if job in self.waiting:
                 self.waiting.rerank(job, self.rank(job))
             elif job in self.running:
@@ -264,25 +307,47 @@ class SchedulingCore:
 
     def _decide_level(self, job: Job) -> None:
         if job.level_source is LevelSource.DEFAULT:
-            job.level = self.policy.default_level
+            job.level = max(self.policy.default_level, job.best_level)
         elif job.level_source is LevelSource.PREDICTION and job.prediction is not None:
             level = decide_level(job.prediction.urgency, self.policy.decision)
-            job.level = min(level, self.policy.levels - 1)
+            job.level = max(min(level, self.policy.levels - 1), job.best_level)
         self.lifecycle.recount(job)
+
+    def _cap_level(self, job: Job) -> None:
+        """Count a job whose level has been decided against its tenant's part of the top levels."""
+        lowest = self.policy.levels - 1
+        allowed = self.fairness.top_levels.level(job.tenant, job.level, lowest, job.arrival)
+        if allowed != job.level:
+            job.level = job.best_level = allowed
+            self.lifecycle.recount(job)
 
     # Decisions
 
+    @property
+    def wants_room(self) -> bool:
+        """Whether some waiting job may take a running one's place. O(levels), so that a step in
+        which nothing is to be done costs nothing."""
+        levels = self.waiting.levels
+        return bool(levels) and self._level_may_preempt(levels[0])
+
+    @property
+    def reorders_levels(self) -> bool:
+        """Whether jobs that may not preempt can stand before such as may."""
+        return self.fairness.reorders_levels
+
     def worth_preempting(self, job: Job) -> bool:
-        """Whether some running job is so much less urgent that `job` may take its place. O(1),
-        so that a step in which nothing is to be done costs nothing."""
-        worst = self.running.least_urgent()
-        limits = self.policy.preemption
-        return (
-            limits.enabled
-            and self.policy.uses_urgency
-            and worst is not None
-            and worst.level >= job.level + limits.min_level_gap
-        )
+        """Whether some running job is so much less urgent that `job` may take its place. O(1).
+
+        By its own level: what a job gained by waiting, by a near deadline or by its tier's share
+        gets it the next seat that comes free, and never somebody's.
+        """
+        return self._level_may_preempt(job.level)
+
+    def need_of(self, job: Job, need: Need) -> Need:
+        """What must come free for a job, given what the engine lacks: more where less urgent
+        tiers fill their part beside a hard reservation."""
+        missing = self.fairness.shortage(job)
+        return Need(max(need.seats, missing.seats), max(need.blocks, missing.blocks))
 
     def victims_for(
         self,
@@ -293,6 +358,7 @@ class SchedulingCore:
         preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
         """See `policy.preemption.choose_victims`."""
+        borrowed = self.fairness.reservation.borrowed_from(job.level)
         return choose_victims(
             job.level,
             need,
@@ -301,10 +367,19 @@ class SchedulingCore:
             max_victims,
             freeable_blocks,
             preemption_seconds,
+            borrowed,
         )
 
+    def intruder(self) -> Job | None:
+        """A running job that must give way because less urgent tiers hold part of a hard
+        reservation, after one grew or turned out to be less urgent than thought."""
+        above = self.fairness.reservation.over_limit()
+        if above is None:
+            return None
+        return next((job for job in self.running.by_eviction() if job.level > above), None)
+
     def prefill_token_limit(
-        self, decoding_level: int | None, prefill_level: int | None
+        self, decoding_level: float | None, prefill_level: float | None
     ) -> int | None:
         """See `policy.stage.prefill_token_limit`."""
         if not self.policy.uses_urgency:
@@ -323,7 +398,7 @@ class SchedulingCore:
 
     def rank(self, job: Job) -> Rank:
         """Where a job stands by what is known of it now."""
-        return rank_of(self.policy.base, job.level, self.remaining(job), job.sequence)
+        return rank_of(self.policy.base, job.effective_level, self.remaining(job), job.sequence)
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of engine work left; above zero until the job finishes."""
@@ -351,6 +426,17 @@ class SchedulingCore:
             job.prediction.length, buckets, 0, self.policy.length.estimate
         )
         return min(expected, job.max_output_tokens)
+
+    def _level_may_preempt(self, level: int) -> bool:
+        worst = self.running.least_urgent()
+        limits = self.policy.preemption
+        if not limits.enabled or not self.policy.uses_urgency or worst is None:
+            return False
+        gap = worst.effective_level - level
+        return gap >= limits.min_level_gap or (gap > 0 and self.fairness.reservation.lent(level))
+
+    def _make_queue(self, rules: QueueRules) -> WaitingQueue:
+        return WaitingQueue(self._default_rank, rules)
 
     def _store_running(self, job: Job) -> None:
         self.running.add(job, self.rank(job), self.remaining(job))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.errors import IllegalTransition
 from vllm_semantic_sched.policy.prediction import Prediction
+from vllm_semantic_sched.policy.rank import OVERDUE
 
 
 class JobState(enum.Enum):
@@ -62,6 +63,11 @@ class Job:
         preemptions: times that it lost its seat to another request.
         preemption_seconds: what those have cost by plan.
         generated_before: output tokens when it lost its seat last.
+        tenant: whose request it is; empty if unknown.
+        best_level: the most urgent level that its tenant's part of the top levels leaves it.
+        promotions, aged: how often aging promoted it, and by how many levels in all.
+        deadline: when its first token is due, if its deadline is watched.
+        hurried: levels gained because the deadline is near.
         state, entered: where it stands, and since when.
         started, first_token: when it got its first seat and its first token.
         waited: seconds without a seat, up to `entered`.
@@ -82,11 +88,30 @@ class Job:
     preemptions: int = 0
     preemption_seconds: float = 0.0
     generated_before: int = 0
+    tenant: str = ""
+    best_level: int = 0
+    promotions: int = 0
+    aged: float = 0.0
+    deadline: float = 0.0
+    hurried: float = 0.0
     state: JobState = JobState.WAITING
     entered: float = 0.0
     started: float | None = None
     first_token: float | None = None
     waited: float = 0.0
+
+    @property
+    def effective_level(self) -> float:
+        """The level that orders it: its own, less what it gained by waiting or by a near
+        deadline."""
+        if not self.aged and not self.hurried:
+            return self.level
+        return min(max(self.level - self.aged, OVERDUE), max(self.level - self.hurried, 0.0))
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it has waited as long as aging lets it."""
+        return self.level - self.aged <= OVERDUE
 
     @property
     def tokens(self) -> int:

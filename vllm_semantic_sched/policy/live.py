@@ -15,6 +15,7 @@ from vllm_semantic_sched.policy.profile import EngineProfile
 # Key, or group of keys: what was built from it when the server started.
 NEEDS_RESTART = {
     "base": "the queues were built for it",
+    "tenants.fair": "the queues were built for it",
     "levels": "the predictor and every request in the queue know that many",
     "predictor": "the predictor process was started with it",
 }

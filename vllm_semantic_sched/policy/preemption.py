@@ -67,18 +67,24 @@ def choose_victims(
     max_victims: int,
     freeable_blocks: Callable[[Job], int | None],
     preemption_seconds: Callable[[Job], float] | None = None,
+    borrowed: Callable[[Job], bool] | None = None,
 ) -> list[Job]:
     """The victims that make room for a job of `level`.
 
     They come off the eviction heap, least urgent first, each at least `min_level_gap` levels
-    less urgent than the newcomer and not preempted too often. Nothing is evicted in vain: if
-    the eligible jobs do not suffice the answer is empty, and a victim that the later ones made
-    unnecessary is spared.
+    less urgent than the newcomer and not preempted too often. A job that sits on capacity
+    reserved for the newcomer has neither protection, as long as it is less urgent. Nothing is
+    evicted in vain: if the eligible jobs do not suffice the answer is empty, and a victim that
+    the later ones made unnecessary is spared.
+
+    What a running job gained by waiting protects it: its effective level counts, and the
+    newcomer's own.
 
     Args:
         max_victims: how many this call may name.
         freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
         preemption_seconds: what preempting a job would cost; needed for `victim: cost`.
+        borrowed: whether a job sits on capacity reserved for the newcomer; None: none does.
     """
     candidates = running.by_eviction()
     if limits.victim == "cost" and preemption_seconds is not None:
@@ -88,9 +94,11 @@ def choose_victims(
     for job in candidates:
         if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
             break
-        if job.level < level + limits.min_level_gap:
+        near = job.effective_level < level + limits.min_level_gap
+        if job.effective_level <= level or (near and borrowed is None):
             break  # all that follow are at least as urgent
-        if job.preemptions >= limits.max_per_request:
+        protected = near or job.preemptions >= limits.max_per_request
+        if protected and (borrowed is None or not borrowed(job)):
             continue
         freed = freeable_blocks(job)
         if freed is None:
@@ -104,7 +112,7 @@ def choose_victims(
 
 def _cheapest_first(jobs: Iterable[Job], cost: Callable[[Job], float]) -> Iterator[Job]:
     """The first jobs of each level by cost, the later ones as they come; lazily."""
-    for _, same_level in itertools.groupby(jobs, key=lambda job: job.level):
+    for _, same_level in itertools.groupby(jobs, key=lambda job: job.effective_level):
         yield from sorted(itertools.islice(same_level, _COMPARED), key=cost)
         yield from same_level  # noqa: B031 - those that were not compared
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # How far down the waiting queue a step looks for jobs to make room for.
 _LOOKAHEAD = 64
+# Of these, jobs that may not preempt and stand before such as may.
+_PASSED = 8
 
 
 @dataclass(slots=True)
@@ -37,7 +39,9 @@ def choose_evictions(
     """Running jobs to preempt before a step, for waiting ones that vLLM would let wait.
 
     Goes down the waiting queue as far as jobs can be admitted in this step, and keeps account
-    of what those before have taken. The jobs themselves are not touched.
+    of what those before have taken. A job that its age, its deadline or its tier's share put
+    before a more urgent one takes what comes free first, so it is counted, although nobody is
+    preempted for it. The jobs themselves are not touched.
 
     Args:
         room: what there is without preempting anybody; used up by the call.
@@ -53,14 +57,17 @@ def choose_evictions(
     def freeable(victim: Job) -> int | None:
         return None if victim in victims else freeable_blocks(victim)
 
+    passed = 0
     for job in itertools.islice(core.waiting.ordered(), _LOOKAHEAD):
-        if room.prefill_tokens <= 0 or not core.worth_preempting(job):
+        entitled = core.worth_preempting(job)
+        passed += not entitled
+        if room.prefill_tokens <= 0 or passed > (_PASSED if core.reorders_levels else 0):
             break
         if not ready(job):
             continue
         blocks = needed_blocks(job)
-        need = Need(seats=1 - room.seats, blocks=blocks - room.blocks)
-        if not need.met:
+        need = core.need_of(job, Need(seats=1 - room.seats, blocks=blocks - room.blocks))
+        if entitled and not need.met:
             chosen = core.victims_for(job, need, victims_left, freeable, preemption_seconds)
             if not chosen:
                 break

@@ -54,7 +54,7 @@ class RunningSet:
         self._due.discard(job)
         return self._eviction.discard(job)
 
-    def order(self, job: Job) -> tuple[int, float, int]:
+    def order(self, job: Job) -> tuple[float, float, int]:
         """Sort key for running jobs, most urgent and soonest done first."""
         level, tag, sequence = self._eviction.key(job)
         return (-level, -tag, -sequence)

@@ -37,8 +37,8 @@ class Stage(Section):
 
 
 def prefill_token_limit(
-    decoding_level: int | None,
-    prefill_level: int | None,
+    decoding_level: float | None,
+    prefill_level: float | None,
     stage: Stage,
     profile: EngineProfile,
 ) -> int | None:
@@ -49,8 +49,9 @@ def prefill_token_limit(
     Alg. 2 and runs unhindered.
 
     Args:
-        decoding_level: level of the most urgent decoding job, None if none decodes.
-        prefill_level: level of the most urgent job that waits or prefills, None if there is none.
+        decoding_level: effective level of the most urgent decoding job, None if none decodes.
+        prefill_level: effective level of the most urgent job that waits or prefills, None if
+            there is none.
 
     Returns:
         Tokens; 0 closes the gate; None leaves the step as it is.
@@ -78,6 +79,6 @@ def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: 
     yielding: list[Job] = []
     for job in prefilling:
         wanted += job.tokens - job.computed
-        if job.level > newcomer.level:
+        if job.effective_level > newcomer.effective_level:
             yielding.append(job)
     return yielding if wanted > token_budget else []

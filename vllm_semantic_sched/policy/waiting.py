@@ -1,81 +1,131 @@
-"""The waiting queue: a min-heap by rank plus an unsorted buffer (paper, Alg. 1)."""
+"""The waiting queue: a lane for each level, and which lane is next."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.aging import Overtaking
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.lane import Lane
 from vllm_semantic_sched.policy.rank import Rank
+
+
+@dataclass(slots=True)
+class QueueRules:
+    """What decides among lanes beside their ranks; the defaults change nothing.
+
+    Attributes:
+        by_level: the rank looks at the level.
+        by_tenant: see `Lane`.
+        offset: levels to add to a lane, by its level; negative goes sooner.
+        admits: whether a job may have a seat now; a lane whose head may not is passed over.
+        overtaking: whether aged jobs may go before more urgent ones.
+        cost: see `Lane.ordered`.
+    """
+
+    by_level: bool = True
+    by_tenant: bool = False
+    offset: Callable[[int], float] = lambda level: 0.0
+    admits: Callable[[Job], bool] = lambda job: True
+    overtaking: Overtaking | None = None
+    cost: Callable[[Job], float] = lambda job: 0.0
 
 
 class WaitingQueue:
     """Jobs without a seat.
 
-    Jobs about which something is known are in the heap under their rank. Jobs whose prediction
-    has not come back wait in the buffer in arrival order; they are schedulable all the same, at
-    a default rank, when nothing better is there. All operations are O(log n).
+    Within a lane jobs go by rank (and by tenant). Keys there are frozen; what changes from step
+    to step, the offsets and what is admissible, is looked at when the heads of the lanes are
+    compared. All operations are O(log n + levels).
 
     Args:
-        default_rank: rank of a buffered job. It must rise with the sequence number alone, so
-            that the oldest buffered job is the best one.
+        default_rank: see `Line`.
     """
 
-    def __init__(self, default_rank: Callable[[Job], Rank]) -> None:
+    def __init__(
+        self, default_rank: Callable[[Job], Rank], rules: QueueRules | None = None
+    ) -> None:
         self._default_rank = default_rank
-        self._heap: AddressableHeap[Job] = AddressableHeap()
-        self._buffer: dict[Job, None] = {}
+        self._rules = rules or QueueRules()
+        self._lanes: dict[int, Lane] = {}
+        self._places: dict[Job, int] = {}
+        self._next: tuple[Job | None, bool] | None = None
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._buffer)
+        return len(self._places)
 
     def __contains__(self, job: object) -> bool:
-        return job in self._heap or job in self._buffer
+        return job in self._places
 
     def __iter__(self) -> Iterator[Job]:
         """The jobs, in no particular order."""
-        yield from self._heap
-        yield from self._buffer
+        return iter(self._places)
 
     @property
     def buffered(self) -> int:
-        """Jobs in the unsorted buffer."""
-        return len(self._buffer)
+        """Jobs whose prediction is not back."""
+        return sum(lane.buffered for lane in self._lanes.values())
+
+    @property
+    def levels(self) -> list[int]:
+        """Levels at which jobs wait, most urgent first."""
+        return sorted(level for level, lane in self._lanes.items() if lane)
+
+    def lane(self, level: int) -> Lane:
+        """The jobs that wait at a level."""
+        if level not in self._lanes:
+            self._lanes[level] = Lane(self._rules.by_tenant, self._default_rank)
+        return self._lanes[level]
 
     def buffer(self, job: Job) -> None:
         """Append a newly arrived job about which nothing is known yet."""
-        self._buffer[job] = None
+        self._next = None
+        self._places[job] = job.level
+        self.lane(job.level).buffer(job)
 
     def push(self, job: Job, rank: Rank) -> None:
-        """Put a job into the heap; one that is queued already moves to its new rank."""
-        self._buffer.pop(job, None)
-        self._heap.push(job, rank)
+        """Put a job in under its rank; one that is queued already moves."""
+        self._next = None
+        place = self._places.get(job)
+        if place is not None and place != job.level:
+            self._lanes[place].remove(job)
+        self._places[job] = job.level
+        self.lane(job.level).push(job, rank)
 
     def rerank(self, job: Job, rank: Rank) -> None:
-        """Give a queued job a new rank; a buffered one stays where it is."""
-        if job not in self._buffer and self._heap.key(job) != rank:
-            self._heap.push(job, rank)
+        """Give a queued job a new rank; a buffered one stays so, unless its level changed."""
+        if self._lanes[self._places[job]].is_buffered(job):
+            if self._places[job] == job.level:
+                return
+            rank = self._default_rank(job)
+        self.push(job, rank)
 
     def remove(self, job: Job) -> bool:
         """Take a job out; False if it is not queued."""
-        if job in self._buffer:
-            del self._buffer[job]
-            return True
-        return self._heap.discard(job)
+        place = self._places.pop(job, None)
+        if place is None:
+            return False
+        self._next = None
+        self._lanes[place].remove(job)
+        return True
+
+    def changed(self) -> None:
+        """Offsets, or what is admissible, may have changed."""
+        self._next = None
 
     def peek(self) -> Job | None:
-        """The job that runs next, of both structures, or None."""
-        best = self._heap.peek()
-        if not self._buffer:
-            return best
-        oldest = next(iter(self._buffer))
-        if best is None or self._default_rank(oldest) < self._heap.key(best):
-            return oldest
-        return best
+        """The job that runs next, or None if none waits or none may have a seat now."""
+        return self._choose()[0]
+
+    def overtakes(self, job: Job) -> bool:
+        """Whether `job`, which `peek` returned, is next because of its age alone."""
+        chosen, overtakes = self._choose()
+        return overtakes and chosen is job
 
     def pop(self) -> Job:
-        """Remove and return what `peek` returns. IndexError if empty."""
+        """Remove and return what `peek` returns. IndexError if there is nothing."""
         job = self.peek()
         if job is None:
             raise IndexError("pop from an empty waiting queue")
@@ -83,8 +133,65 @@ class WaitingQueue:
         return job
 
     def ordered(self) -> Iterator[Job]:
-        """The jobs by rank, lazily; the queue must not change during the iteration."""
-        ranked = ((self._heap.key(job), job) for job in self._heap.ordered())
-        buffered = ((self._default_rank(job), job) for job in self._buffer)
-        for _, job in heapq.merge(ranked, buffered, key=lambda pair: pair[0]):
-            yield job
+        """The jobs as they would go if there were seats for all and nothing else happened,
+        lazily; the queue must not change during the iteration. The first is what `peek` returns,
+        unless that was held back."""
+        first = self.peek()
+        if first is not None:
+            yield first
+        for _, job in heapq.merge(*map(self._keyed, self._lanes.values()), key=_first):
+            if job is not first:
+                yield job
+
+    def _keyed(self, lane: Lane) -> Iterator[tuple[Rank, Job]]:
+        for rank, job in lane.ordered(self._rules.cost):
+            yield self._key(rank, job, aged=False), job
+
+    def _choose(self) -> tuple[Job | None, bool]:
+        if self._next is None:
+            self._next = self._choose_anew()
+        return self._next
+
+    def _choose_anew(self) -> tuple[Job | None, bool]:
+        admits = self._rules.admits
+        heads = [lane.peek() for lane in self._lanes.values() if lane]
+        heads = [head for head in heads if admits(head[1])]
+        best = min(
+            ((self._key(rank, job, aged=False), job) for rank, job in heads),
+            key=_first,
+            default=None,
+        )
+        overtaking = self._rules.overtaking
+        if overtaking is None or not overtaking.allowed:
+            return (best[1] if best else None), False
+        oldest = self._oldest_overdue()
+        if oldest is not None:
+            # While it is held back nobody else overtakes, so that the next seat is its own.
+            aged = oldest if admits(oldest) else None
+        else:
+            aged = min(
+                ((self._key(rank, job, aged=True), job) for rank, job in heads),
+                key=_first,
+                default=(None, None),
+            )[1]
+        if aged is None or (best is not None and aged is best[1]):
+            return (best[1] if best else None), False
+        return aged, True
+
+    def _oldest_overdue(self) -> Job | None:
+        heads = (lane.overdue.peek() for lane in self._lanes.values())
+        return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
+
+    def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
+        if aged:
+            level = rank.level
+        elif self._rules.by_level:
+            level = max(job.level - job.hurried, 0.0) if job.hurried else job.level
+        else:
+            level = 0.0
+        offset = self._rules.offset(job.level)
+        return Rank(level + offset, rank.remaining, rank.sequence)
+
+
+def _first(pair: tuple[Rank, Job]) -> Rank:
+    return pair[0]

@@ -100,9 +100,11 @@ class Engine:
         core = self.core
         if not self.running and not len(core.waiting):
             return None
-        for job in core.step(self._observe):
-            self._reposition(job)
         self._swapped_out = []
+        for job in core.step(self._observe, now):
+            self._reposition(job)
+        while (intruder := core.intruder()) is not None:
+            self._preempt(self._runs[intruder], now)
         self._make_room(now)
         newcomer = core.waiting.peek()
         paused = self._paused(newcomer)
@@ -145,8 +147,7 @@ class Engine:
 
     def _make_room(self, now: float) -> None:
         core = self.core
-        first = core.waiting.peek()
-        if first is None or not core.worth_preempting(first):
+        if not core.wants_room:
             return
         room = Room(
             seats=self.seats - len(self.running),
@@ -177,13 +178,14 @@ class Engine:
 
     def _prefill_limit(self, newcomer: Job | None) -> float:
         """Prefill tokens that the stage decision allows; inf if it leaves the step as it is."""
-        levels = [job.level for job in self._prefilling]
+        levels = [job.effective_level for job in self._prefilling]
         if newcomer is not None:
-            levels.append(newcomer.level)
+            levels.append(newcomer.effective_level)
         best = self.running[0] if self.running else None
         decoding = best is not None and self._runs[best] in self._decoding
         limit = self.core.prefill_token_limit(
-            best.level if best is not None and decoding else None, min(levels, default=None)
+            best.effective_level if best is not None and decoding else None,
+            min(levels, default=None),
         )
         return math.inf if limit is None else limit
 
@@ -210,7 +212,7 @@ class Engine:
             needed = self._needed(job)
             if not self.pool.take(needed):
                 return
-            core.waiting.pop()
+            core.take(job, core.waiting)
             run = self._runs[job]
             run.blocks = needed
             run.loading, job.computed = job.swapped, job.swapped

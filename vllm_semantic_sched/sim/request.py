@@ -17,6 +17,7 @@ class SimRequest:
     level: int
     prompt_tokens: int
     output_tokens: int
+    tenant: str = ""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.prediction import Prediction
 from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.reservation import EngineCapacity
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine
@@ -79,6 +80,7 @@ def make_engine(
     else:
         batch = model.batch or profile.batch
         cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
+    core.set_capacity(EngineCapacity(model.seats, model.kv_blocks, model.block_size))
     return Engine(
         core,
         cost,
@@ -145,6 +147,7 @@ class _Simulation:
             max_output_tokens=self._longest,
             hint=hint,
             awaits_prediction=awaits,
+            tenant=request.tenant,
         )
         run = Run(request, job, self._predictions[index] if awaits else None)
         self._runs.append(run)

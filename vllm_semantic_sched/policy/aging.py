@@ -1,0 +1,170 @@
+"""Aging: a request that waits is promoted by steps, so that nobody starves (S5).
+
+The rule, and the bound that follows from it:
+
+- A request at level l that has waited `interval` seconds k times stands at l - k `step`, at most
+  `cap` promotions; below level 0 it is *overdue*, and all overdue requests go by arrival.
+- Its level orders the queue and protects it once it runs. It gives no right to preempt: an aged
+  request gets the next free seat, never somebody's.
+- A request that aging puts before a more urgent one overtakes it. Every admission earns `share`
+  of an overtaking, and at most one is saved up, so that of N = ceil(1 / share) admissions in a
+  row, one can go to the oldest overdue request and the others go by urgency.
+
+A request that may become overdue (no `cap`, or cap * step >= l + 1) gets its first seat within
+
+    W + (q + 1) N T       W = interval * ceil((l + 1) / step)
+
+seconds, where q is the number of older requests that wait when it arrives and T the longest time
+between two admissions while requests wait; T is at most the time that one request holds a seat.
+Where other tiers have hard reservations, a seat open to its tier must come free as well: add
+(q + 1) S, where S is the longest time that a request holds a seat.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.section import Section
+
+# Sums of shares such as ten times 0.1 fall short of 1 by rounding.
+_ROUNDING = 1e-9
+
+
+class Aging(Section):
+    """Promotion of requests that wait, so that none starves."""
+
+    enabled: bool = Field(False, description="Promote at all.")
+    interval: float = Field(10.0, gt=0, description="Seconds of waiting per promotion.")
+    step: float = Field(
+        1.0,
+        gt=0,
+        description="Levels per promotion. Fractions order requests of the same level by waiting "
+        "time; whole levels keep the shortest first within a level for longer.",
+    )
+    cap: int | None = Field(
+        None,
+        ge=1,
+        description="Promotions of one request at most. Unset: until it is overdue, above level "
+        "0, where requests go by arrival. With too small a cap there is no bound on the wait.",
+    )
+    share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Share of the admissions that may go to requests which only their age puts "
+        "before more urgent ones.",
+    )
+
+    def promotions_to_overdue(self, level: int) -> int:
+        """Promotions after which a request of that level is overdue, whatever the cap."""
+        return math.ceil((level + 1) / self.step - _ROUNDING)
+
+    def seconds_to_overdue(self, level: int) -> float | None:
+        """Waiting time after which a request of that level is overdue; None: never."""
+        needed = self.promotions_to_overdue(level)
+        if not self.enabled or (self.cap is not None and self.cap < needed):
+            return None
+        return self.interval * needed
+
+    def most_promotions(self, level: int) -> int:
+        """Promotions that a request of that level can get."""
+        needed = self.promotions_to_overdue(level)
+        return needed if self.cap is None else min(self.cap, needed)
+
+    @property
+    def admissions_per_overtaking(self) -> int:
+        """N: of so many admissions in a row one can go to the oldest overdue request."""
+        return math.ceil(1.0 / self.share - _ROUNDING)
+
+    def wait_bound(
+        self, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
+    ) -> float | None:
+        """Seconds to the first seat at most, see the module; None if there is no bound.
+
+        Args:
+            older: q, older requests that wait on arrival.
+            admission_gap: T.
+            seat_seconds: S, where other tiers have hard reservations.
+        """
+        waited = self.seconds_to_overdue(level)
+        if waited is None:
+            return None
+        return waited + (older + 1) * (
+            self.admissions_per_overtaking * admission_gap + seat_seconds
+        )
+
+
+class Promotions:
+    """Promotes waiting jobs when their time has come. A timer heap names them: O(log n) each,
+    nothing is scanned.
+
+    Attributes:
+        knobs: as given; may be changed.
+        count: promotions so far.
+    """
+
+    def __init__(self, knobs: Aging) -> None:
+        self.knobs = knobs
+        self.count = 0
+        self._timers: AddressableHeap[Job] = AddressableHeap()
+
+    def wait(self, job: Job) -> None:
+        """A job waits, or waits again; time in a seat in between does not count."""
+        if not self.knobs.enabled or job.promotions >= self.knobs.most_promotions(job.level):
+            self._timers.discard(job)
+            return
+        due = job.entered - job.waited + (job.promotions + 1) * self.knobs.interval
+        self._timers.push(job, due)
+
+    def stop(self, job: Job) -> None:
+        """A job no longer waits. It keeps its promotions."""
+        self._timers.discard(job)
+
+    def due(self, now: float) -> list[Job]:
+        """Promote the jobs whose time has come, and return them."""
+        promoted = []
+        while (job := self._timers.peek()) is not None and self._timers.key(job) <= now:
+            promoted.append(self._timers.pop())
+            waited = job.waited + now - job.entered
+            # The timer has fired: rounding must not make it fire again for the same promotion.
+            earned = max(job.promotions + 1, int(waited / self.knobs.interval))
+            earned = min(earned, self.knobs.most_promotions(job.level))
+            self.count += earned - job.promotions
+            job.promotions = earned
+            job.aged = self.knobs.step * earned
+            self.wait(job)
+        return promoted
+
+
+class Overtaking:
+    """Says when an aged job may go before a more urgent one.
+
+    Attributes:
+        knobs: as given; may be changed.
+        count: overtakings so far.
+    """
+
+    def __init__(self, knobs: Aging) -> None:
+        self.knobs = knobs
+        self.count = 0
+        self._credit = 1.0
+
+    @property
+    def allowed(self) -> bool:
+        return self.knobs.enabled and self._credit >= 1.0 - _ROUNDING
+
+    def admitted(self, overtook: bool) -> float:
+        """A job was admitted; what that changed the credit by, for `withdrawn`."""
+        before = self._credit
+        self.count += overtook
+        self._credit = min(1.0, before - overtook + self.knobs.share)
+        return self._credit - before
+
+    def withdrawn(self, overtook: bool, change: float) -> None:
+        """An admission did not happen after all."""
+        self.count -= overtook
+        self._credit = min(1.0, self._credit - change)

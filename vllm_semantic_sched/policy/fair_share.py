@@ -1,0 +1,103 @@
+"""Weighted fair share of the engine's time by tier, with deficit boost (S5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.tiers import Tier
+
+
+class FairShareKnobs(Section):
+    """Target shares of the engine's time (`tiers[].share`)."""
+
+    enabled: bool = Field(False, description="Steer towards the shares.")
+    window: float = Field(
+        30.0, gt=0, description="Seconds over which use is remembered, decaying exponentially."
+    )
+    max_levels: float = Field(
+        1.0,
+        gt=0,
+        description="Levels that a tier can gain below its share, and lose above it. To reach its "
+        "share under saturation a tier must gain, and the others lose, enough to meet.",
+    )
+    tolerance: float = Field(
+        0.1,
+        gt=0,
+        description="Relative distance from the share at which the whole gain or loss applies.",
+    )
+
+
+class FairShare:
+    """Engine time that each tier used lately, and the level offset that follows.
+
+    A tier's share counts among the tiers that have requests waiting: what the others do not ask
+    for is divided, and the engine never idles for a share.
+
+    Attributes:
+        knobs, targets: what it steers by.
+        offsets: levels to add, by tier; negative goes sooner.
+        served: engine seconds charged to each tier since the start.
+    """
+
+    def __init__(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
+        self.knobs = knobs
+        self.targets = targets_of(tiers)
+        self.offsets = [0.0] * len(tiers)
+        self.served = [0.0] * len(tiers)
+        self._used = [0.0] * len(tiers)
+        self._last: float | None = None
+
+    def adopt(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
+        """Steer by something else from now on; as many tiers as before."""
+        self.knobs, self.targets = knobs, targets_of(tiers)
+        self.offsets = [0.0] * len(tiers)
+
+    def charge(self, level: int, seconds: float) -> None:
+        """Engine time was used; negative if too much had been charged."""
+        self.served[level] += seconds
+        self._used[level] = max(0.0, self._used[level] + seconds)
+
+    def update(self, now: float, active: Sequence[int]) -> None:
+        """Once per step, O(tiers).
+
+        Args:
+            active: tiers with waiting requests.
+        """
+        if self._last is not None and now > self._last:
+            kept = math.exp((self._last - now) / self.knobs.window)
+            self._used = [kept * used for used in self._used]
+        self._last = now
+        self.offsets = [0.0] * len(self._used)
+        shares = self.shares(active)
+        if not self.knobs.enabled or not shares:
+            return
+        for level, (share, target) in shares.items():
+            self.offsets[level] = self._offset(share, target)
+
+    def shares(self, active: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Share used lately and target share of the tiers in `active`; empty if they used
+        nothing."""
+        used = sum(self._used[level] for level in active)
+        targets = sum(self.targets[level] for level in active)
+        if used <= 0.0 or targets <= 0.0:
+            return {}
+        return {
+            level: (self._used[level] / used, self.targets[level] / targets) for level in active
+        }
+
+    def _offset(self, share: float, target: float) -> float:
+        if target <= 0.0:  # promised nothing: behind those that are
+            return self.knobs.max_levels
+        excess = (share - target) / (target * self.knobs.tolerance)
+        return self.knobs.max_levels * min(1.0, max(-1.0, excess))
+
+
+def targets_of(tiers: Sequence[Tier]) -> list[float]:
+    """Target share of each tier; those without one divide what the others leave."""
+    left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in tiers))
+    without = sum(tier.share is None for tier in tiers)
+    return [left / without if tier.share is None else tier.share for tier in tiers]

@@ -1,0 +1,194 @@
+"""Aging, deadlines, shares, tenants and reservations, as the core uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.aging import Overtaking, Promotions
+from vllm_semantic_sched.policy.deadlines import DeadlineWatch
+from vllm_semantic_sched.policy.fair_share import FairShare
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.preemption import Need
+from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.reservation import EngineCapacity, Reservation
+from vllm_semantic_sched.policy.tenants import TopLevelGuard
+from vllm_semantic_sched.policy.waiting import QueueRules, WaitingQueue
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.policy.config import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What an admission was charged, so that it can be withdrawn."""
+
+    level: int
+    seconds: float
+    overtook: bool
+    credit: float
+
+
+class Fairness:
+    """Follows jobs through the queue and their seats, and shapes the order of the queue.
+
+    A job is taken out of the queue when the engine has decided for it, and then either starts,
+    or comes back within the same step because it was not ready.
+
+    Attributes:
+        waiting: the queue whose order it shapes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        profile: EngineProfile,
+        make_queue: Callable[[QueueRules], WaitingQueue],
+    ) -> None:
+        tiers = [policy.tier(level) for level in range(policy.levels)]
+        self._policy = policy
+        self.promotions = Promotions(policy.aging)
+        self.overtaking = Overtaking(policy.aging)
+        self.deadlines = DeadlineWatch(policy.deadlines)
+        self.fair_share = FairShare(policy.fair_share, tiers)
+        self.top_levels = TopLevelGuard(policy.tenants.top)
+        self.reservation = Reservation(tiers)
+        self.meter = Meter(profile, self._charge, self.reservation.hold)
+        self._taken: dict[Job, _Admission] = {}
+        self.waiting = make_queue(
+            QueueRules(
+                by_level=policy.uses_urgency,
+                by_tenant=policy.tenants.fair,
+                offset=self._offset,
+                admits=self._admits,
+                overtaking=self.overtaking,
+                cost=self.meter.admission_seconds,
+            )
+        )
+
+    def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
+        """Tell what the engine has.
+
+        Args:
+            tokens_per_step: output tokens of one request in a step at most.
+
+        Raises:
+            PolicyError: reservations leave nothing to the other tiers.
+        """
+        self.reservation.set_capacity(capacity)
+        self.meter.tokens_per_step = tokens_per_step
+
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Obey another policy from now on.
+
+        Raises:
+            PolicyError: its reservations leave nothing to the other tiers; nothing has changed.
+        """
+        tiers = [policy.tier(level) for level in range(policy.levels)]
+        self.reservation.set_tiers(tiers)
+        self._policy = policy
+        self.promotions.knobs = self.overtaking.knobs = policy.aging
+        self.deadlines.knobs = policy.deadlines
+        self.fair_share.adopt(policy.fair_share, tiers)
+        self.top_levels.knobs = policy.tenants.top
+        self.meter.profile = profile
+        self.waiting.changed()
+
+    @property
+    def reorders_levels(self) -> bool:
+        """Whether a less urgent level can ever go before a more urgent one."""
+        policy = self._policy
+        return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
+
+    # A job's way
+
+    def wait(self, job: Job) -> None:
+        """A job enters the queue, or comes back to it."""
+        admission = self._taken.pop(job, None)
+        if admission is not None:
+            self.overtaking.withdrawn(admission.overtook, admission.credit)
+            self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
+        self.promotions.wait(job)
+        self.deadlines.wait(job, self._policy.tier(job.level).slo.ttft)
+
+    def take(self, job: Job) -> None:
+        """The engine takes a job out of the queue to give it a seat."""
+        overtook = self.waiting.overtakes(job)
+        self.waiting.remove(job)
+        self._admit(job, overtook)
+
+    def start(self, job: Job) -> None:
+        """A job got its seat."""
+        if self._taken.pop(job, None) is None:
+            self._admit(job, overtook=False)
+            del self._taken[job]
+        self.promotions.stop(job)
+        self.deadlines.stop(job)
+        if self._metered:
+            self.meter.start(job)
+        self.waiting.changed()
+
+    def leave(self, job: Job) -> None:
+        """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
+        self._taken.pop(job, None)
+        self.promotions.stop(job)
+        self.deadlines.stop(job)
+        self.meter.stop(job)
+        self.waiting.changed()
+
+    def relevel(self, job: Job) -> None:
+        """The own level of a job may have changed."""
+        self.reservation.relevel(job)
+        if job in self.waiting:
+            self.wait(job)
+
+    def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
+        """One engine step begins.
+
+        Returns:
+            Waiting jobs whose rank changed.
+        """
+        self.meter.step(observe)
+        moved = dict.fromkeys(self.promotions.due(now))
+        moved.update(dict.fromkeys(self.deadlines.due(now)))
+        if self.fair_share.knobs.enabled:
+            self.fair_share.update(now, self.waiting.levels)
+        self.waiting.changed()
+        return list(moved)
+
+    def shortage(self, job: Job) -> Need:
+        """What less urgent tiers must give up before a job is let past hard reservations."""
+        return self.reservation.shortage(job.level, job.tokens + AHEAD)
+
+    # What it adds up to
+
+    @property
+    def _metered(self) -> bool:
+        policy = self._policy
+        return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
+
+    def _admit(self, job: Job, overtook: bool) -> None:
+        seconds = self.meter.admission_seconds(job)
+        credit = self.overtaking.admitted(overtook)
+        self._taken[job] = _Admission(job.level, seconds, overtook, credit)
+        self._account(job, job.level, seconds, first=not job.preemptions)
+        self.waiting.changed()
+
+    def _charge(self, job: Job, seconds: float) -> None:
+        self._account(job, job.level, seconds, first=True)
+
+    def _account(self, job: Job, level: int, seconds: float, first: bool) -> None:
+        """Computing again what a preemption lost is the tier's use of the engine, but not the
+        tenant's: it did not ask for it."""
+        self.fair_share.charge(level, seconds)
+        if first:
+            lane = self.waiting.lane(level)
+            lane.counters.charge(lane.tenant_of(job), seconds)
+
+    def _offset(self, level: int) -> float:
+        return self.fair_share.offsets[level]
+
+    def _admits(self, job: Job) -> bool:
+        return self.reservation.admits(job.level, job.tokens + AHEAD)

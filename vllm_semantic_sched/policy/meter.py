@@ -1,0 +1,90 @@
+"""What running jobs use, told a little ahead of time instead of at every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.profile import EngineProfile
+
+# Tokens told ahead. A running job comes up once in so many steps, so that 256 of them cost
+# four visits a step.
+AHEAD = 64
+
+
+@dataclass(slots=True)
+class _Stint:
+    until: int  # tokens, prompt and output, that have been told
+    price: float  # seconds per output token, as told last
+
+
+class Meter:
+    """Follows jobs while they have a seat.
+
+    A job is visited before it can have outgrown what was told about it, so a user of these
+    figures is never behind: KV told is at least KV held. What was told too much is taken back
+    when the job leaves.
+
+    Args:
+        charge: told engine seconds that a job uses, negative to take back.
+        hold: told the tokens of KV that a job holds at most from now on, 0 when it leaves.
+
+    Attributes:
+        tokens_per_step: output tokens of one job in a step at most (more than 1 with speculative
+            decoding).
+        profile: as given; may be changed.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        charge: Callable[[Job, float], None],
+        hold: Callable[[Job, int], None],
+    ) -> None:
+        self.profile = profile
+        self.tokens_per_step = 1
+        self._charge = charge
+        self._hold = hold
+        self._step = 0
+        self._stints: dict[Job, _Stint] = {}
+        self._due: AddressableHeap[Job] = AddressableHeap()
+
+    def admission_seconds(self, job: Job) -> float:
+        """Engine time to get a job ready to decode: load and prefill."""
+        return self.profile.load(job.swapped) + self.profile.prefill(job.swapped, job.tokens)
+
+    def start(self, job: Job) -> None:
+        """A job got a seat; its admission has been charged."""
+        self._stints[job] = _Stint(job.tokens, 0.0)
+        self._tell(job)
+
+    def stop(self, job: Job) -> None:
+        """A job left its seat; its `generated` is up to date."""
+        stint = self._stints.pop(job, None)
+        if stint is not None:
+            self._due.discard(job)
+            self._charge(job, (job.tokens - stint.until) * stint.price)
+            self._hold(job, 0)
+
+    def step(self, observe: Callable[[Job], None]) -> None:
+        """One engine step has passed.
+
+        Args:
+            observe: updates a job's `generated`.
+        """
+        self._step += 1
+        while (job := self._due.peek()) is not None and self._due.key(job) <= self._step:
+            observe(job)
+            self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        stint = self._stints[job]
+        used = (job.tokens - stint.until) * stint.price  # negative: told and not used
+        # A decode step's fixed time is shared by those that run in it.
+        stint.price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / len(self._stints)
+        stint.until = job.tokens + AHEAD
+        self._charge(job, used + AHEAD * stint.price)
+        self._hold(job, stint.until)
+        self._due.push(job, self._step + max(1, AHEAD // self.tokens_per_step))

@@ -1,0 +1,187 @@
+"""Tenants: fairness among them within a level, and a cap on what they may ask for at the top.
+
+Fairness is that of virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
+Models, algorithm 2), counted in engine seconds: within a level the tenant that was served least
+goes first, and one that comes back after a pause does not get the service that it did not ask
+for. While two tenants both wait at a level, their counters differ by at most
+
+    U = P + m D
+
+P the engine time of the longest prefill, m the seats, D the engine time of the longest decode;
+the service that they get over any such time differs by at most 2 U.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.section import Section
+
+ANONYMOUS = ""
+_MOST_CHARACTERS = 64
+_MOST_TENANTS = 4096  # remembered while they have nothing here
+_SLICES = 8  # of the sliding window
+
+
+class TopLevelCap(Section):
+    """Most of a tenant's requests that may be at the top levels."""
+
+    share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a tenant's own requests in the window. 1: no cap. What exceeds it "
+        "is served at the next level.",
+    )
+    levels: int = Field(1, ge=1, description="Levels that count as top, from 0 on.")
+    window: float = Field(60.0, gt=0, description="Seconds of the sliding window.")
+    allowance: int = Field(
+        5, ge=0, description="Requests at the top in the window that a tenant may always have."
+    )
+
+
+class Tenants(Section):
+    """Who a request belongs to (`vllm_xargs: {tenant: NAME}`), and fairness among tenants."""
+
+    fair: bool = Field(
+        False,
+        description="Within a level the tenant that was served least goes first. Requests "
+        "without a tenant share one.",
+    )
+    top: TopLevelCap = TopLevelCap()
+
+
+def read_tenant(extra_args: Any) -> str:
+    """The tenant that a request names; `ANONYMOUS` if none or nothing usable. Bounded in length.
+
+    Args:
+        extra_args: the request's `vllm_xargs`, whatever the client sent there.
+    """
+    name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    return name.strip()[:_MOST_CHARACTERS] if isinstance(name, str) else ANONYMOUS
+
+
+class VirtualCounters:
+    """Service that tenants got at one level, and which of those that wait got least.
+
+    Counters of tenants that do not wait are kept for the latest `_MOST_TENANTS`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: AddressableHeap[str] = AddressableHeap()
+        self._counters: OrderedDict[str, float] = OrderedDict()
+        self._left_last = 0.0
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def __len__(self) -> int:
+        """Tenants that wait."""
+        return len(self._waiting)
+
+    def enter(self, tenant: str) -> None:
+        """A tenant begins to wait. Its counter is lifted to the least of those that wait, or of
+        the last that did."""
+        if tenant in self._waiting:
+            return
+        least = self._waiting.peek()
+        floor = self._left_last if least is None else self._counters[least]
+        counter = max(self._counters.get(tenant, floor), floor)
+        self._counters[tenant] = counter
+        self._counters.move_to_end(tenant)
+        self._waiting.push(tenant, counter)
+
+    def leave(self, tenant: str) -> None:
+        """A tenant no longer waits."""
+        if self._waiting.discard(tenant):
+            self._left_last = self._counters[tenant]
+            self._forget_some()
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A tenant was served; negative if too much had been charged."""
+        if tenant not in self._counters:
+            return
+        self._counters[tenant] += seconds
+        if tenant in self._waiting:
+            self._waiting.push(tenant, self._counters[tenant])
+
+    def least(self) -> str:
+        """The waiting tenant that was served least. There must be one."""
+        tenant = self._waiting.peek()
+        assert tenant is not None
+        return tenant
+
+    def ordered(self) -> Iterator[tuple[float, str]]:
+        """Counters and names of the waiting tenants, least served first; lazily."""
+        for tenant in self._waiting.ordered():
+            yield self._counters[tenant], tenant
+
+    def _forget_some(self) -> None:
+        while len(self._counters) > _MOST_TENANTS + len(self._waiting):
+            tenant = next(iter(self._counters))
+            if tenant in self._waiting:
+                self._counters.move_to_end(tenant)
+            else:
+                del self._counters[tenant]
+
+
+class _Window:
+    """Counts in a sliding window, in slices."""
+
+    def __init__(self) -> None:
+        self.slice = 0
+        self.all = [0] * _SLICES
+        self.top = [0] * _SLICES
+
+    def advance(self, now: int) -> None:
+        for gone in range(max(self.slice + 1, now - _SLICES + 1), now + 1):
+            self.all[gone % _SLICES] = self.top[gone % _SLICES] = 0
+        self.slice = max(self.slice, now)
+
+    def add(self, top: bool) -> None:
+        self.all[self.slice % _SLICES] += 1
+        self.top[self.slice % _SLICES] += top
+
+
+class TopLevelGuard:
+    """Keeps a tenant from owning the top levels.
+
+    Attributes:
+        knobs: as given; may be changed.
+        count: requests moved down so far.
+    """
+
+    def __init__(self, knobs: TopLevelCap) -> None:
+        self.knobs = knobs
+        self.count = 0
+        self._windows: OrderedDict[str, _Window] = OrderedDict()
+
+    def level(self, tenant: str, level: int, lowest: int, now: float) -> int:
+        """The level at which a request is served that asks for, or was predicted at, `level`.
+
+        Args:
+            lowest: the least urgent level.
+        """
+        knobs = self.knobs
+        if knobs.share >= 1.0 or knobs.levels > lowest:
+            return level
+        window = self._windows.setdefault(tenant, _Window())
+        self._windows.move_to_end(tenant)
+        if len(self._windows) > _MOST_TENANTS:
+            self._windows.popitem(last=False)
+        window.advance(int(now / (knobs.window / _SLICES)))
+        top = sum(window.top) + 1
+        at_top = level < knobs.levels
+        fits = top <= max(knobs.allowance, knobs.share * (sum(window.all) + 1))
+        window.add(top=at_top and fits)
+        if at_top and not fits:
+            self.count += 1
+            return knobs.levels
+        return level
