@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
+from vllm_semantic_sched.engine.clock import ServiceClock
 from vllm_semantic_sched.engine.ending import Endings
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
@@ -69,6 +70,7 @@ class SemanticScheduler(Scheduler):
         self._counters = Counters()
         self._core: SchedulingCore | None = None
         self._live_policy: LivePolicy | None = None
+        self._clock = ServiceClock()
         commands.install()
         if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
@@ -176,6 +178,13 @@ class SemanticScheduler(Scheduler):
                 self._counters.attach(stats, lambda: self._gauges(core), time.monotonic(), idle)
         return stats
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state is PauseState.UNPAUSED:
+            self._clock.resume()
+        else:
+            self._clock.pause()
+
     def shutdown(self) -> None:
         if self._core is not None:
             with self._guard("stopping the predictor"):
@@ -229,7 +238,7 @@ class SemanticScheduler(Scheduler):
             self._counters.add("invalid_hints")
         job = core.new_job(
             request.request_id,
-            arrival=time.monotonic(),
+            arrival=self._clock(),
             prompt_tokens=request.num_prompt_tokens,
             max_output_tokens=request.max_tokens,
             hint=hint,

@@ -1,0 +1,59 @@
+"""Time that counts for requests."""
+
+import re
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+import vllm_semantic_sched
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import build_scheduler
+from vllm_semantic_sched.engine.clock import ServiceClock
+
+pytestmark = pytest.mark.engine
+
+
+class Seconds:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_pause_does_not_count() -> None:
+    seconds = Seconds()
+    clock = ServiceClock(seconds)
+    for served, paused in ((5, 60), (3, 0), (0, 600)):
+        before = clock()
+        seconds.now += served
+        clock.pause()
+        seconds.now += paused / 2
+        clock.pause()
+        assert clock() == before + served
+        seconds.now += paused / 2
+        clock.resume()
+        clock.resume()
+        assert clock() == before + served
+        seconds.now += 1
+        assert clock() == before + served + 1
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_vllms_pause_stops_the_clock(tmp_path, state) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("predictor: {enabled: false}\n")
+    scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+    scheduler.set_pause_state(state)
+    assert scheduler._clock() == scheduler._clock()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler._clock() < scheduler._clock()
+
+
+def test_no_decision_reads_the_time_of_day() -> None:
+    """It jumps; the monotonic clock does not."""
+    package = Path(vllm_semantic_sched.__file__).parent
+    for folder in ("policy", "engine", "predict"):
+        for path in package.joinpath(folder).glob("*.py"):
+            code = path.read_text("utf-8")
+            assert not re.search(r"\btime\.time\(|datetime\.now|utcnow", code), path.name
