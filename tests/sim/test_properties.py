@@ -65,7 +65,7 @@ def check_capacity(engine: Engine) -> None:
 @settings(max_examples=40, deadline=None)
 @given(scenarios())
 def test_every_request_finishes_once_and_capacity_is_kept(scenario: Scenario) -> None:
-    result = simulate(scenario, "it", keep_spans=True, before_step=check_capacity)
+    result = simulate(scenario, "it", keep_seats=True, before_step=check_capacity)
     assert [run.request.index for run in result.runs] == list(
         range(scenario.settings.workload.requests or 0)
     )
@@ -75,7 +75,7 @@ def test_every_request_finishes_once_and_capacity_is_kept(scenario: Scenario) ->
         assert request.arrival <= run.started < run.first_token <= run.finish
         assert run.job.generated == request.output_tokens
         assert run.blocks == 0 and run.offset is None
-        kinds = [span.end_kind for span in run.spans]
+        kinds = [seat.end_kind for seat in run.seats]
         assert kinds.count("finish") == 1 and kinds[-1] == "finish"
         assert kinds.count("recompute") == run.recomputes and kinds.count("swap") == run.swaps
         assert run.swaps == 0 or scenario.settings.engine.swap

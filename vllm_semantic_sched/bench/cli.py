@@ -13,6 +13,7 @@ from vllm_semantic_sched.bench import (
     prediction_latency,
     predictor,
     run_command,
+    simulator,
 )
 
 _COMMANDS = {
@@ -20,6 +21,7 @@ _COMMANDS = {
     "overhead": (overhead, "time of schedule() with many waiting requests"),
     "predictor": (predictor, "cost of a prediction, alone and beside a busy engine"),
     "prediction-latency": (prediction_latency, "what a slower predictor costs the requests"),
+    "simulator": (simulator, "time and memory of the simulator as runs grow"),
     "make-model": (model_command, "write a small random-weight model with a real tokenizer"),
 }
 

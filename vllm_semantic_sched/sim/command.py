@@ -11,7 +11,7 @@ from typing import Any
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import shipped_names
 
-_CHARTS = 12  # Gantt charts per call at most
+_CHARTS = 12  # Gantt charts and queue depths per call at most
 _DEFAULT_METRIC = "normalized_waiting"
 
 
@@ -69,11 +69,17 @@ def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.sim.metrics import METRICS
-    from vllm_semantic_sched.sim.output import print_results, write_results
-    from vllm_semantic_sched.sim.plots import draw_gantt, draw_lines
+    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
+    from vllm_semantic_sched.sim.output import (
+        print_results,
+        title_of,
+        write_results,
+        write_trace,
+    )
+    from vllm_semantic_sched.sim.plots import draw_depths, draw_lines
     from vllm_semantic_sched.sim.runner import cells_of, outcomes, tasks_of
     from vllm_semantic_sched.sim.scenario import load_scenarios
+    from vllm_semantic_sched.spans import draw_gantt
 
     if args.scenario is None or args.output is None:
         raise _BadOption("--scenario and --output are needed")
@@ -81,8 +87,13 @@ def _run(args: argparse.Namespace) -> int:
         raise _BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
     scenarios = load_scenarios(args.scenario, _changes(args.set))
     settings = scenarios[0].settings
-    if args.metric == "ttft_target_met" and not settings.ttft_targets:
-        raise _BadOption("--metric ttft_target_met: the scenario has no ttft_targets")
+    if args.metric == "slo_met" and not any(
+        is_promised(slo)
+        for scenario in scenarios
+        for scheduler in scenario.policies
+        for slo in scenario.slos(scheduler)
+    ):
+        raise _BadOption("--metric slo_met: neither the scenario nor a policy promises anything")
     # Before the work, not after it.
     args.output.mkdir(parents=True, exist_ok=True)
     tasks = tasks_of(scenarios)
@@ -95,10 +106,13 @@ def _run(args: argparse.Namespace) -> int:
     picture = args.output / f"{args.metric}.png"
     draw_lines(cells, args.metric, picture, list(settings.sweep[0]) if settings.sweep else [])
     written.append(picture)
-    for number, cell in enumerate([cell for cell in cells if cell.bars][:_CHARTS]):
-        picture = args.output / f"gantt-{number}-{cell.scheduler}.png"
-        draw_gantt(cell, picture)
-        written.append(picture)
+    written.append(args.output / "queue-depth.png")
+    draw_depths(cells[:_CHARTS], written[-1])
+    for number, cell in enumerate([cell for cell in cells if cell.spans][:_CHARTS]):
+        name = f"{number}-{cell.scheduler}"
+        written += [args.output / f"gantt-{name}.png", args.output / f"trace-{name}.json"]
+        draw_gantt(cell.spans, written[-2], title_of(cell))
+        write_trace(written[-1], cell)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
     return 0
 

@@ -74,19 +74,20 @@ class Decoding:
 
     def outgrowing(self) -> list[Run]:
         """Sequences that need one more block for the coming step."""
-        due = dict.fromkeys(self._block_needs.get(self.tick, ()))
+        due = self._block_needs.get(self.tick)
+        if due is None:
+            return []
         # A sequence that was preempted meanwhile has left its entries behind.
-        return [run for run in due if run in self and run.block_tick == self.tick]
+        return [run for run in dict.fromkeys(due) if run in self and run.block_tick == self.tick]
 
     def advance(self) -> list[Run]:
         """One step has passed; the sequences that are complete by it, which stop decoding."""
         self._block_needs.pop(self.tick, None)
         self.tick += 1
-        ended = [
-            run
-            for run in dict.fromkeys(self._ends.pop(self.tick, ()))
-            if run in self and run.finish_tick == self.tick
-        ]
+        due = self._ends.pop(self.tick, None)
+        if due is None:
+            return []
+        ended = [run for run in dict.fromkeys(due) if run in self and run.finish_tick == self.tick]
         for run in ended:
             self.observe(run)
             self.discard(run)

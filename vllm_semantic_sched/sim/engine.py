@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.room import Room, choose_evictions
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
 from vllm_semantic_sched.sim.decoding import Decoding
-from vllm_semantic_sched.sim.request import Run, Span
+from vllm_semantic_sched.sim.request import Run, Seat
 
 
 class RequestTooLarge(ValueError):
@@ -33,10 +33,11 @@ class Engine:
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
         host: where victims' KV may go; None: nowhere.
-        keep_spans: record when each request had a seat.
+        keep_seats: record when each request had a seat.
 
     Attributes:
         running: jobs with a seat, most urgent first.
+        waiting: how many wait for a seat, by true level.
     """
 
     def __init__(
@@ -47,16 +48,17 @@ class Engine:
         seats: int,
         token_budget: int | None,
         host: BlockPool | None,
-        keep_spans: bool = False,
+        keep_seats: bool = False,
     ) -> None:
         self.core = core
         self.pool = pool
         self.seats = seats
         self.running: list[Job] = []
+        self.waiting = [0] * core.policy.levels
         self._cost = cost
         self._token_budget = math.inf if token_budget is None else token_budget
         self._host = host
-        self._keep_spans = keep_spans
+        self._keep_seats = keep_seats
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
         self._decoding = Decoding(pool)
@@ -80,6 +82,7 @@ class Engine:
                 f"{self.pool.total}"
             )
         self._runs[run.job] = run
+        self.waiting[request.level] += 1
         self.core.enqueue(run.job, self.core.waiting)
 
     def predicted(self, run: Run) -> None:
@@ -101,10 +104,14 @@ class Engine:
         if not self.running and not len(core.waiting):
             return None
         self._swapped_out = []
+        self._chunks = {}
         for job in core.step(self._observe, now):
             self._reposition(job)
         while (intruder := core.intruder()) is not None:
             self._preempt(self._runs[intruder], now)
+        if self._nothing_to_decide():
+            self._grow(now)
+            return self._cost.seconds(self._step_work())
         self._make_room(now)
         newcomer = core.waiting.peek()
         paused = self._paused(newcomer)
@@ -112,8 +119,8 @@ class Engine:
         preempted = self._grow(now)
         budget = min(self._token_budget - len(self._decoding), limit)
         share = math.inf if limit is math.inf else max(1, limit // max(1, len(self._prefilling)))
-        self._chunks = {}
-        for job in sorted(self._prefilling, key=core.running.order):
+        ordered = sorted(self._prefilling, key=core.running.order) if self._prefilling else ()
+        for job in ordered:
             if job not in paused and budget > 0:
                 budget -= self._schedule(job, min(budget, share))
         if not preempted:
@@ -145,6 +152,15 @@ class Engine:
 
     # Decisions, each the policy core's
 
+    def _nothing_to_decide(self) -> bool:
+        """Whether all that the step can do is go on decoding. Most steps are like that, and
+        asking the policy core all its questions in them would double a simulation's time."""
+        if self._prefilling:
+            return False
+        core = self.core
+        full = len(self.running) >= self.seats
+        return core.waiting.peek() is None or (full and not core.wants_room)
+
     def _make_room(self, now: float) -> None:
         core = self.core
         if not core.wants_room:
@@ -166,32 +182,38 @@ class Engine:
 
     def _paused(self, newcomer: Job | None) -> set[Job]:
         """Prefills that sit out this step for a more urgent newcomer that can come in."""
-        admissible = (
-            newcomer is not None
-            and len(self.running) < self.seats
-            and self._needed(newcomer) <= self.pool.free - len(self._decoding.outgrowing())
-        )
-        if newcomer is None or not admissible or self._token_budget is math.inf:
+        if newcomer is None or not self._prefilling or self._token_budget is math.inf:
+            return set()
+        admissible = len(self.running) < self.seats and self._needed(
+            newcomer
+        ) <= self.pool.free - len(self._decoding.outgrowing())
+        if not admissible:
             return set()
         budget = int(self._token_budget) - len(self._decoding)
         return set(self.core.prefills_that_yield(newcomer, self._prefilling, budget))
 
     def _prefill_limit(self, newcomer: Job | None) -> float:
         """Prefill tokens that the stage decision allows; inf if it leaves the step as it is."""
+        if not self.running or (newcomer is None and not self._prefilling):
+            return math.inf
         levels = [job.effective_level for job in self._prefilling]
         if newcomer is not None:
             levels.append(newcomer.effective_level)
-        best = self.running[0] if self.running else None
-        decoding = best is not None and self._runs[best] in self._decoding
+        best = self.running[0]
+        decoding = self._runs[best] in self._decoding
         limit = self.core.prefill_token_limit(
-            best.effective_level if best is not None and decoding else None,
-            min(levels, default=None),
+            best.effective_level if decoding else None, min(levels)
         )
         return math.inf if limit is None else limit
 
     def _grow(self, now: float) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
         due = self._decoding.outgrowing()
+        if self.pool.take(len(due)):
+            for run in due:
+                run.blocks += 1
+                self._decoding.note_blocks(run)
+            return False
         due.sort(key=lambda run: self.core.running.order(run.job))
         preempted = False
         for run in due:
@@ -214,6 +236,7 @@ class Engine:
                 return
             core.take(job, core.waiting)
             run = self._runs[job]
+            self.waiting[run.request.level] -= 1
             run.blocks = needed
             run.loading, job.computed = job.swapped, job.swapped
             if self._host is not None:
@@ -257,6 +280,7 @@ class Engine:
         else:
             run.recomputes += 1
         self._leave(run, now, "swap" if plan.saved else "recompute")
+        self.waiting[run.request.level] += 1
         self.core.requeue(job, self.core.waiting)
 
     def _plan(self, job: Job) -> PreemptionPlan:
@@ -272,8 +296,8 @@ class Engine:
         self._prefilling.pop(run.job, None)
         self.pool.give_back(run.blocks)
         run.blocks = 0
-        if self._keep_spans:
-            run.spans.append(Span(run.seated, now, kind))
+        if self._keep_seats:
+            run.seats.append(Seat(run.seated, now, kind))
 
     def _observe(self, job: Job) -> None:
         self._decoding.observe(self._runs[job])

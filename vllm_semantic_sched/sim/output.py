@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
+from vllm_semantic_sched.spans import chrome_trace
 
 
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
@@ -30,7 +32,7 @@ def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> li
             for level, row in cell.levels.items():
                 values = [_plain(cell.point[field]) for field in fields]
                 writer.writerow(
-                    [*values, cell.scheduler, level, *(repr(row[name]) for name in metrics)]
+                    [*values, cell.scheduler, level, *(row.get(name, "") for name in metrics)]
                 )
     content = {
         "scenario": settings.model_dump(mode="json"),
@@ -56,7 +58,7 @@ def print_results(console: Console, settings: Settings, cells: Sequence[Cell], m
     table.add_column("scheduler", no_wrap=True)
     for level in levels:
         table.add_column(level if level == ALL else f"urgency {level}", justify="right")
-    extra = [name for name in ("ttft_p99", "recomputes", "swaps") if name != metric]
+    extra = [name for name in ("ttft_p99", "slo_met", "recomputes", "swaps") if name != metric]
     for name in extra:
         table.add_column(f"{name},\nall", justify="right")
     previous: list[str] | None = None
@@ -69,13 +71,24 @@ def print_results(console: Console, settings: Settings, cells: Sequence[Cell], m
         table.add_row(
             *shown,
             cell.scheduler,
-            *(
-                number(cell.levels[level][metric]) if level in cell.levels else "-"
-                for level in levels
-            ),
-            *(number(cell.levels[ALL][name]) for name in extra),
+            *(number(cell.levels.get(level, {}).get(metric, math.nan)) for level in levels),
+            *(number(cell.levels[ALL].get(name, math.nan)) for name in extra),
         )
     console.print(table)
+
+
+def write_trace(path: Path, cell: Cell) -> None:
+    """Write who had a seat when, and how many waited, as a Chrome trace."""
+    depths = [
+        (time, {f"urgency {level}": count for level, count in enumerate(counts)})
+        for time, counts in cell.depth
+    ]
+    path.write_text(json.dumps(chrome_trace(cell.spans, depths)) + "\n", encoding="utf-8")
+
+
+def title_of(cell: Cell) -> str:
+    """The scheduler and the point of the sweep."""
+    return " ".join([cell.scheduler, *(f"{field}={v}" for field, v in cell.point.items())])
 
 
 def level_names(cells: Sequence[Cell]) -> list[str]:
@@ -85,7 +98,9 @@ def level_names(cells: Sequence[Cell]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """About three digits, counts in full."""
+    """About three digits, counts in full, a dash for what there is not."""
+    if math.isnan(value):
+        return "-"
     if value == round(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,20 +1,19 @@
-"""Pictures of the results: a metric over the swept field, and who had a seat when."""
+"""Pictures of the results: a metric over the swept field, and queue depth over time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
-from vllm_semantic_sched.sim.output import level_names
+from vllm_semantic_sched.sim.output import level_names, title_of
 from vllm_semantic_sched.sim.runner import Cell
+from vllm_semantic_sched.spans import LEVEL_COLORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
-_EDGES = {"finish": "black", "recompute": "#c0392b", "swap": "#2f7ebc"}
 _PANELS_PER_ROW = 4
 
 
@@ -59,10 +58,8 @@ def _lines(axis: Axes, cells: Sequence[Cell], metric: str, axis_fields: Sequence
     labels = ["\n".join(str(cell.point[field]) for field in axis_fields) for cell in cells]
     levels = level_names(cells)
     for index, level in enumerate(levels):
-        heights = [
-            cell.levels[level][metric] if level in cell.levels else float("nan") for cell in cells
-        ]
-        color = "black" if level == ALL else _LEVEL_COLORS[index % len(_LEVEL_COLORS)]
+        heights = [cell.levels.get(level, {}).get(metric, float("nan")) for cell in cells]
+        color = "black" if level == ALL else LEVEL_COLORS[index % len(LEVEL_COLORS)]
         name = level if level == ALL else f"urgency {level}"
         if not axis_fields:
             axis.bar([index], heights, color=color, label=name)
@@ -77,38 +74,28 @@ def _lines(axis: Axes, cells: Sequence[Cell], metric: str, axis_fields: Sequence
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw_gantt(cell: Cell, path: Path) -> None:
-    """Who had a seat when: a row per request, a dot at its arrival, an edge that says how the
-    time ended (black finished, red KV dropped, blue KV kept on the host)."""
+def draw_depths(cells: Sequence[Cell], path: Path) -> None:
+    """How many requests wait over time, stacked by level: a panel per cell."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    requests = {bar.request: bar for bar in cell.bars}
-    figure = Figure(figsize=(9, 1.2 + 0.16 * len(requests)), layout="constrained")
-    axis = figure.subplots()
-    for bar in cell.bars:
-        color = _LEVEL_COLORS[bar.level % len(_LEVEL_COLORS)]
-        axis.barh(bar.request, bar.end - bar.start, left=bar.start, height=0.8, color=color)
-        axis.plot(
-            [bar.end, bar.end],
-            [bar.request - 0.45, bar.request + 0.45],
-            color=_EDGES[bar.end_kind],
-            linewidth=1.6,
-        )
-    for request, bar in requests.items():
-        axis.plot(bar.arrival, request, "k.", ms=3)
-    levels = sorted({bar.level for bar in cell.bars})
-    handles: list[Any] = [
-        Patch(color=_LEVEL_COLORS[level % len(_LEVEL_COLORS)], label=f"urgency {level}")
-        for level in levels
-    ]
-    handles += [Line2D([], [], color=color, label=kind) for kind, color in _EDGES.items()]
-    handles.append(Line2D([], [], color="black", marker=".", linestyle="", label="arrival"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("seconds")
-    axis.set_ylabel("request")
-    point = ", ".join(f"{field}={value}" for field, value in cell.point.items())
-    axis.set_title(f"{cell.scheduler} {point}".strip(), fontsize=10)
+    columns = min(_PANELS_PER_ROW, len(cells))
+    rows = -(-len(cells) // columns)
+    figure = Figure(figsize=(4.4 * columns, 3.0 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    places = [axis for row in axes for axis in row]
+    for axis, cell in zip(places, cells, strict=False):
+        times = [time for time, _ in cell.depth]
+        layers = list(zip(*(counts for _, counts in cell.depth), strict=True))
+        colors = [LEVEL_COLORS[level % len(LEVEL_COLORS)] for level in range(len(layers))]
+        names = [f"urgency {level}" for level in range(len(layers))]
+        axis.stackplot(times, layers, colors=colors, labels=names)
+        axis.set_title(title_of(cell), fontsize=9)
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.set_ylabel("waiting requests", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in places[len(cells) :]:
+        axis.set_visible(False)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)

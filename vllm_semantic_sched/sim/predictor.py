@@ -9,37 +9,51 @@ import numpy as np
 
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction, Predictor
 from vllm_semantic_sched.sim.events import EventQueue, Order
-from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import PredictorModel
+from vllm_semantic_sched.sim.workload import Workload
+
+
+class Predictions:
+    """What the predictor will say about each request. Each prediction is certain of itself: all
+    probability is on one level and one length bucket.
+
+    Args:
+        levels, lengths: predicted level and bucket per request.
+
+    Attributes:
+        buckets: what the length buckets stand for.
+    """
+
+    def __init__(
+        self, levels: np.ndarray, lengths: np.ndarray, level_count: int, buckets: LengthBuckets
+    ) -> None:
+        self.buckets = buckets
+        self._levels = levels.astype(np.int8)
+        self._lengths = lengths.astype(np.int16)
+        urgencies = [_certain(level, level_count) for level in range(level_count)]
+        count = len(buckets.means)
+        self._said = [
+            [Prediction(urgency, _certain(bucket, count)) for bucket in range(count)]
+            for urgency in urgencies
+        ]
+
+    def __getitem__(self, index: int) -> Prediction:
+        return self._said[int(self._levels[index])][int(self._lengths[index])]
 
 
 def draw_predictions(
-    model: PredictorModel,
-    requests: Sequence[SimRequest],
-    levels: int,
-    rng: np.random.Generator,
-) -> tuple[list[Prediction], LengthBuckets]:
-    """What the predictor will say about each request, and what its length buckets stand for.
-
-    Each prediction is certain of itself: all probability is on one level and one bucket.
-    """
-    buckets = make_buckets(model, [request.output_tokens for request in requests])
-    true_levels = np.array([request.level for request in requests], dtype=int)
+    model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
+) -> Predictions:
+    """What the predictor will say about the requests of a run."""
+    buckets = make_buckets(model, workload.outputs)
     if model.confusion:
-        said = _confused(true_levels, model.confusion, rng)
+        said = _confused(workload.levels, model.confusion, rng)
     else:
-        said = mistaken(true_levels, levels, model.urgency_error, rng)
-    true_buckets = np.searchsorted(
-        buckets.edges, [request.output_tokens for request in requests], side="right"
-    )
+        said = mistaken(workload.levels, levels, model.urgency_error, rng)
+    true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
     lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng)
-    urgency_of = [_certain(level, levels) for level in range(levels)]
-    length_of = [_certain(bucket, len(buckets.means)) for bucket in range(len(buckets.means))]
-    predictions = [
-        Prediction(urgency_of[level], length_of[bucket])
-        for level, bucket in zip(said, lengths, strict=True)
-    ]
-    return predictions, buckets
+    return Predictions(said, lengths, levels, buckets)
 
 
 def mistaken(
@@ -68,10 +82,10 @@ def mistaken(
     return np.where(wrong, np.where(up, higher, lower), classes)
 
 
-def make_buckets(model: PredictorModel, lengths: Sequence[int]) -> LengthBuckets:
+def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> LengthBuckets:
     """Length buckets as a predictor trained on such answers has them: the mean of each bucket
     is that of the answers in it, its middle where there are none."""
-    longest = max(lengths, default=1)
+    longest = int(max(lengths, default=1))
     if model.bucket_edges:
         edges = list(model.bucket_edges)
     else:
@@ -95,13 +109,8 @@ def _confused(
     edges = np.cumsum(np.asarray(confusion, dtype=float), axis=1)
     edges /= edges[:, -1:]
     draws = rng.random(len(levels))
-    return np.array(
-        [
-            int(np.searchsorted(edges[level][:-1], draw, side="right"))
-            for level, draw in zip(levels, draws, strict=True)
-        ],
-        dtype=int,
-    )
+    said: np.ndarray = (draws[:, None] >= edges[levels, :-1]).sum(axis=1)
+    return said
 
 
 def _certain(index: int, count: int) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ class SimRequest:
 
 
 @dataclass(slots=True)
-class Span:
+class Seat:
     """Time in a seat, in seconds; `end_kind` is finish, recompute or swap (how it was lost)."""
 
     start: float
@@ -44,7 +44,8 @@ class Run:
         seated: when it got the seat that it has.
         started, first_token, finish: seconds; first time of each.
         recomputes, swaps: preemptions by what happened to the KV.
-        spans: times in a seat, where they are recorded.
+        seats: times in a seat, where they are recorded.
+        engine: which of several engines it was sent to.
     """
 
     request: SimRequest
@@ -61,4 +62,5 @@ class Run:
     finish: float | None = None
     recomputes: int = 0
     swaps: int = 0
-    spans: list[Span] = field(default_factory=list)
+    seats: list[Seat] = field(default_factory=list)
+    engine: int = 0

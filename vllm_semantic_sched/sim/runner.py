@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_semantic_sched.sim.metrics import mean_of, measure
+from vllm_semantic_sched.sim.depth import DepthHistory
+from vllm_semantic_sched.sim.metrics import Recorder, mean_of
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.spans import Span
 
 # A Gantt chart of more requests than this cannot be read.
 _DRAWABLE = 60
@@ -28,28 +30,18 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """A request in a seat, for the Gantt chart: seconds; how the time ended."""
-
-    request: int
-    level: int
-    arrival: float
-    start: float
-    end: float
-    end_kind: str
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one run sends back.
 
     Attributes:
-        levels: metrics by level, see `metrics.measure`.
-        bars: when each request had a seat; empty for all but small runs.
+        levels: metrics by level, see `metrics.Recorder`.
+        depth: queue depth over time, see `DepthHistory.points`; of the first repeat alone.
+        spans: when each request had a seat; empty for all but small runs.
     """
 
     levels: dict[str, dict[str, float]]
-    bars: tuple[Bar, ...]
+    depth: list[tuple[float, tuple[float, ...]]]
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +50,14 @@ class Cell:
 
     Attributes:
         point: swept fields and their values.
-        bars: of the first repeat.
+        depth, spans: of the first repeat.
     """
 
     point: dict[str, Any]
     scheduler: str
     levels: dict[str, dict[str, float]]
-    bars: tuple[Bar, ...]
+    depth: list[tuple[float, tuple[float, ...]]]
+    spans: tuple[Span, ...]
 
 
 def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
@@ -79,13 +72,25 @@ def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
 
 def run_task(task: Task) -> Outcome:
     """Carry out one run."""
-    settings = task.scenario.settings
-    result = simulate(task.scenario, task.scheduler, task.repeat, keep_spans=task.repeat == 0)
-    levels = task.scenario.policies[task.scheduler].levels
-    small = task.repeat == 0 and len(result.runs) <= _DRAWABLE
+    scenario, first = task.scenario, task.repeat == 0
+    recorder = Recorder(scenario.slos(task.scheduler))
+    depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
+    drawable: list[Run] = []
+
+    def finished(run: Run) -> None:
+        recorder.add(run)
+        if len(drawable) <= _DRAWABLE:
+            drawable.append(run)
+
+    simulate(
+        scenario, task.scheduler, task.repeat, keep_seats=first, finished=finished, depth=depth
+    )
+    if len(drawable) > _DRAWABLE or not first:
+        drawable = []
     return Outcome(
-        measure(result.runs, levels, settings.ttft_targets),
-        tuple(_bars(result.runs)) if small else (),
+        recorder.levels(),
+        depth.points() if depth is not None else [],
+        tuple(_spans(sorted(drawable, key=lambda run: run.request.index))),
     )
 
 
@@ -120,20 +125,23 @@ def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
                 level: mean_of([one.levels[level] for one in group if level in one.levels])
                 for level in dict.fromkeys(level for one in group for level in one.levels)
             },
-            group[0].bars,
+            group[0].depth,
+            group[0].spans,
         )
         for (place, scheduler), group in groups.items()
     ]
 
 
-def _bars(runs: Sequence[Run]) -> Iterator[Bar]:
+def _spans(runs: Sequence[Run]) -> Iterator[Span]:
     for run in runs:
-        for span in run.spans:
-            yield Bar(
-                run.request.index,
-                run.request.level,
-                run.request.arrival,
-                span.start,
-                span.end,
-                span.end_kind,
+        request = run.request
+        for seat in run.seats:
+            yield Span(
+                request.index,
+                request.level,
+                request.arrival,
+                seat.start,
+                seat.end,
+                seat.end_kind,
+                run.engine,
             )

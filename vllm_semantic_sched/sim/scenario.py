@@ -16,6 +16,7 @@ from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.section import parse_section
+from vllm_semantic_sched.policy.tiers import Slo
 from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 
@@ -32,6 +33,11 @@ class Scenario:
     settings: Settings
     profile: EngineProfile
     policies: dict[str, Policy]
+
+    def slos(self, scheduler: str) -> list[Slo]:
+        """What each level is promised under one of the schedulers."""
+        policy = self.policies[scheduler]
+        return list(self.settings.slos or (policy.tier(n).slo for n in range(policy.levels)))
 
 
 def load_scenarios(
@@ -108,7 +114,7 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     settings = settings.model_copy(update={"predictor": predictor})
     count = levels.pop()
     _check_entries("workload.mix", settings.workload.mix, count, source)
-    _check_entries("ttft_targets", settings.ttft_targets, count, source)
+    _check_entries("slos", settings.slos, count, source)
     _check_entries("predictor.confusion", confusion, count, source)
     for row in confusion:
         _check_entries("predictor.confusion", row, count, source)

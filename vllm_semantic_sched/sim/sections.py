@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.batch import BatchTerms
 from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.tiers import Slo
+from vllm_semantic_sched.sim.routing import Routing
 
 _LENGTH_NEEDS = {
     "constant": ("value",),
@@ -169,6 +171,14 @@ class EngineModel(Section):
     batch: BatchTerms | None = Field(
         None, description="`vllm`: terms of a step in place of the profile's."
     )
+    replicas: int = Field(
+        1, ge=1, description="Independent engines, each with its own queue and predictor."
+    )
+    routing: Routing = Field(
+        "least_loaded",
+        description="Which of several engines a request goes to: `round_robin`, `least_loaded` "
+        "(fewest requests) or `urgency_aware` (fewest that are at least as urgent).",
+    )
 
 
 class Settings(Section):
@@ -190,10 +200,10 @@ class Settings(Section):
     overrides: dict[str, Any] = Field(
         {}, description="Policy keys set for all schedulers but `fcfs`."
     )
-    ttft_targets: tuple[float, ...] = Field(
+    slos: tuple[Slo, ...] = Field(
         (),
-        description="Seconds to the first token that each level is promised; the results say how "
-        "many requests got it.",
+        description="What each level is promised, under all schedulers: one entry per level. "
+        "Unset: what the tiers of each scheduler's policy promise.",
     )
     sweep: tuple[dict[str, tuple[Any, ...]], ...] = Field(
         (),

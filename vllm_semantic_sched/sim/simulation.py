@@ -9,25 +9,27 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.prediction import Prediction
 from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.reservation import EngineCapacity
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
+from vllm_semantic_sched.sim.depth import DepthHistory
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
-from vllm_semantic_sched.sim.predictor import PredictorQueue, draw_predictions
-from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.predictor import Predictions, PredictorQueue, draw_predictions
+from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import EngineModel
-from vllm_semantic_sched.sim.workload import draw_requests
+from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of all requests, in order of arrival, and how many steps it took."""
+    """What became of all requests, in order of arrival, unless they went elsewhere, and how many
+    steps the engines took."""
 
     runs: list[Run]
     steps: int
@@ -37,14 +39,19 @@ def simulate(
     scenario: Scenario,
     scheduler: str,
     repeat: int = 0,
-    keep_spans: bool = False,
+    keep_seats: bool = False,
     before_step: Callable[[Engine], None] | None = None,
+    finished: Callable[[Run], None] | None = None,
+    depth: DepthHistory | None = None,
 ) -> Result:
     """Run one scheduler on one draw of the workload. All schedulers get the same draw.
 
     Args:
         repeat: which of the scenario's repeats.
-        before_step: called when the engine has decided on a step, for checks.
+        keep_seats: record when each request had a seat.
+        before_step: called when an engine has decided on a step, for checks.
+        finished: gets each request when it is done; then none is kept.
+        depth: records how many requests wait.
 
     Raises:
         TraceError: a trace cannot be read.
@@ -52,33 +59,34 @@ def simulate(
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
     seed = settings.seed + repeat
-    requests = draw_requests(
+    workload = draw_workload(
         settings.workload, policy.levels, np.random.default_rng([seed, _WORKLOAD_STREAM])
     )
-    predictions, buckets = draw_predictions(
+    predictions = draw_predictions(
         settings.predictor,
-        requests,
+        workload,
         policy.levels,
         np.random.default_rng([seed, _PREDICTOR_STREAM]),
     )
-    events = EventQueue()
-    core = SchedulingCore(policy, scenario.profile, clock=lambda: events.now)
-    if _reads_predictions(policy):
-        core.buckets = buckets
-    engine = make_engine(core, settings.engine, scenario.profile, keep_spans)
-    simulation = _Simulation(scenario, core, engine, events, requests, predictions, before_step)
-    return Result(simulation.run(), simulation.steps)
+    runs: list[Run] = []
+    simulation = _Simulation(scenario, policy, workload, predictions, keep_seats)
+    simulation.before_step = before_step
+    simulation.depth = depth
+    simulation.finished = finished or runs.append
+    simulation.run()
+    runs.sort(key=lambda run: run.request.index)
+    return Result(runs, simulation.steps)
 
 
 def make_engine(
-    core: SchedulingCore, model: EngineModel, profile: EngineProfile, keep_spans: bool = False
+    core: SchedulingCore, model: EngineModel, profile: EngineProfile, keep_seats: bool = False
 ) -> Engine:
     """The engine that a scenario describes."""
     cost: StepCost
     if model.kind == "paper":
         cost = SlowestOfBatch(profile)
     else:
-        batch = model.batch or profile.batch
+        batch = model.batch or profile.batch_terms
         cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
     core.set_capacity(EngineCapacity(model.seats, model.kv_blocks, model.block_size))
     return Engine(
@@ -88,7 +96,7 @@ def make_engine(
         seats=model.seats,
         token_budget=None if model.kind == "paper" else model.token_budget,
         host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
-        keep_spans=keep_spans,
+        keep_seats=keep_seats,
     )
 
 
@@ -96,50 +104,130 @@ def _reads_predictions(policy: Policy) -> bool:
     return policy.predictor.enabled and (policy.uses_urgency or policy.uses_length)
 
 
+class _Replica:
+    """One engine with the policy core and the predictor that belong to it."""
+
+    def __init__(self, number: int, simulation: _Simulation, core: SchedulingCore) -> None:
+        settings = simulation.scenario.settings
+        self.number = number
+        self.core = core
+        self.engine = make_engine(
+            core, settings.engine, simulation.scenario.profile, simulation.keep_seats
+        )
+        self.predictor = PredictorQueue(
+            simulation.events, core.policy.predictor, settings.predictor, self._predicted
+        )
+        self._simulation = simulation
+        self._events = simulation.events
+        self._holds = settings.predictor.hold
+        self._busy = False
+
+    def submit(self, run: Run) -> None:
+        self.engine.submit(run)
+        self._simulation.note_depth()
+        if not self._busy:
+            self._busy = True
+            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
+
+    def _predicted(self, batch: list[Run]) -> None:
+        for run in batch:
+            if run.finish is None:
+                self.engine.predicted(run)
+                if self._holds:
+                    self.submit(run)
+
+    def _begin_step(self) -> None:
+        seconds = self.engine.begin_step(self._events.now)
+        self._busy = seconds is not None
+        if seconds is not None:
+            self._simulation.step_decided(self.engine)
+            self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
+
+    def _end_step(self) -> None:
+        for run in self.engine.end_step(self._events.now):
+            self._simulation.done(run)
+        self._begin_step()
+
+
 class _Simulation:
+    """Lets the requests arrive, sends each to an engine, and sees the engines through.
+
+    Attributes:
+        steps: taken by all engines.
+        finished, before_step, depth: see `simulate`.
+    """
+
     def __init__(
         self,
         scenario: Scenario,
-        core: SchedulingCore,
-        engine: Engine,
-        events: EventQueue,
-        requests: list[SimRequest],
-        predictions: list[Prediction],
-        before_step: Callable[[Engine], None] | None,
+        policy: Policy,
+        workload: Workload,
+        predictions: Predictions,
+        keep_seats: bool,
     ) -> None:
+        self.scenario = scenario
+        self.keep_seats = keep_seats
+        self.events = EventQueue()
         self.steps = 0
-        self._settings = scenario.settings
-        self._core = core
-        self._engine = engine
-        self._requests = requests
+        self.finished: Callable[[Run], None] = lambda run: None
+        self.before_step: Callable[[Engine], None] | None = None
+        self.depth: DepthHistory | None = None
+        self._workload = workload
         self._predictions = predictions
-        self._before_step = before_step
-        self._events = events
-        self._predictor = PredictorQueue(
-            self._events, core.policy.predictor, scenario.settings.predictor, self._predicted
-        )
-        self._reads = _reads_predictions(core.policy)
-        self._longest = max((request.output_tokens for request in requests), default=1)
-        self._runs: list[Run] = []
-        self._busy = False
+        self._reads = _reads_predictions(policy)
+        self._longest = int(workload.outputs.max(initial=1))
+        self._depths: list[int] = []
+        model = scenario.settings.engine
+        self._router = Router(model.routing, model.replicas, policy.levels)
+        self._routed_level: dict[int, int] = {}
+        self._replicas = []
+        for number in range(model.replicas):
+            core = SchedulingCore(policy, scenario.profile, clock=lambda: self.events.now)
+            if self._reads:
+                core.buckets = predictions.buckets
+            self._replicas.append(_Replica(number, self, core))
 
-    def run(self) -> list[Run]:
-        if self._requests:
+    def run(self) -> None:
+        if len(self._workload):
             self._expect(0)
-        self._events.run()
-        return self._runs
+        self.events.run()
+
+    def step_decided(self, engine: Engine) -> None:
+        self.steps += 1
+        self.note_depth()
+        if self.before_step is not None:
+            self.before_step(engine)
+
+    def note_depth(self) -> None:
+        if self.depth is None:
+            return
+        depths = [
+            sum(counts) for counts in zip(*(r.engine.waiting for r in self._replicas), strict=True)
+        ]
+        if depths != self._depths:
+            self._depths = depths
+            self.depth.record(self.events.now, depths)
+
+    def done(self, run: Run) -> None:
+        self._router.leave(run.engine, self._routed_level.pop(run.request.index))
+        self.finished(run)
 
     def _expect(self, index: int) -> None:
-        arrival = self._requests[index].arrival
-        self._events.at(arrival, Order.ARRIVAL, lambda: self._arrive(index))
+        arrival = float(self._workload.arrivals[index])
+        self.events.at(arrival, Order.ARRIVAL, lambda: self._arrive(index))
 
     def _arrive(self, index: int) -> None:
-        request = self._requests[index]
-        extra_args = {"urgency": request.level} if self._settings.workload.hints else None
-        hint = self._core.read_hints(extra_args, 0)
+        request = self._workload.request(index)
+        settings = self.scenario.settings
+        any_core = self._replicas[0].core
+        extra_args = {"urgency": request.level} if settings.workload.hints else None
+        hint = any_core.read_hints(extra_args, 0)
         # As in the engine: a text whose level is known is read for its length alone.
-        awaits = self._reads and (hint.level is None or self._core.policy.uses_length)
-        job = self._core.new_job(
+        awaits = self._reads and (hint.level is None or any_core.policy.uses_length)
+        level = any_core.policy.default_level if hint.level is None else hint.level
+        replica = self._replicas[self._router.choose(level)]
+        self._routed_level[index] = level
+        job = replica.core.new_job(
             str(index),
             arrival=request.arrival,
             prompt_tokens=request.prompt_tokens,
@@ -150,38 +238,13 @@ class _Simulation:
             tenant=request.tenant,
         )
         run = Run(request, job, self._predictions[index] if awaits else None)
-        self._runs.append(run)
+        run.engine = replica.number
         if awaits:
-            self._predictor.submit(run)
-        if not (awaits and self._settings.predictor.hold):
-            self._submit(run)
-        if index + 1 < len(self._requests):
+            replica.predictor.submit(run)
+        if not (awaits and settings.predictor.hold):
+            replica.submit(run)
+        if index + 1 < len(self._workload):
             self._expect(index + 1)
         else:
-            self._predictor.drain()
-
-    def _predicted(self, batch: list[Run]) -> None:
-        for run in batch:
-            if run.finish is None:
-                self._engine.predicted(run)
-                if self._settings.predictor.hold:
-                    self._submit(run)
-
-    def _submit(self, run: Run) -> None:
-        self._engine.submit(run)
-        if not self._busy:
-            self._busy = True
-            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
-
-    def _begin_step(self) -> None:
-        seconds = self._engine.begin_step(self._events.now)
-        self._busy = seconds is not None
-        if seconds is not None:
-            self.steps += 1
-            if self._before_step is not None:
-                self._before_step(self._engine)
-            self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
-
-    def _end_step(self) -> None:
-        self._engine.end_step(self._events.now)
-        self._begin_step()
+            for each in self._replicas:
+                each.predictor.drain()

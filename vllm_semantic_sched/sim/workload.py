@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,8 +12,32 @@ from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
 from vllm_semantic_sched.sim.trace import TraceRow, read_trace
 
 
-def draw_requests(model: WorkloadModel, levels: int, rng: np.random.Generator) -> list[SimRequest]:
-    """The requests in order of arrival.
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """All requests of a run in order of arrival, a column per property: a million of them take
+    21 MB. Arrivals in seconds from the first, lengths in tokens, levels as they truly are."""
+
+    arrivals: np.ndarray
+    levels: np.ndarray
+    prompts: np.ndarray
+    outputs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    def request(self, index: int) -> SimRequest:
+        """One of them."""
+        return SimRequest(
+            index,
+            float(self.arrivals[index]),
+            int(self.levels[index]),
+            int(self.prompts[index]),
+            int(self.outputs[index]),
+        )
+
+
+def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
+    """The requests of a run.
 
     Raises:
         TraceError: a trace cannot be read.
@@ -20,18 +45,13 @@ def draw_requests(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     if model.path is not None and model.arrivals in ("jsonl", "azure"):
         return _replayed(read_trace(model, levels), model, levels, rng)
     arrivals = draw_arrivals(model, rng)
-    return [
-        SimRequest(index, float(arrival), int(level), int(prompt), int(output))
-        for index, (arrival, level, prompt, output) in enumerate(
-            zip(
-                arrivals,
-                draw_levels(model.mix, levels, len(arrivals), rng),
-                draw_lengths(model.prompt, len(arrivals), rng),
-                draw_lengths(model.output, len(arrivals), rng),
-                strict=True,
-            )
-        )
-    ]
+    count = len(arrivals)
+    return Workload(
+        arrivals,
+        draw_levels(model.mix, levels, count, rng).astype(np.int8),
+        draw_lengths(model.prompt, count, rng).astype(np.int32),
+        draw_lengths(model.output, count, rng).astype(np.int32),
+    )
 
 
 def draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
@@ -91,15 +111,12 @@ def draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.nda
 
 def _replayed(
     rows: list[TraceRow], model: WorkloadModel, levels: int, rng: np.random.Generator
-) -> list[SimRequest]:
+) -> Workload:
     drawn = draw_levels(model.mix, levels, len(rows), rng)
-    return [
-        SimRequest(
-            index,
-            (row.arrival - rows[0].arrival) / model.speed,
-            int(drawn[index]) if row.level is None else row.level,
-            row.prompt_tokens,
-            row.output_tokens,
-        )
-        for index, row in enumerate(rows)
-    ]
+    known = [drawn[i] if row.level is None else row.level for i, row in enumerate(rows)]
+    return Workload(
+        (np.array([row.arrival for row in rows]) - rows[0].arrival) / model.speed,
+        np.array(known, dtype=np.int8),
+        np.array([row.prompt_tokens for row in rows], dtype=np.int32),
+        np.array([row.output_tokens for row in rows], dtype=np.int32),
+    )
