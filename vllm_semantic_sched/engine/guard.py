@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 
 
 class Guard:
@@ -40,3 +42,25 @@ class Guard:
                 "failures are counted in semsched:policy_errors_total only.",
                 doing,
             )
+
+
+class GuardedListener:
+    """A listener whose errors do not reach the core."""
+
+    def __init__(self, listener: Listener, guard: Guard) -> None:
+        self._listener = listener
+        self._guard = guard
+
+    def moved(self, transition: Transition) -> None:
+        """Pass a transition on."""
+        try:
+            self._listener.moved(transition)
+        except Exception:
+            self._guard.failed("recording a transition")
+
+    def first_token(self, job: Job) -> None:
+        """Pass a first token on."""
+        try:
+            self._listener.first_token(job)
+        except Exception:
+            self._guard.failed("recording a first token")

@@ -25,7 +25,8 @@ from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.clock import ServiceClock
 from vllm_semantic_sched.engine.ending import Endings
-from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.event_log import EventLog
+from vllm_semantic_sched.engine.guard import Guard, GuardedListener
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.outcome import end_of
 from vllm_semantic_sched.engine.prediction import PredictionFeed
@@ -79,7 +80,10 @@ class SemanticScheduler(Scheduler):
         self._guard = Guard(self._counters, logger)
         self._core = core = SchedulingCore(policy, profile, clock=time.monotonic)
         self._request_metrics = RequestMetrics(core, self._counters)
-        core.lifecycle.listeners.append(self._request_metrics)
+        self._event_log = self._open_event_log(core)
+        for listener in (self._request_metrics, self._event_log):
+            if listener is not None:
+                core.lifecycle.listeners.append(GuardedListener(listener, self._guard))
         self._preempting_for = "kv_shortage"  # what vLLM itself preempts for
         # Under this policy vLLM takes its victims from the tail of self.running, which is kept
         # sorted here, so that the tail is the least urgent request.
@@ -191,6 +195,9 @@ class SemanticScheduler(Scheduler):
                 self._predictions.close()
             if self._live_policy is not None:
                 self._live_policy.close()
+            if self._event_log is not None:
+                with self._guard("closing the event log"):
+                    self._event_log.close()
         super().shutdown()
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -338,6 +345,13 @@ class SemanticScheduler(Scheduler):
             )
         self.running.insert(place, request)
 
+    def _open_event_log(self, core: SchedulingCore) -> EventLog | None:
+        settings = core.policy.events
+        if settings.path is None:
+            return None
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        return EventLog(settings, engine, lambda: core.policy.tier_names, logger)
+
     def _note_first_tokens(self, core: SchedulingCore) -> None:
         """O(requests that were admitted and have no token yet)."""
         for job in list(core.lifecycle.starting):
@@ -345,6 +359,8 @@ class SemanticScheduler(Scheduler):
                 core.lifecycle.first_token(job)
 
     def _gauges(self, core: SchedulingCore) -> Gauges:
+        if self._event_log is not None:
+            self._event_log.report(self._counters)
         gauges = {
             **self._request_metrics.gauges(),
             **self._predictions.gauges(),

@@ -73,13 +73,14 @@ class Counters:
         if now < self._next_message and not idle:
             return
         self._next_message = now + _INTERVAL
+        moved = self._moved(gauges())  # first: who is asked may bring its counters up to date
         message = {
             "counters": [[name, labels, count] for (name, labels), count in self._added.items()],
             "histograms": [
                 [name, labels, list(observed.counts.items()), observed.sum]
                 for (name, labels), observed in self._observed.items()
             ],
-            "gauges": [[name, labels, value] for (name, labels), value in self._moved(gauges())],
+            "gauges": [[name, labels, value] for (name, labels), value in moved],
         }
         if any(message.values()):
             getattr(stats, _CARRIER)[json.dumps({"semsched": message})] = 0

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from vllm_semantic_sched.policy.aging import Aging
 from vllm_semantic_sched.policy.deadlines import Deadlines
 from vllm_semantic_sched.policy.decision import Decision
+from vllm_semantic_sched.policy.events import Events
 from vllm_semantic_sched.policy.fair_share import FairShareKnobs
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.hints import Hints
@@ -61,6 +62,7 @@ class Policy(Section):
     deadlines: Deadlines = Deadlines()
     fair_share: FairShareKnobs = FairShareKnobs()
     tenants: Tenants = Tenants()
+    events: Events = Events()
 
     @model_validator(mode="after")
     def _levels_exist(self) -> Policy:

@@ -18,6 +18,7 @@ NEEDS_RESTART = {
     "tenants.fair": "the queues were built for it",
     "levels": "the predictor and every request in the queue know that many",
     "predictor": "the predictor process was started with it",
+    "events": "the log was opened with it",
 }
 
 

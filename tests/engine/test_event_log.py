@@ -1,0 +1,173 @@
+"""The event log: every transition once, in order, whatever the disk does."""
+
+import json
+import logging
+import threading
+import time
+
+import pytest
+from jobs import make_job
+
+from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
+from vllm_semantic_sched.engine.event_log import EventLog
+from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.events import Events
+from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.lifecycle import Transition
+
+pytestmark = pytest.mark.engine
+
+NAMES = ("gold", "silver", "bronze")
+
+
+def make_log(path, engine: int = 0, **settings) -> EventLog:
+    section = Events(path=str(path), **settings)
+    return EventLog(section, engine, lambda: NAMES, logging.getLogger("test"))
+
+
+def transition(number: int, state=JobState.RUNNING) -> Transition:
+    job = make_job(number % 3, request_id=f"r{number}")
+    return Transition(job, JobState.WAITING, state, time.monotonic(), "why")
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def counts(log) -> Counters:
+    log.report(counters := Counters())
+    return counters
+
+
+def test_lines_say_who_when_where_and_why(tmp_path) -> None:
+    path = tmp_path / "new" / "events.jsonl"
+    log = make_log(path)
+    before = time.time()
+    log.moved(transition(4, JobState.REFUSED))
+    log.close()
+    (line,) = lines(path)
+    assert before - 1 < line.pop("time") < time.time() + 1
+    assert line == {
+        "engine": 0,
+        "request": "r4",
+        "tier": "silver",
+        "level": 1,
+        "level_from": "hint",
+        "from": "queued",
+        "state": "refused",
+        "reason": "why",
+        "prompt_tokens": 100,
+        "output_tokens": 0,
+    }
+
+
+def test_rotated_parts_hold_all_lines_in_order(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = make_log(path, max_bytes=20_000, backups=50)
+    for number in range(1000):
+        log.moved(transition(number))
+    log.close()
+    parts = sorted(tmp_path.glob("events.jsonl.*"), key=lambda p: -int(p.suffix[1:]))
+    assert len(parts) > 3
+    assert all(part.stat().st_size <= 20_000 for part in parts)
+    names = [line["request"] for part in [*parts, path] for line in lines(part)]
+    assert names == [f"r{number}" for number in range(1000)]
+
+
+def test_engines_of_one_server_write_files_of_their_own(tmp_path) -> None:
+    logs = [make_log(tmp_path / "events.jsonl", engine) for engine in (0, 2)]
+    for log in logs:
+        log.moved(transition(1))
+        log.close()
+    assert lines(tmp_path / "events.jsonl")[0]["engine"] == 0
+    assert lines(tmp_path / "events-2.jsonl")[0]["engine"] == 2
+
+
+def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path, monkeypatch) -> None:
+    log = make_log(tmp_path / "events.jsonl", queue=100)
+    hang = threading.Event()
+    write = log._file.write
+    monkeypatch.setattr(log._file, "write", lambda text: (hang.wait(30), write(text)))
+    began = time.monotonic()
+    for number in range(2000):
+        log.moved(transition(number))
+    assert time.monotonic() - began < 1
+    assert counts(log).total("event_log_dropped", "queue_full") >= 1000
+    hang.set()
+    log.close()
+    counters = counts(log)
+    written = len(lines(tmp_path / "events.jsonl"))
+    assert written == counters.total("event_log_lines")
+    assert written + counters.total("event_log_dropped") == 2000
+
+
+def test_a_full_disk_is_survived_and_counted(caplog) -> None:
+    log = make_log("/dev/full")
+    for number in range(300):
+        log.moved(transition(number))
+    log.close()
+    assert not log._thread.is_alive()
+    counters = counts(log)
+    assert counters.total("event_log_dropped", "not_writable") == 300
+    assert counters.total("event_log_lines") == 0
+    assert len(caplog.records) == 1 and "No space left" in caplog.text
+
+
+def test_the_log_goes_on_when_there_is_room_again(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log = make_log(path)
+    emit = log._file.emit
+
+    def half(record) -> None:
+        with path.open("a") as file:
+            file.write('{"half": "a li')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log._file, "emit", half)
+    log._write([])
+    monkeypatch.setattr(log._file, "emit", emit)
+    log.moved(transition(7))
+    log.close()
+    assert json.loads(path.read_text().splitlines()[-1])["request"] == "r7"
+
+
+def test_a_path_that_cannot_be_written_stops_the_start(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PolicyError, match=r"events\.path: cannot write .*file/events"):
+        make_log(tmp_path / "file" / "events.jsonl")
+
+
+def test_a_scheduler_logs_each_request_once_and_on_a_legal_path(tmp_path) -> None:
+    path, policy = tmp_path / "events.jsonl", tmp_path / "policy.yaml"
+    policy.write_text(f"predictor: {{enabled: false}}\nevents: {{path: {path}}}\n")
+    scheduler = build_scheduler(
+        SemanticScheduler, max_num_seqs=1, semantic_sched={"policy": str(policy)}
+    )
+    scheduler.add_request(make_request("routine", urgency=4, output_tokens=30))
+    for _ in range(3):
+        run_step(scheduler)
+    scheduler.add_request(make_request("urgent", urgency=0, output_tokens=5))
+    while scheduler.get_num_unfinished_requests():
+        run_step(scheduler)
+    scheduler.shutdown()
+    log = lines(path)
+
+    def states(name: str) -> list[tuple]:
+        return [(e["state"], e.get("reason"), e.get("plan")) for e in log if e["request"] == name]
+
+    assert states("urgent") == [
+        ("queued", None, None),
+        ("running", None, None),
+        ("completed", "length", None),
+    ]
+    assert states("routine") == [
+        ("queued", None, None),
+        ("running", None, None),
+        ("queued", "urgent", "recompute"),
+        ("running", None, None),
+        ("completed", "length", None),
+    ]
+    assert [e["output_tokens"] for e in log if e["state"] == "completed"] == [5, 30]
+    assert all(e["first_token"] <= e["time"] for e in log if e["state"] == "completed")

@@ -1,0 +1,138 @@
+"""Writes the event log on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.events import Event, Events
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.lifecycle import Transition
+
+_INTERVAL = 0.1  # seconds between writes: the engine's thread is not to wake another one
+_CHUNK = 64  # lines in one write, between which the file may be rotated
+_CLOSING = 5.0  # seconds that shutdown waits for what is left
+
+
+class EventLog:
+    """Listens to the core's lifecycle (`policy.lifecycle.Listener`). Telling it something is an
+    append to a bounded queue; whatever the disk does, the caller goes on at once.
+
+    Args:
+        engine: number of this engine, for its lines and its file name.
+        tier_names: by level, as the policy has them when a line is written.
+
+    Raises:
+        PolicyError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        settings: Events,
+        engine: int,
+        tier_names: Callable[[], tuple[str, ...]],
+        logger: logging.Logger,
+    ) -> None:
+        assert settings.path is not None
+        path = Path(settings.path).expanduser()
+        self.path = path.with_stem(f"{path.stem}-{engine}") if engine else path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
+        except OSError as error:
+            raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
+        self._limit = settings.queue
+        self._engine = engine
+        self._tier_names = tier_names
+        self._logger = logger
+        self._epoch = time.time() - time.monotonic()
+        self._events: deque[Event] = deque()
+        # Each is counted by one thread and read by the other.
+        self._written = self._dropped = self._failed = 0
+        self._broken = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="semsched-events", daemon=True)
+        self._thread.start()
+
+    def moved(self, transition: Transition) -> None:
+        """Take in a transition, or drop it if the queue is full."""
+        if len(self._events) >= self._limit:
+            self._dropped += 1
+        else:
+            self._events.append(Event.of(transition))
+
+    def first_token(self, job: Job) -> None:
+        """Nothing: the time stands in the lines that follow."""
+
+    def report(self, counters: Counters) -> None:
+        """Hand over what was written and dropped so far."""
+        counters.raise_to("event_log_lines", self._written)
+        counters.raise_to("event_log_dropped", self._dropped, "queue_full")
+        counters.raise_to("event_log_dropped", self._failed, "not_writable")
+
+    def close(self) -> None:
+        """Write what is left and close the file, unless that takes too long."""
+        self._closing.set()
+        self._thread.join(_CLOSING)
+
+    # The log's own thread
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._closing.wait(_INTERVAL)
+            left = len(self._events)  # those that come meanwhile are for the next round
+            while left > 0:
+                events = [self._events.popleft() for _ in range(min(left, _CHUNK))]
+                left -= len(events)
+                self._write(events)
+        self._file.close()
+
+    def _write(self, events: list[Event]) -> None:
+        try:
+            tiers = self._tier_names()
+            text = "\n".join(
+                json.dumps(event.line(self._epoch, self._engine, tiers[event.level]))
+                for event in events
+            )
+            # A write that failed may have left half a line.
+            self._file.write(("\n" if self._broken else "") + text)
+            self._written += len(events)
+            self._broken = False
+        except Exception as error:  # a full disk may be emptied: go on trying
+            if not self._failed:
+                self._logger.error(
+                    "Semantic scheduling: the event log %s cannot be written: %s. Lost lines are "
+                    "counted in semsched:event_log_dropped_total.",
+                    self.path,
+                    error,
+                )
+            self._failed += len(events)
+            self._broken = True
+            self._file.reopen()
+
+
+class _File(RotatingFileHandler):
+    """The standard library's rotation, with errors raised and not printed."""
+
+    def write(self, text: str) -> None:
+        self.emit(logging.makeLogRecord({"msg": text}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+    def reopen(self) -> None:
+        """Forget what could not be written; the next write opens the file again."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

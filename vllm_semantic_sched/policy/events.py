@@ -1,0 +1,90 @@
+"""The event log: a JSON line for every transition of every request (point O6: never on the
+scheduling thread)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.section import Section
+
+
+class Events(Section):
+    """The event log, read by `semsched trace`."""
+
+    path: str | None = Field(
+        None,
+        description="File to append a JSON line to for each change of a request's state; unset: "
+        "none. With data parallelism engine N > 0 writes to NAME-N.SUFFIX.",
+    )
+    queue: int = Field(
+        100_000,
+        ge=1,
+        description="Changes that may wait to be written; beyond that they are dropped and "
+        "counted. The engine never waits for the disk.",
+    )
+    max_bytes: int = Field(
+        100_000_000, ge=1000, description="Size at which the file is renamed to PATH.1."
+    )
+    backups: int = Field(5, ge=1, description="Renamed files kept: PATH.1 is the newest.")
+
+
+class Event(NamedTuple):
+    """A transition, as it was when it happened: a job goes on changing."""
+
+    time: float  # seconds on the policy's clock
+    request: str
+    level: int
+    level_from: str
+    before: str | None
+    state: str
+    reason: str
+    plan: str
+    prompt_tokens: int
+    output_tokens: int
+    first_token: float | None
+
+    @classmethod
+    def of(cls, transition: Transition) -> Event:
+        """What the log keeps of a transition."""
+        job, before, state, time, reason, plan = transition
+        return cls(
+            time,
+            job.request_id,
+            job.level,
+            job.level_source.value,
+            None if before is None else before.value,
+            state.value,
+            reason,
+            plan,
+            job.prompt_tokens,
+            job.generated,
+            job.first_token,
+        )
+
+    def line(self, epoch: float, engine: int, tier: str) -> dict[str, Any]:
+        """What stands in the log.
+
+        Args:
+            epoch: Unix time at which the policy's clock stood at 0.
+        """
+        line: dict[str, Any] = {
+            "time": round(epoch + self.time, 6),
+            "engine": engine,
+            "request": self.request,
+            "tier": tier,
+            "level": self.level,
+            "level_from": self.level_from,
+            "from": self.before,
+            "state": self.state,
+        }
+        if self.reason:
+            line["reason"] = self.reason
+        if self.plan:
+            line["plan"] = self.plan
+        line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        if self.first_token is not None:
+            line["first_token"] = round(epoch + self.first_token, 6)
+        return line
