@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ END_COLORS = {
     "swap": "#2f7ebc",
     "partial": "#7d6aa8",
     "drop": "#e08e0b",
+    "refused": "#e08e0b",
+    "cancelled": "#27915b",
+    "failed": "#ff3b30",
 }
+_ON_HOST = ("swap", "partial")  # what waits after these has KV on the host
 _OTHER_END = "#8c8c8c"
 _MICROSECONDS = 1e6
 
@@ -27,8 +31,9 @@ class Span:
         request: number or id.
         level: urgency level.
         arrival, start, end: seconds on one clock.
-        end_kind: how the time ended: `finish`, or what became of the KV (`recompute`, `swap`,
-            `partial`, `drop`); any other word is shown in grey.
+        end_kind: how the time ended: `finish`, `failed`, `cancelled`, `refused`, or what became
+            of the KV (`recompute`, `swap`, `partial`, `drop`); any other word is shown in grey.
+            A request that never got a seat has one span of no length.
         engine: which of several engines.
     """
 
@@ -47,13 +52,15 @@ def chrome_trace(
     """A trace in Chrome's JSON format, for Perfetto or chrome://tracing.
 
     A process per engine, a thread per request in order of first appearance, a slice per time in
-    a seat and one for the wait before the first.
+    a seat and per wait for one.
 
     Args:
+        spans: those of a request in order of time.
         depths: moments in seconds and counts by name at them, shown as a counter.
     """
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int | str], int] = {}
+    waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # since when, and how
     for span in spans:
         key = (span.engine, span.request)
         if key not in threads:
@@ -61,10 +68,14 @@ def chrome_trace(
             place = {"pid": span.engine, "tid": threads[key]}
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
-            if span.start > span.arrival:
-                events.append(_slice("waiting", place, span.arrival, span.start, span))
+            waits[key] = (span.arrival, "waiting")
         place = {"pid": span.engine, "tid": threads[key]}
-        events.append(_slice(f"running, {span.end_kind}", place, span.start, span.end, span))
+        since, how = waits[key]
+        if span.start > since:
+            events.append(_slice(how, place, since, span.start, span))
+        waits[key] = (span.end, "swapped" if span.end_kind in _ON_HOST else "waiting")
+        seated = "running, " if span.end > span.start else ""
+        events.append(_slice(f"{seated}{span.end_kind}", place, span.start, span.end, span))
     for engine in sorted({engine for engine, _ in threads}):
         label = {"name": f"engine {engine}"}
         events.append({"ph": "M", "name": "process_name", "pid": engine, "tid": 0, "args": label})
@@ -97,14 +108,16 @@ def _slice(
 
 
 def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """A row per request, a dot at its arrival, a bar per time in a seat, and an edge whose colour
-    says how that ended (black: finished). A picture of more than about 100 requests cannot be
-    read."""
+    """A row per request, a dot at its arrival, a line while it waits, a bar per time in a seat,
+    and an edge whose colour says how that ended (black: finished). A picture of more than about
+    100 requests cannot be read."""
     from matplotlib.figure import Figure
 
     rows = {request: row for row, request in enumerate(dict.fromkeys(s.request for s in spans))}
     figure = Figure(figsize=(9, 1.4 + 0.16 * len(rows)), layout="constrained")
     axis = figure.subplots()
+    for row, start, end in _lifetimes(spans, rows):
+        axis.plot([start, end], [row, row], color="#c8c8c8", linewidth=1, zorder=0)
     for span in spans:
         row = rows[span.request]
         axis.barh(row, span.end - span.start, left=span.start, height=0.8, color=_color(span.level))
@@ -119,6 +132,17 @@ def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
     axis.set_ylabel("request")
     axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _lifetimes(
+    spans: Sequence[Span], rows: Mapping[int | str, int]
+) -> Iterator[tuple[int, float, float]]:
+    """Row, arrival and last moment of each request."""
+    ends: dict[int | str, tuple[float, float]] = {}
+    for span in spans:
+        ends[span.request] = (span.arrival, span.end)
+    for request, (start, end) in ends.items():
+        yield rows[request], start, end
 
 
 def _gantt_key(spans: Sequence[Span]) -> list[Any]:

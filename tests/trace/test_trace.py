@@ -1,0 +1,144 @@
+"""`semsched trace` on logs with known stories."""
+
+import json
+import random
+import time
+
+import pytest
+
+from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.trace.reader import LogReader, log_parts
+
+START = 1_700_000_000.0
+
+
+def event(time, request, state, before, level=2, **more) -> str:
+    line = {
+        "time": START + time,
+        "engine": 0,
+        "request": request,
+        "tier": f"tier{level}",
+        "level": level,
+        "level_from": "hint",
+        "from": before,
+        "state": state,
+    }
+    return json.dumps(line | more) + "\n"
+
+
+STORY = [
+    event(0.0, "routine", "queued", None, 4),
+    event(1.0, "routine", "running", "queued", 4),
+    event(2.0, "urgent", "queued", None, 0),
+    event(2.0, "routine", "queued", "running", 4, reason="urgent", plan="recompute"),
+    event(2.5, "urgent", "running", "queued", 0),
+    event(3.0, "gone", "queued", None, 4),
+    '{"time": 12, "half a li\n',
+    "\n",
+    event(3.5, "gone", "cancelled", "queued", 4),
+    event(4.5, "urgent", "completed", "running", 0, first_token=START + 2.6),
+    event(4.5, "routine", "running", "queued", 4),
+    event(6.0, "routine", "swapped", "running", 4, reason="urgent", plan="swap"),
+    event(7.0, "routine", "running", "swapped", 4),
+    event(9.0, "routine", "completed", "running", 4, first_token=START + 1.5),
+    event(9.5, "open", "queued", None, 4),
+    event(9.6, "open", "running", "queued", 4),
+    event(9.9, "late", "queued", None, 4),
+]
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(STORY))
+    return path
+
+
+def test_the_table_counts_ends_preemptions_and_times(log, tmp_path, capsys) -> None:
+    assert main(["trace", str(log), "--output", str(tmp_path / "out")]) == 0
+    urgent, routine = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (urgent["tier"], urgent["completed"], urgent["ttft_p50"]) == (
+        "tier0",
+        1,
+        pytest.approx(0.6),
+    )
+    assert urgent["queueing_delay_p50"] == pytest.approx(0.5)
+    assert (routine["requests"], routine["cancelled"], routine["unfinished"]) == (4, 1, 2)
+    assert routine["preemptions"] == {"recompute": 1, "swap": 1}
+    assert routine["e2e_p99"] == pytest.approx(9.0)
+    printed = capsys.readouterr().out
+    assert "1 lines could not be read" in printed and "1 recompute, 1 swap" in printed
+    assert (tmp_path / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:
+    main(["trace", str(log), "--output", str(tmp_path)])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+    def slices(request: str) -> list[tuple]:
+        return [
+            (e["name"], round(e["ts"] / 1e6, 3), round(e["dur"] / 1e6, 3))
+            for e in events
+            if e["ph"] == "X" and f"request {request} " in threads[e["tid"]]
+        ]
+
+    assert slices("routine") == [
+        ("waiting", 0.0, 1.0),
+        ("running, recompute", 1.0, 1.0),
+        ("waiting", 2.0, 2.5),
+        ("running, swap", 4.5, 1.5),
+        ("swapped", 6.0, 1.0),
+        ("running, finish", 7.0, 2.0),
+    ]
+    assert slices("gone") == [("waiting", 3.0, 0.5), ("cancelled", 3.5, 0.0)]
+    assert slices("open")[-1][0] == "running, unfinished"
+    assert any(e["ph"] == "C" for e in events)
+
+
+def test_rotated_parts_are_read_from_the_oldest_on(tmp_path) -> None:
+    path = tmp_path / "e.jsonl"
+    for name, lines in ((".2", STORY[:4]), (".1", STORY[4:9]), ("", STORY[9:])):
+        (tmp_path / f"e.jsonl{name}").write_text("".join(lines))
+    assert [part.name for part in log_parts(path)] == ["e.jsonl.2", "e.jsonl.1", "e.jsonl"]
+    lives = {life.request: life for life in LogReader(limit=10).lives(path)}
+    assert lives["routine"].end == 9.0 and len(lives["routine"].spans) == 3
+
+
+def test_a_log_that_begins_late_gives_no_times_for_what_began_before(tmp_path) -> None:
+    (tmp_path / "e.jsonl").write_text("".join(STORY[4:]))
+    lives = {life.request: life for life in LogReader(limit=10).lives(tmp_path / "e.jsonl")}
+    assert not lives["routine"].whole and lives["routine"].first_seat is None
+    assert not lives["urgent"].whole and lives["gone"].whole
+
+
+def test_limit_and_since_choose_what_is_drawn(log) -> None:
+    def drawn(**options) -> list[str]:
+        return [life.request for life in LogReader(**options).lives(log) if life.keeps_spans]
+
+    assert drawn(limit=2) == ["urgent", "routine"]
+    assert drawn(limit=2, since=2.9) == ["gone", "open"]
+
+
+def test_a_log_without_events_and_one_that_is_not_there(tmp_path, capsys) -> None:
+    (tmp_path / "empty.jsonl").write_text("not a log\n")
+    assert main(["trace", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path)]) == 2
+    assert main(["trace", str(tmp_path / "no.jsonl"), "--output", str(tmp_path)]) == 1
+    assert "no.jsonl" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_unfinished_requests(tmp_path) -> None:
+    path, rng = tmp_path / "big.jsonl", random.Random(0)
+    with path.open("w") as file:
+        for number in range(20_000):
+            level = rng.randrange(5)
+            file.write(event(number / 100, f"r{number}", "queued", None, level))
+            file.write(event(number / 100 + 0.001, f"r{number}", "running", "queued", level))
+            file.write(event(number / 100 + 0.002, f"r{number}", "completed", "running", level))
+    reader, most, began = LogReader(limit=50), 0, time.process_time()
+    kept = 0
+    for life in reader.lives(path):
+        most = max(most, len(reader._lives))
+        kept += len(life.spans)
+    assert most <= 1 and kept == 50 and len(reader.depths) < 100
+    assert time.process_time() - began < 10
