@@ -34,6 +34,7 @@ _COMMANDS = {
     "maintenance": (
         "vllm_semantic_sched.admin.maintenance",
         "pause a running server, change its model, go on; queued requests survive",
+    ),
     "trace": (
         "vllm_semantic_sched.trace.command",
         "turn a server's event log into a Gantt chart, a Chrome trace and a table",

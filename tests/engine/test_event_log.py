@@ -28,7 +28,7 @@ def make_log(path, engine: int = 0, **settings) -> EventLog:
 
 
 def transition(number: int, state=JobState.RUNNING) -> Transition:
-    job = make_job(number % 3, request_id=f"r{number}")
+    job = make_job(number % 3, request_id=f"r{number}", tenant="acme")
     return Transition(job, JobState.WAITING, state, time.monotonic(), "why")
 
 
@@ -55,6 +55,7 @@ def test_lines_say_who_when_where_and_why(tmp_path) -> None:
         "tier": "silver",
         "level": 1,
         "level_from": "hint",
+        "tenant": "acme",
         "from": "queued",
         "state": "refused",
         "reason": "why",

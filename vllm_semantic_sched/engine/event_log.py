@@ -54,7 +54,6 @@ class EventLog:
         self._engine = engine
         self._tier_names = tier_names
         self._logger = logger
-        self._epoch = time.time() - time.monotonic()
         self._events: deque[Event] = deque()
         # Each is counted by one thread and read by the other.
         self._written = self._dropped = self._failed = 0
@@ -68,7 +67,7 @@ class EventLog:
         if len(self._events) >= self._limit:
             self._dropped += 1
         else:
-            self._events.append(Event.of(transition))
+            self._events.append(Event.of(transition, time.time()))
 
     def first_token(self, job: Job) -> None:
         """Nothing: the time stands in the lines that follow."""
@@ -101,8 +100,7 @@ class EventLog:
         try:
             tiers = self._tier_names()
             text = "\n".join(
-                json.dumps(event.line(self._epoch, self._engine, tiers[event.level]))
-                for event in events
+                json.dumps(event.line(self._engine, tiers[event.level])) for event in events
             )
             # A write that failed may have left half a line.
             self._file.write(("\n" if self._broken else "") + text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +99,7 @@ class PredictionFeed:
         for texts, seconds in self._service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
-        now = time.monotonic()
+        now = self._core.lifecycle.clock()
         changed: list[Job] = []
         for request_id, prediction in self._service.drain():
             if prediction is None:

@@ -78,7 +78,7 @@ class SemanticScheduler(Scheduler):
             return
         self._jobs: dict[str, Job] = {}
         self._guard = Guard(self._counters, logger)
-        self._core = core = SchedulingCore(policy, profile, clock=time.monotonic)
+        self._core = core = SchedulingCore(policy, profile, clock=self._clock)
         self._request_metrics = RequestMetrics(core, self._counters)
         self._event_log = self._open_event_log(core)
         for listener in (self._request_metrics, self._event_log):
@@ -124,7 +124,7 @@ class SemanticScheduler(Scheduler):
         with self._guard("applying predictions"):
             self._reposition(core, self._predictions.apply())
         with self._guard("revising estimates"):
-            self._reposition(core, core.step(self._observe, time.monotonic()))
+            self._reposition(core, core.step(self._observe, self._clock()))
         with self._guard("keeping reservations"):
             self._keep_reservations(core)
         with self._guard("making room for urgent requests"):
@@ -278,7 +278,7 @@ class SemanticScheduler(Scheduler):
             freeable_blocks=self._freed_at_once,
             preemption_seconds=lambda job: self._plan(core, job).seconds,
         ):
-            self._evict(requests[victim.request_id])
+            self._evict(requests[victim.request_id], "urgent")
 
     def _plan(self, core: SchedulingCore, job: Job) -> PreemptionPlan:
         self._observe(job)
@@ -289,7 +289,7 @@ class SemanticScheduler(Scheduler):
         while (intruder := core.intruder()) is not None and self._freed_at_once(
             intruder
         ) is not None:
-            self._evict(self.requests[intruder.request_id], "reservation_preemptions")
+            self._evict(self.requests[intruder.request_id], "reservation")
 
     def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]
@@ -298,9 +298,9 @@ class SemanticScheduler(Scheduler):
             return None
         return self._capacity.freed_by(request)
 
-    def _evict(self, request: Request, reason: str = "admission_preemptions") -> None:
+    def _evict(self, request: Request, reason: str) -> None:
         self.running.remove(request)
-        self._preempting_for = "urgent"
+        self._preempting_for = reason
         try:
             self._preempt_request(
                 request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
@@ -309,7 +309,9 @@ class SemanticScheduler(Scheduler):
             self._preempting_for = "kv_shortage"
         # Else a resumption in this very step would be taken for a continued run.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._counters.add(reason)
+        self._counters.add(
+            "admission_preemptions" if reason == "urgent" else "reservation_preemptions"
+        )
 
     def _take_in_admitted(self, core: SchedulingCore) -> None:
         """vLLM appends what it admits to self.running; move those to their place."""

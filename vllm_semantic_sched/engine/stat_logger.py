@@ -28,12 +28,15 @@ class SemanticStatLogger(StatLoggerBase):
         if message is None:  # another scheduler, or nothing new
             return
         self._register()
+        # A name that the table lacks is left out: an error here would end the API server.
         for name, labels, count in message["counters"]:
-            self._labelled(name, labels).inc(count)
+            if name in COUNTERS:
+                self._labelled(name, labels).inc(count)
         for name, labels, counts, total in message["histograms"]:
             _add(self._labelled(name, labels), counts, total)
         for name, labels, value in message["gauges"]:
-            self._labelled(name, labels).set(value)
+            if name in GAUGES:
+                self._labelled(name, labels).set(value)
 
     def log_engine_initialized(self) -> None:
         pass

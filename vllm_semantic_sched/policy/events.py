@@ -34,8 +34,9 @@ class Events(Section):
 class Event(NamedTuple):
     """A transition, as it was when it happened: a job goes on changing."""
 
-    time: float  # seconds on the policy's clock
+    time: float  # Unix time
     request: str
+    tenant: str
     level: int
     level_from: str
     before: str | None
@@ -44,15 +45,21 @@ class Event(NamedTuple):
     plan: str
     prompt_tokens: int
     output_tokens: int
-    first_token: float | None
+    first_token: float | None  # Unix time
 
     @classmethod
-    def of(cls, transition: Transition) -> Event:
-        """What the log keeps of a transition."""
+    def of(cls, transition: Transition, now: float) -> Event:
+        """What the log keeps of a transition. The policy's clock stands still while the engine is
+        paused, the log's does not.
+
+        Args:
+            now: Unix time.
+        """
         job, before, state, time, reason, plan = transition
         return cls(
-            time,
+            now,
             job.request_id,
+            job.tenant,
             job.level,
             job.level_source.value,
             None if before is None else before.value,
@@ -61,17 +68,13 @@ class Event(NamedTuple):
             plan,
             job.prompt_tokens,
             job.generated,
-            job.first_token,
+            None if job.first_token is None else now - (time - job.first_token),
         )
 
-    def line(self, epoch: float, engine: int, tier: str) -> dict[str, Any]:
-        """What stands in the log.
-
-        Args:
-            epoch: Unix time at which the policy's clock stood at 0.
-        """
+    def line(self, engine: int, tier: str) -> dict[str, Any]:
+        """What stands in the log."""
         line: dict[str, Any] = {
-            "time": round(epoch + self.time, 6),
+            "time": round(self.time, 6),
             "engine": engine,
             "request": self.request,
             "tier": tier,
@@ -80,11 +83,13 @@ class Event(NamedTuple):
             "from": self.before,
             "state": self.state,
         }
+        if self.tenant:
+            line["tenant"] = self.tenant
         if self.reason:
             line["reason"] = self.reason
         if self.plan:
             line["plan"] = self.plan
         line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token is not None:
-            line["first_token"] = round(epoch + self.first_token, 6)
+            line["first_token"] = round(self.first_token, 6)
         return line

@@ -51,13 +51,14 @@ class Lifecycle:
         listeners: told of every transition, after it.
         transitions: how often each edge (before, after) was taken.
         starting: jobs that have had a seat and no token yet.
+        clock: as given.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.listeners: list[Listener] = []
         self.transitions: Counter[tuple[JobState | None, JobState]] = Counter()
         self.starting: dict[Job, None] = {}
-        self._clock = clock
+        self.clock = clock
         # By level as it was when the job was counted: whatever changes a job's level, the
         # tallies stay whole.
         self._counted: dict[Job, int] = {}
@@ -76,7 +77,7 @@ class Lifecycle:
         Raises:
             IllegalTransition: the state machine has no such edge; nothing has changed.
         """
-        before, now = job.state, self._clock()
+        before, now = job.state, self.clock()
         job.move_to(state, now)
         self._discount(job, before)
         if not state.is_end:
@@ -91,7 +92,7 @@ class Lifecycle:
         """A job's first token is there."""
         if job.first_token is None:
             self.starting.pop(job, None)
-            job.first_token = self._clock()
+            job.first_token = self.clock()
             for listener in self.listeners:
                 listener.first_token(job)
 
@@ -113,7 +114,7 @@ class Lifecycle:
         """Seconds for which the job of a level that waits longest has been without a seat, since
         it arrived or lost its seat; 0 if none waits."""
         oldest = self._waiting[level].peek() if level in self._waiting else None
-        return 0.0 if oldest is None else max(0.0, self._clock() - oldest.entered)
+        return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
     def _count(self, job: Job) -> None:
         self._counted[job] = job.level
