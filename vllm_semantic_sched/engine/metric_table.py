@@ -50,15 +50,12 @@ COUNTERS = {
     "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
     "preemptions": Metric(
         "Preemptions by what happened to the KV (recompute, swap) and why (urgent: a more urgent "
-        "request took the seat; reservation: it sat on reserved capacity; kv_shortage: the KV cache "
-        "was full; reset: the cache was reset).",
+        "request took the seat; reservation: it sat on reserved capacity; kv_shortage: the KV "
+        "cache was full; reset: the cache was reset).",
         ("kind", "reason"),
     ),
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."
-    ),
-    "reservation_preemptions": Metric(
-        "Preemptions of requests that had grown into a hard reservation."
     ),
     "recomputed_tokens": Metric("Tokens whose KV a preemption gave up: computed once more."),
     "loaded_tokens": Metric("Tokens whose KV came back from the host."),

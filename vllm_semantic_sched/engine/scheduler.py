@@ -309,9 +309,8 @@ class SemanticScheduler(Scheduler):
             self._preempting_for = "kv_shortage"
         # Else a resumption in this very step would be taken for a continued run.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._counters.add(
-            "admission_preemptions" if reason == "urgent" else "reservation_preemptions"
-        )
+        if reason == "urgent":
+            self._counters.add("admission_preemptions")
 
     def _take_in_admitted(self, core: SchedulingCore) -> None:
         """vLLM appends what it admits to self.running; move those to their place."""
