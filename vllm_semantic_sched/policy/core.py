@@ -327,8 +327,7 @@ class SchedulingCore:
     def wants_room(self) -> bool:
         """Whether some waiting job may take a running one's place. O(levels), so that a step in
         which nothing is to be done costs nothing."""
-        levels = self.waiting.levels
-        return bool(levels) and self._level_may_preempt(levels[0])
+        return any(map(self._level_may_preempt, self.waiting.levels))
 
     @property
     def reorders_levels(self) -> bool:
@@ -339,7 +338,8 @@ class SchedulingCore:
         """Whether some running job is so much less urgent that `job` may take its place. O(1).
 
         By its own level: what a job gained by waiting, by a near deadline or by its tier's share
-        gets it the next seat that comes free, and never somebody's.
+        gets it the next seat that comes free, and never somebody's. A tier over its share has no
+        right to preempt such as its offset puts it behind.
         """
         return self._level_may_preempt(job.level)
 
@@ -360,7 +360,7 @@ class SchedulingCore:
         """See `policy.preemption.choose_victims`."""
         borrowed = self.fairness.reservation.borrowed_from(job.level)
         return choose_victims(
-            job.level,
+            self.fairness.preempting_level(job.level),
             need,
             self.running,
             self.policy.preemption,
@@ -432,7 +432,7 @@ class SchedulingCore:
         limits = self.policy.preemption
         if not limits.enabled or not self.policy.uses_urgency or worst is None:
             return False
-        gap = worst.effective_level - level
+        gap = worst.effective_level - self.fairness.preempting_level(level)
         return gap >= limits.min_level_gap or (gap > 0 and self.fairness.reservation.lent(level))
 
     def _make_queue(self, rules: QueueRules) -> WaitingQueue:

@@ -126,6 +126,8 @@ class Fairness:
             del self._taken[job]
         self.promotions.stop(job)
         self.deadlines.stop(job)
+        # Else the tier over its share would take back the seat that it has just lost.
+        job.boosted = max(0.0, -self._offset(job.level))
         if self._metered:
             self.meter.start(job)
         self.waiting.changed()
@@ -136,6 +138,7 @@ class Fairness:
         self.promotions.stop(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
+        job.boosted = 0.0
         self.waiting.changed()
 
     def relevel(self, job: Job) -> None:
@@ -157,6 +160,11 @@ class Fairness:
             self.fair_share.update(now, self.waiting.levels)
         self.waiting.changed()
         return list(moved)
+
+    def preempting_level(self, level: int) -> float:
+        """The level as which a job of that level may preempt: what it gained does not count, what
+        its tier has lost by using more than its share does."""
+        return level + max(0.0, self._offset(level))
 
     def shortage(self, job: Job) -> Need:
         """What less urgent tiers must give up before a job is let past hard reservations."""

@@ -68,6 +68,7 @@ class Job:
         promotions, aged: how often aging promoted it, and by how many levels in all.
         deadline: when its first token is due, if its deadline is watched.
         hurried: levels gained because the deadline is near.
+        boosted: levels that its tier was short of its share when it got its seat.
         state, entered: where it stands, and since when.
         started, first_token: when it got its first seat and its first token.
         waited: seconds without a seat, up to `entered`.
@@ -94,6 +95,7 @@ class Job:
     aged: float = 0.0
     deadline: float = 0.0
     hurried: float = 0.0
+    boosted: float = 0.0
     state: JobState = JobState.WAITING
     entered: float = 0.0
     started: float | None = None
@@ -102,11 +104,12 @@ class Job:
 
     @property
     def effective_level(self) -> float:
-        """The level that orders it: its own, less what it gained by waiting or by a near
-        deadline."""
-        if not self.aged and not self.hurried:
+        """The level that orders it: its own, less what it gained by waiting, by a near deadline
+        or by its tier's share."""
+        gained = self.hurried if self.hurried > self.boosted else self.boosted
+        if not gained and not self.aged:
             return self.level
-        return min(max(self.level - self.aged, OVERDUE), max(self.level - self.hurried, 0.0))
+        return min(max(self.level - self.aged, OVERDUE), max(self.level - gained, 0.0))
 
     @property
     def overdue(self) -> bool:

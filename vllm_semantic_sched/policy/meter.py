@@ -18,6 +18,8 @@ AHEAD = 64
 class _Stint:
     until: int  # tokens, prompt and output, that have been told
     price: float  # seconds per output token, as told last
+    prefill: int  # tokens to compute before the first output token
+    generated: int  # output tokens at the start
 
 
 class Meter:
@@ -57,15 +59,18 @@ class Meter:
 
     def start(self, job: Job) -> None:
         """A job got a seat; its admission has been charged."""
-        self._stints[job] = _Stint(job.tokens, 0.0)
+        self._stints[job] = _Stint(job.tokens, 0.0, job.tokens, job.generated)
         self._tell(job)
 
     def stop(self, job: Job) -> None:
-        """A job left its seat; its `generated` is up to date."""
+        """A job left its seat; its `generated` and `computed` are up to date."""
         stint = self._stints.pop(job, None)
         if stint is not None:
             self._due.discard(job)
-            self._charge(job, (job.tokens - stint.until) * stint.price)
+            unused = (stint.until - job.tokens) * stint.price
+            if job.generated == stint.generated and job.computed < stint.prefill:
+                unused += self.profile.prefill(job.computed, stint.prefill)
+            self._charge(job, -unused)
             self._hold(job, 0)
 
     def step(self, observe: Callable[[Job], None]) -> None:

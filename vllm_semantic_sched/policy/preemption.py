@@ -60,7 +60,7 @@ class Need:
 
 
 def choose_victims(
-    level: int,
+    level: float,
     need: Need,
     running: RunningSet,
     limits: Preemption,
