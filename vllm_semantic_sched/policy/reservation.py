@@ -11,7 +11,7 @@ A request counts at its own level: promotion changes who goes first, not whose c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.errors import PolicyError
@@ -143,22 +143,14 @@ class Reservation:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of what `level` may claim."""
-        return any(
-            limit is not None
-            and (self._held[above].seats > limit.seats or self._held[above].blocks > limit.blocks)
-            for above, limit in enumerate(self._soft[level:], start=level)
-        )
+        return any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
 
     def borrowed_from(self, level: int) -> Callable[[Job], bool] | None:
         """Says of running jobs, asked in the order of eviction, whether they sit on what `level`
         may claim; each yes counts as given back. None if nothing is lent."""
         if not self.lent(level):
             return None
-        excess = [
-            (above, self._held[above].seats - limit.seats, self._held[above].blocks - limit.blocks)
-            for above, limit in enumerate(self._soft)
-            if limit is not None and above >= level
-        ]
+        excess = list(self._excess(level))
 
         def borrowed(job: Job) -> bool:
             found = False
@@ -182,6 +174,15 @@ class Reservation:
                     seats = max(seats, held.seats + 1 - limit.seats)
                     blocks = max(blocks, held.blocks + wanted - limit.blocks)
         return Need(math.ceil(seats), math.ceil(blocks))
+
+    def _excess(self, level: int) -> Iterator[tuple[int, float, float]]:
+        """Tiers T whose reservation `level` may claim, and seats and blocks by which less urgent
+        ones exceed what they may hold."""
+        for above, limit in enumerate(self._soft[level:], start=level):
+            reserve = self.tiers[above].reserve
+            if limit is not None and (reserve.seats or reserve.kv):
+                held = self._held[above]
+                yield above, held.seats - limit.seats, held.blocks - limit.blocks
 
     def _set(self, tiers: Sequence[Tier], capacity: EngineCapacity) -> None:
         hard = _limits(tiers, capacity, hard_only=True)

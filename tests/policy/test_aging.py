@@ -1,0 +1,153 @@
+"""Promotion by waiting time, and how often it may overtake."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
+
+from vllm_semantic_sched.policy.aging import Aging, Overtaking, Promotions
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.profile import load_profile
+
+knobs = st.builds(
+    Aging,
+    enabled=st.just(True),
+    interval=st.sampled_from([0.1, 1.0, 7.0]),
+    step=st.sampled_from([0.1, 0.25, 1.0, 1.5]),
+    cap=st.sampled_from([None, 1, 3]),
+    share=st.sampled_from([0.1, 0.3, 1.0]),
+)
+
+
+@given(knobs, st.integers(0, 4), st.lists(st.floats(0.001, 5.0), max_size=60))
+def test_level_falls_by_steps_of_waiting_time_down_to_overdue(knobs, level, pauses) -> None:
+    promotions, job, now = Promotions(knobs), make_job(level), 0.0
+    promotions.wait(job)
+    for pause in pauses:
+        now += pause
+        promotions.due(now)
+        earned = int((now + 1e-9) / knobs.interval)
+        cap = earned if knobs.cap is None else min(earned, knobs.cap)
+        assert job.effective_level == pytest.approx(max(level - knobs.step * cap, -1.0), abs=1e-6)
+    seconds = knobs.seconds_to_overdue(level)
+    assert job.overdue == (seconds is not None and now >= seconds - 1e-9)
+
+
+def test_each_promotion_fires_once_and_time_in_a_seat_does_not_count() -> None:
+    promotions = Promotions(Aging(enabled=True, interval=10.0, step=0.5))
+    job = make_job(1)
+    promotions.wait(job)
+    assert promotions.due(9.9) == [] and promotions.due(10.0) == [job]
+    assert promotions.due(10.0) == [] and job.effective_level == 0.5
+    promotions.stop(job)
+    assert promotions.due(500.0) == []
+    job.waited, job.entered = 15.0, 500.0  # as the lifecycle keeps them
+    promotions.wait(job)
+    assert promotions.due(504.9) == [] and promotions.due(505.0) == [job]
+    assert (job.effective_level, promotions.count) == (0.0, 2)
+    assert promotions.due(1000.0) == [job] and promotions.due(9999.0) == []
+    assert job.overdue and promotions.count == 4
+
+
+@given(st.floats(0.01, 1.0), st.lists(st.booleans(), max_size=300))
+def test_overtakings_are_a_share_of_the_admissions(share, wishes) -> None:
+    overtaking = Overtaking(Aging(enabled=True, share=share))
+    for admissions, wish in enumerate(wishes, start=1):
+        overtaking.admitted(wish and overtaking.allowed)
+        assert overtaking.count <= 1 + share * admissions + 1e-6
+
+
+@given(st.floats(0.01, 1.0))
+def test_of_n_admissions_in_a_row_one_may_overtake(share) -> None:
+    knobs = Aging(enabled=True, share=share)
+    overtaking = Overtaking(knobs)
+    overtaking.admitted(True)
+    ordinary = 0
+    while not overtaking.allowed:
+        overtaking.admitted(False)
+        ordinary += 1
+    assert ordinary + 1 <= knobs.admissions_per_overtaking
+
+
+def test_an_admission_that_is_withdrawn_leaves_no_trace() -> None:
+    overtaking = Overtaking(Aging(enabled=True, share=0.25))
+    change = overtaking.admitted(True)
+    assert not overtaking.allowed
+    overtaking.withdrawn(True, change)
+    assert overtaking.allowed and overtaking.count == 0
+
+
+def test_the_bound_is_made_of_the_knobs_and_the_pace_of_admissions() -> None:
+    aging = Aging(enabled=True, interval=10.0, step=2.0, share=0.3)
+    assert aging.wait_bound(4, older=2, admission_gap=0.5) == 30.0 + 3 * 4 * 0.5
+    assert aging.wait_bound(4, 2, 0.5, seat_seconds=7.0) == 30.0 + 3 * (4 * 0.5 + 7.0)
+    assert Aging(enabled=True, cap=2).wait_bound(4, 0, 0.5) is None
+    assert Aging().wait_bound(0, 0, 0.5) is None
+
+
+def arrive(core, name, level):
+    hint = Hint(level, LevelSource.HINT)
+    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    return job
+
+
+def aged_core(**aging) -> SchedulingCore:
+    policy = parse_policy({"aging": {"enabled": True, "interval": 1.0} | aging})
+    return SchedulingCore(policy, load_profile("default"))
+
+
+def take(core):
+    job = core.waiting.peek()
+    core.take(job, core.waiting)
+    core.start(job)
+    return job
+
+
+def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
+    core = aged_core(share=0.5)
+    running = arrive(core, "standard", 2)
+    take(core)
+    aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
+    core.step(lambda job: None, 5.0)
+    assert aged.overdue and core.waiting.peek() is aged
+    assert not core.worth_preempting(aged) and core.worth_preempting(urgent)
+    assert list(core.waiting.ordered()) == [aged, urgent]
+    assert core.running.least_urgent() is running
+
+
+def test_an_aged_job_is_not_preempted_again() -> None:
+    core = aged_core()
+    aged = arrive(core, "aged", 4)
+    core.step(lambda job: None, 5.0)
+    take(core)
+    urgent = arrive(core, "urgent", 0)
+    assert not core.worth_preempting(urgent) and not core.wants_room
+    assert core.running.order(aged)[0] == -1.0
+
+
+def test_urgent_jobs_keep_their_share_when_everybody_is_overdue() -> None:
+    core = aged_core(share=0.25)
+    for number in range(50):
+        arrive(core, f"background {number}", 4)
+    core.step(lambda job: None, 100.0)
+    levels = []
+    for number in range(40):
+        arrive(core, f"urgent {number}", 0)
+        levels.append(take(core).level)
+    assert levels.count(0) >= 29
+    assert levels[:5] == [4, 0, 0, 0, 4]
+
+
+def test_a_job_that_was_not_ready_is_back_as_if_nothing_had_been() -> None:
+    core = aged_core(share=0.25)
+    aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
+    core.step(lambda job: None, 5.0)
+    core.take(aged, core.waiting)
+    assert core.waiting.peek() is urgent
+    core.requeue(aged, core.waiting)
+    assert core.waiting.peek() is aged
+    assert core.fairness.overtaking.count == 0

@@ -1,0 +1,71 @@
+"""Shares of the engine's time by tier."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.fair_share import FairShare, FairShareKnobs, targets_of
+from vllm_semantic_sched.policy.tiers import Tier
+
+KNOBS = FairShareKnobs(enabled=True, window=10.0, max_levels=2.0, tolerance=0.1)
+
+
+def tiers(*shares: float | None) -> list[Tier]:
+    return [Tier(name=str(place), share=share) for place, share in enumerate(shares)]
+
+
+def test_tiers_without_a_share_divide_what_is_left() -> None:
+    assert targets_of(tiers(0.5, None, None)) == [0.5, 0.25, 0.25]
+    assert targets_of(tiers(None, None)) == [0.5, 0.5]
+    assert targets_of(tiers(1.0, None)) == [1.0, 0.0]
+
+
+charges = st.lists(
+    st.tuples(st.integers(0, 2), st.floats(0.0, 5.0), st.floats(0.0, 20.0)), max_size=40
+)
+
+
+@given(charges, st.sets(st.integers(0, 2)))
+def test_offsets_are_bounded_and_steer_towards_the_targets(charges, active) -> None:
+    share = FairShare(KNOBS, tiers(0.2, 0.3, 0.5))
+    now, total = 0.0, 0.0
+    for level, seconds, pause in charges:
+        share.charge(level, seconds)
+        total += seconds
+        now += pause
+        share.update(now, sorted(active))
+    assert sum(share.served) == pytest.approx(total)
+    found = share.shares(sorted(active))
+    if charges and found:
+        assert sum(used for used, _ in found.values()) == pytest.approx(1.0)
+        assert sum(target for _, target in found.values()) == pytest.approx(1.0)
+        for level, (used, target) in found.items():
+            offset = share.offsets[level]
+            assert abs(offset) <= KNOBS.max_levels
+            assert offset == 0 or (offset > 0) == (used > target)
+            if abs(used - target) >= KNOBS.tolerance * target * (1 + 1e-9):
+                assert abs(offset) == pytest.approx(KNOBS.max_levels)
+    for level in {0, 1, 2} - active:
+        assert share.offsets[level] == 0
+
+
+def test_use_is_forgotten_and_what_others_do_not_ask_for_is_divided() -> None:
+    share = FairShare(KNOBS, tiers(0.5, 0.25, 0.25))
+    share.charge(0, 8.0)
+    share.charge(1, 1.0)
+    share.charge(2, 1.0)
+    share.update(0.0, [0, 1])
+    assert share.offsets[0] > 0 > share.offsets[1] and share.offsets[2] == 0
+    share.update(0.0, [1, 2])  # alone among themselves they are even
+    assert share.offsets == pytest.approx([0.0, 0.0, 0.0])
+    share.update(100.0, [0, 1, 2])
+    share.charge(1, 1.0)
+    share.update(100.0, [0, 1, 2])
+    assert share.offsets[1] == 2.0 and share.offsets[0] == -2.0
+
+
+def test_switched_off_it_changes_nothing() -> None:
+    share = FairShare(FairShareKnobs(), tiers(0.5, 0.5))
+    share.charge(0, 8.0)
+    share.update(0.0, [0, 1])
+    assert share.offsets == [0.0, 0.0]

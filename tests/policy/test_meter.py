@@ -1,0 +1,61 @@
+"""What running jobs use, told ahead."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
+
+from vllm_semantic_sched.policy.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.profile import load_profile
+
+PROFILE = load_profile("default")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 300)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_what_is_told_is_never_behind_and_settled_in_the_end(lives, per_step) -> None:
+    charged: dict = {}
+    told: dict = {}
+    meter = Meter(
+        PROFILE,
+        lambda job, seconds: charged.__setitem__(job, charged.get(job, 0.0) + seconds),
+        told.__setitem__,
+    )
+    meter.tokens_per_step = per_step
+    jobs = [(make_job(computed=100), start, length) for start, length in lives]
+    for step in range(400):
+        meter.step(lambda job: None)
+        for job, start, length in jobs:
+            if step == start:
+                meter.start(job)
+            elif step > start and job in told and told[job]:
+                job.generated += per_step
+                job.computed = job.tokens - 1
+                assert job.tokens <= told[job] <= job.tokens + AHEAD + per_step
+                if job.generated >= length:
+                    meter.stop(job)
+    for job, _, _ in jobs:
+        assert told[job] == 0
+        least = PROFILE.gamma1 * job.prompt_tokens * job.generated
+        most = (PROFILE.gamma1 * job.tokens + PROFILE.gamma2) * (job.generated + 1)
+        assert least - 1e-9 <= charged[job] <= most
+
+
+def test_the_fixed_time_of_a_step_is_shared_by_those_that_run() -> None:
+    seconds: list[float] = []
+    meter = Meter(PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
+    meter.start(make_job(computed=100))
+    meter.start(make_job(computed=100))
+    assert seconds[0] - seconds[1] == pytest.approx(AHEAD * PROFILE.gamma2 / 2)
+
+
+def test_a_prefill_that_was_cut_short_is_not_charged_whole() -> None:
+    seconds: list[float] = []
+    meter = Meter(PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
+    job = make_job(prompt_tokens=1000)
+    meter.start(job)
+    job.computed = 400
+    meter.stop(job)
+    assert sum(seconds) == pytest.approx(-PROFILE.prefill(400, 1000))

@@ -1,0 +1,157 @@
+"""Tenants: virtual counters, names, and the cap at the top levels."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
+
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.lane import Lane
+from vllm_semantic_sched.policy.prediction import Prediction
+from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.rank import Rank
+from vllm_semantic_sched.policy.tenants import (
+    ANONYMOUS,
+    TopLevelCap,
+    TopLevelGuard,
+    VirtualCounters,
+    read_tenant,
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "tenant"),
+    [
+        ({"tenant": " acme "}, "acme"),
+        ({"tenant": 7}, "7"),
+        ({"tenant": "x" * 500}, "x" * 64),
+        ({"tenant": ["a"]}, ANONYMOUS),
+        ({"tenant": True}, ANONYMOUS),
+        ({"tenant": None}, ANONYMOUS),
+        ({}, ANONYMOUS),
+        (None, ANONYMOUS),
+        ("tenant", ANONYMOUS),
+    ],
+)
+def test_whatever_a_client_sends_is_a_short_name_or_none(sent, tenant) -> None:
+    assert read_tenant(sent) == tenant
+
+
+def test_a_tenant_that_comes_back_gets_no_service_for_its_absence() -> None:
+    counters = VirtualCounters()
+    for tenant in "ab":
+        counters.enter(tenant)
+    counters.charge("a", 50.0)
+    counters.charge("b", 60.0)
+    counters.enter("new")
+    assert counters["new"] == 50.0
+    for tenant in ("new", "a", "b"):
+        counters.leave(tenant)
+    counters.enter("later")
+    assert counters["later"] == 60.0  # that of the last that waited
+    counters.enter("a")
+    assert counters["a"] == 60.0
+
+
+def test_tenants_that_are_gone_are_forgotten_and_waiting_ones_are_not(monkeypatch) -> None:
+    monkeypatch.setattr("vllm_semantic_sched.policy.tenants._MOST_TENANTS", 3)
+    counters = VirtualCounters()
+    counters.enter("waiting")
+    for number in range(50):
+        counters.enter(str(number))
+        counters.leave(str(number))
+    assert len(counters._counters) <= 5 and "waiting" in counters._counters
+    counters.charge("0", 1.0)  # forgotten: no trace, no error
+    assert counters.least() == "waiting"
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "buffer", "remove", "take"]),
+        st.sampled_from("abc"),
+        st.integers(0, 20),
+    ),
+    max_size=80,
+)
+
+
+@given(steps)
+def test_a_lane_serves_the_tenant_that_was_served_least_by_rank(steps) -> None:
+    lane = Lane(True, lambda job: Rank(2, float("inf"), job.sequence))
+    model: dict = {}
+    counters: dict[str, float] = {}
+    left_last = 0.0
+    for kind, tenant, pick in steps:
+        waiting = {job.tenant for job in model}
+        if kind in ("push", "buffer"):
+            job = make_job(2, tenant=tenant)
+            if tenant not in waiting:
+                floor = min((counters[t] for t in waiting), default=left_last)
+                counters[tenant] = max(counters.get(tenant, floor), floor)
+            remaining = float("inf") if kind == "buffer" else float(pick)
+            model[job] = Rank(2, remaining, job.sequence)
+            lane.push(job, model[job]) if kind == "push" else lane.buffer(job)
+            continue
+        if not model:
+            continue
+        if kind == "take":
+            rank, job = lane.peek()
+            least = min(counters[t] for t in waiting)
+            assert counters[job.tenant] == least
+            assert rank == min(r for j, r in model.items() if j.tenant == job.tenant)
+            assert next(lane.ordered(lambda job: 1.0)) == (rank, job)
+            lane.counters.charge(job.tenant, float(pick))
+            counters[job.tenant] += pick
+        else:
+            job = list(model)[pick % len(model)]
+        lane.remove(job)
+        del model[job]
+        if all(other.tenant != job.tenant for other in model):
+            left_last = counters[job.tenant]
+        ordered = list(lane.ordered(lambda job: 1.0))
+        assert sorted(ordered) == sorted((rank, job) for job, rank in model.items())
+    assert bool(lane) == bool(model)
+
+
+def test_a_tenants_part_of_the_top_level_is_capped_in_a_sliding_window() -> None:
+    guard = TopLevelGuard(TopLevelCap(share=0.5, allowance=2, window=80.0))
+    levels = [guard.level("a", 0, 4, now=0.0) for _ in range(6)]
+    assert levels == [0, 0, 1, 1, 1, 0]  # the third of six is half of them
+    assert guard.count == 3
+    assert guard.level("b", 0, 4, now=0.0) == 0
+    assert guard.level("a", 3, 4, now=0.0) == 3
+    assert [guard.level("a", 0, 4, now=200.0) for _ in range(3)] == [0, 0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=200))
+def test_no_tenant_exceeds_its_part(requests) -> None:
+    guard = TopLevelGuard(TopLevelCap(share=0.2, levels=2, allowance=3, window=40.0))
+    now, top = 0.0, 0
+    for count, (level, pause) in enumerate(requests, start=1):
+        now = min(now + pause, 34.9)  # one window
+        given_level = guard.level("a", level, 4, now)
+        top += given_level < 2
+        assert given_level == level or (level < 2 and given_level == 2)
+        assert top <= max(3, 0.2 * count)
+
+
+def test_a_request_moved_down_stays_there_and_one_is_counted_once_it_is_known() -> None:
+    cap = {"share": 0.01, "allowance": 1}
+    core = SchedulingCore(parse_policy({"tenants": {"top": cap}}), load_profile("default"))
+
+    def arrive(name, urgency):
+        hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
+        job = core.new_job(name, 0.0, 50, 500, hint, urgency is None, tenant="acme")
+        core.enqueue(job, core.waiting)
+        return job
+
+    assert arrive("a", 0).level == 0
+    assert arrive("b", 0).level == 1
+    unread = arrive("c", None)
+    core.predicted(unread, Prediction((1.0, 0.0, 0.0, 0.0, 0.0)))
+    assert unread.level == 1 and core.fairness.top_levels.count == 2
+    core.adopt(core.policy, core.profile)
+    while core.outdated:
+        core.step(lambda job: None, 0.0)
+    assert unread.level == 1
