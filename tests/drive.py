@@ -27,7 +27,7 @@ def drive(
     core = SchedulingCore(
         parse_policy({"predictor": {"enabled": False}} | policy), PROFILE, clock=lambda: now
     )
-    simulated = make_engine(core, EngineModel(**engine), PROFILE, keep_spans=True)
+    simulated = make_engine(core, EngineModel(**engine), PROFILE, keep_seats=True)
     runs: list[Run] = []
     while now < until:
         while len(runs) < len(requests) and requests[len(runs)].arrival <= now:

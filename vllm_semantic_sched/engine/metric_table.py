@@ -57,6 +57,12 @@ COUNTERS = {
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."
     ),
+    "promotions": Metric("Promotions of requests by their waiting time."),
+    "overtakings": Metric("Admissions of requests that only their age put before others."),
+    "hurried_requests": Metric("Requests raised because the promised time was running out."),
+    "capped_requests": Metric(
+        "Requests served at a lower level because their tenant had its part of the top levels."
+    ),
     "recomputed_tokens": Metric("Tokens whose KV a preemption gave up: computed once more."),
     "loaded_tokens": Metric("Tokens whose KV came back from the host."),
     "policy_reloads": Metric(
@@ -78,6 +84,17 @@ GAUGES = {
     "longest_wait_seconds": Metric(
         "How long the request that waits longest has been without a seat.", ("tier",)
     ),
+    "fair_share_deviation": Metric(
+        "Share of the engine's time used lately less the target share, among the tiers with "
+        "requests waiting.",
+        ("tier",),
+    ),
+    "reservation_free_seats": Metric(
+        "Seats that less urgent tiers can still take beside the reservations of a tier and more "
+        "urgent ones; negative: seats that they have borrowed.",
+        ("tier",),
+    ),
+    "waiting_tenants": Metric("Tenants with requests waiting.", ("tier",)),
     "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
     "predictor_queue": Metric("Prompts that wait for the predictor."),
     "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),

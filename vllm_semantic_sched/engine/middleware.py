@@ -1,9 +1,11 @@
-"""What the API server gains by one flag: refusals with HTTP statuses, endpoints for the operator.
+"""What the API server gains by one flag: refusals with HTTP statuses, endpoints for the operator,
+tenants by header or `user` field.
 
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
-Without it there are no endpoints (see `engine.admin`), and vLLM answers a refused request with
+Without it there are no endpoints (see `engine.admin`), a tenant is known by `vllm_xargs` only
+(see `engine.tenant_names`), and vLLM answers a refused request with
 status 500, or within a stream that has begun with status 200 by an error message.
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 from vllm.exceptions import GenerationError
 
 from vllm_semantic_sched.engine.admin import add_routes
+from vllm_semantic_sched.engine.tenant_names import TenantNames
 from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
 
 Message = MutableMapping[str, Any]
@@ -42,7 +45,7 @@ class Middleware:
     """ASGI middleware, the whole of it."""
 
     def __init__(self, app: App) -> None:
-        self._app = Refusals(app)
+        self._app = Refusals(TenantNames(app))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         # With the first message, as there is no other way to the application that vLLM builds.

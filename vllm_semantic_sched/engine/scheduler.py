@@ -26,6 +26,7 @@ from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.clock import ServiceClock
 from vllm_semantic_sched.engine.ending import Endings
 from vllm_semantic_sched.engine.event_log import EventLog
+from vllm_semantic_sched.engine.fairness_metrics import report_fairness
 from vllm_semantic_sched.engine.guard import Guard, GuardedListener
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.outcome import end_of
@@ -365,6 +366,7 @@ class SemanticScheduler(Scheduler):
         gauges = {
             **self._request_metrics.gauges(),
             **self._predictions.gauges(),
+            **report_fairness(core, self._counters),
             "unpredicted_requests": core.waiting.buffered,
         }
         if self._live_policy is not None:
