@@ -48,6 +48,7 @@ COUNTERS = {
     ),
     "unread_prompts": Metric("Prompts not sent to the predictor because its queue was full."),
     "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
+    "invalid_dedup_keys": Metric("Keys for deduplication that cannot be used; served without."),
     "preemptions": Metric(
         "Preemptions by what happened to the KV (recompute, swap) and why (urgent: a more urgent "
         "request took the seat; reservation: it sat on reserved capacity; kv_shortage: the KV "
@@ -79,6 +80,22 @@ COUNTERS = {
 }
 
 GAUGES = {
+    "pressure": Metric("How scarce resources are: 0 none, 1 warning, 2 critical."),
+    "resource_use": Metric(
+        "Use of each resource by what there is: kv, seats and queue as predicted, step by the "
+        "shortest promised time per token.",
+        ("resource",),
+    ),
+    "shed_tiers": Metric("Tiers whose requests are refused for the good of more urgent ones."),
+    "queued_tokens": Metric("Predicted tokens of requests that wait for a first seat.", ("tier",)),
+    "slo_compliance": Metric(
+        "Share of requests that met what their tier is promised, over the window.", ("tier",)
+    ),
+    "slo_headroom": Metric(
+        "How far the promised percentile is below its target, as a share of the target; negative "
+        "where a promise is broken.",
+        ("tier",),
+    ),
     "waiting_requests": Metric("Requests without a seat.", ("tier",)),
     "running_requests": Metric("Requests with a seat.", ("tier",)),
     "longest_wait_seconds": Metric(

@@ -30,6 +30,7 @@ from vllm_semantic_sched.engine.fairness_metrics import report_fairness
 from vllm_semantic_sched.engine.guard import Guard, GuardedListener
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.outcome import end_of
+from vllm_semantic_sched.engine.overload import Overload
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
@@ -96,6 +97,8 @@ class SemanticScheduler(Scheduler):
         self._endings = Endings(self)
         self._capacity = Capacity(self)
         core.set_capacity(self._capacity.total(), 1 + self.num_spec_tokens)
+        self._overload = Overload(self, core, self._capacity, self._counters, self._clock, logger)
+        core.lifecycle.listeners.append(GuardedListener(self._overload.control, self._guard))
         self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
@@ -114,6 +117,11 @@ class SemanticScheduler(Scheduler):
             self._adopt_policy()
             with self._guard("reading a new request"):
                 self._jobs[request.request_id] = self._new_job(self._core, request)
+            super().add_request(request)
+            if (job := self._jobs.get(request.request_id)) is not None:
+                with self._guard("admitting a request"):
+                    self._overload.arrived(request, job)
+            return
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -123,9 +131,11 @@ class SemanticScheduler(Scheduler):
         begin = time.perf_counter()
         self._adopt_policy()
         with self._guard("applying predictions"):
-            self._reposition(core, self._predictions.apply())
+            self._revise(core, self._predictions.apply())
         with self._guard("revising estimates"):
-            self._reposition(core, core.step(self._observe, self._clock()))
+            self._revise(core, core.step(self._observe, self._clock()))
+        with self._guard("ending what waited too long"):
+            self._overload.step()
         with self._guard("keeping reservations"):
             self._keep_reservations(core)
         with self._guard("making room for urgent requests"):
@@ -174,6 +184,10 @@ class SemanticScheduler(Scheduler):
             tier = self._core.policy.tier_names[job.level]
             self._counters.add("refused", (refusal.code.value, tier))
         return True
+
+    def can_refuse(self, request: Request) -> bool:
+        """Whether `refuse` can end a request of this kind."""
+        return self._endings.can_end(request)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
@@ -328,6 +342,10 @@ class SemanticScheduler(Scheduler):
                 core.start(job)
             self._insert(core, request)
 
+    def _revise(self, core: SchedulingCore, jobs: list[Job]) -> None:
+        self._reposition(core, jobs)
+        self._overload.revised(jobs)
+
     def _reposition(self, core: SchedulingCore, jobs: Iterable[Job]) -> None:
         """Estimates or levels changed; where such a job runs, so does its place in self.running."""
         moved = [self.requests[job.request_id] for job in jobs if job.state is JobState.RUNNING]
@@ -365,6 +383,7 @@ class SemanticScheduler(Scheduler):
             self._event_log.report(self._counters)
         gauges = {
             **self._request_metrics.gauges(),
+            **self._overload.gauges(),
             **self._predictions.gauges(),
             **report_fairness(core, self._counters),
             "unpredicted_requests": core.waiting.buffered,

@@ -55,14 +55,18 @@ def run(args: argparse.Namespace) -> int:
 def describe_keys(model: type[Section] = Policy) -> str:
     """All keys of a policy file, or of another kind, as text: name, default, valid values,
     meaning."""
+    required = any(field.is_required() for field in model.model_fields.values())
     lines = []
-    for key, default, valid, meaning in _keys(model, ""):
-        lines.append(f"{key}: {default}{f'   ({valid})' if valid else ''}")
+    for key, default, valid, meaning in _keys(model, "", None if required else model()):
+        lines.append(f"{key}: {default}{f'   ({valid})' if valid else ''}".rstrip())
         lines += textwrap.wrap(meaning, 96, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
 
-def _keys(model: type[Section], prefix: str) -> Iterator[tuple[str, object, str, str]]:
+def _keys(
+    model: type[Section], prefix: str, defaults: Section | None
+) -> Iterator[tuple[str, object, str, str]]:
+    """`defaults`: the section as it is where nothing is said; None in the entries of a list."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         section = section_in(annotation)
@@ -72,6 +76,14 @@ def _keys(model: type[Section], prefix: str) -> Iterator[tuple[str, object, str,
             literal = typing.get_origin(annotation) is typing.Literal
             valid = " | ".join(map(str, choices)) if literal else ""
             default = "(required)" if field.is_required() else field.default
+            default = default if defaults is None else getattr(defaults, name)
             yield f"{prefix}{name}", default, valid, field.description or ""
+        elif field.description:
+            yield f"{prefix}{name}", "", "", field.description
         if section is not None:
-            yield from _keys(section, f"{prefix}{name}{'[]' if is_list else ''}.")
+            inner = field.default if defaults is None else getattr(defaults, name)
+            yield from _keys(
+                section,
+                f"{prefix}{name}{'[]' if is_list else ''}.",
+                inner if isinstance(inner, Section) else None,
+            )

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vllm_semantic_sched.policy.admission import Admission
 from vllm_semantic_sched.policy.aging import Aging
 from vllm_semantic_sched.policy.deadlines import Deadlines
 from vllm_semantic_sched.policy.decision import Decision
+from vllm_semantic_sched.policy.dedup import Dedup
 from vllm_semantic_sched.policy.events import Events
 from vllm_semantic_sched.policy.fair_share import FairShareKnobs
 from vllm_semantic_sched.policy.files import read_config
@@ -22,8 +24,11 @@ from vllm_semantic_sched.policy.hints import Hints
 from vllm_semantic_sched.policy.length import Length
 from vllm_semantic_sched.policy.prediction import Predictor
 from vllm_semantic_sched.policy.preemption import Preemption
+from vllm_semantic_sched.policy.pressure import Pressure
 from vllm_semantic_sched.policy.retention import Retention
 from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.shedding import Shedding
+from vllm_semantic_sched.policy.slo import SloWindow
 from vllm_semantic_sched.policy.stage import Stage
 from vllm_semantic_sched.policy.tenants import Tenants
 from vllm_semantic_sched.policy.tiers import Tier
@@ -63,6 +68,11 @@ class Policy(Section):
     fair_share: FairShareKnobs = FairShareKnobs()
     tenants: Tenants = Tenants()
     events: Events = Events()
+    slo: SloWindow = SloWindow()
+    pressure: Pressure = Pressure()
+    shedding: Shedding = Shedding()
+    admission: Admission = Admission()
+    dedup: Dedup = Dedup()
 
     @model_validator(mode="after")
     def _levels_exist(self) -> Policy:

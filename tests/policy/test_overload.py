@@ -1,0 +1,490 @@
+"""Admission, deduplication, queue timeouts and shedding, together as engine and simulator use
+them."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.overload import OverloadControl
+from vllm_semantic_sched.policy.pressure import PressureLevel
+from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.refusal import Code
+
+PROFILE = load_profile("default")
+TOKENS = 100 + 50  # what a job of `World.arrive` is expected to need
+
+
+class World:
+    """Jobs, a clock that stands still unless told, and the control under test."""
+
+    def __init__(self, policy: Policy | dict, seats: int = 1, kv_tokens: int = 10**9) -> None:
+        self.now = 1000.0
+        policy = policy if isinstance(policy, Policy) else parse_policy(policy)
+        self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
+        self.control = OverloadControl(self.core, seats, kv_tokens)
+        self.core.lifecycle.listeners.append(self.control)
+        self.seats = seats
+        self.jobs: list[Job] = []
+        self.refused: dict[Job, Code] = {}
+        self._ids = itertools.count()
+
+    @property
+    def free_seats(self) -> int:
+        return max(0, self.seats - len(self.running))
+
+    @property
+    def waiting(self) -> list[Job]:
+        return [job for job in self.jobs if job.state is JobState.WAITING and job.started is None]
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs if job.state is JobState.RUNNING]
+
+    def arrive(
+        self, level: int = 0, key: str | None = None, origin: str | None = None, tenant: str = ""
+    ) -> Job:
+        number = next(self._ids)
+        job = self.core.new_job(
+            f"r{number}",
+            arrival=self.now,
+            prompt_tokens=100,
+            max_output_tokens=50,
+            hint=Hint(level, LevelSource.HINT),
+            awaits_prediction=False,
+            tenant=tenant,
+        )
+        self.jobs.append(job)
+        self.core.enqueue(job, self.core.waiting)
+        self.end(self.control.arrive(job, self.now, self.free_seats, key, origin or f"r{number}"))
+        return job
+
+    def end(self, endings) -> None:
+        for job, refusal in endings:
+            assert job not in self.refused, "refused twice"
+            assert not job.state.is_end
+            assert refusal.message and refusal.retry_after >= 1
+            self.refused[job] = refusal.code
+            self.core.finish(job, Ending.ABORTED, JobState.REFUSED, refusal.code.value)
+
+    def start(self, job: Job) -> None:
+        self.core.waiting.remove(job)
+        self.core.start(job)
+
+    def complete(self, job: Job) -> None:
+        job.generated = 50
+        self.core.lifecycle.first_token(job)
+        self.core.finish(job, Ending.STOPPED, JobState.COMPLETED, "stop")
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.end(self.control.step(self.now, kv_use=0.0))
+
+
+def busy(policy: dict, seats: int = 1, **more) -> World:
+    """All seats are taken."""
+    world = World({"levels": 3, "default_level": 1} | policy, seats, **more)
+    for _ in range(seats):
+        world.start(world.arrive(0))
+    return world
+
+
+def tiers(*overrides: dict) -> list[dict]:
+    return [{"name": f"t{level}"} | values for level, values in enumerate(overrides)]
+
+
+QUEUE_OF_2 = {"admission": {"queue": {"requests": 2}}}
+
+
+def test_without_limits_nothing_is_refused() -> None:
+    world = busy({})
+    for level in (0, 1, 2) * 50:
+        world.arrive(level)
+    world.step(1e6)
+    assert not world.refused
+
+
+def test_when_full_a_more_urgent_newcomer_replaces_the_newest_of_the_least_urgent() -> None:
+    world = busy(QUEUE_OF_2)
+    first, second = world.arrive(2), world.arrive(2)
+    urgent = world.arrive(0)
+    assert world.refused == {second: Code.OVER_CAPACITY}
+    assert world.waiting == [first, urgent]
+
+
+def test_when_full_a_newcomer_no_more_urgent_than_the_rest_is_refused() -> None:
+    world = busy(QUEUE_OF_2)
+    world.arrive(1), world.arrive(1)
+    equal, lesser = world.arrive(1), world.arrive(2)
+    assert world.refused == {equal: Code.OVER_CAPACITY, lesser: Code.OVER_CAPACITY}
+
+
+def test_replacing_can_be_turned_off() -> None:
+    world = busy({"admission": {"queue": {"requests": 1}, "replace": False}})
+    world.arrive(2)
+    newcomer = world.arrive(0)
+    assert world.refused == {newcomer: Code.OVER_CAPACITY}
+
+
+def test_requests_that_find_a_free_seat_do_not_count_as_waiting() -> None:
+    world = World({"levels": 3, "default_level": 1} | QUEUE_OF_2, seats=4)
+    jobs = [world.arrive(1) for _ in range(7)]
+    assert world.refused == {jobs[6]: Code.OVER_CAPACITY}  # 4 start at once, 2 wait
+
+
+def test_a_queue_bounded_in_tokens_counts_prompts_and_predicted_outputs() -> None:
+    world = busy({"admission": {"queue": {"tokens": 2 * TOKENS}}})
+    world.arrive(2), world.arrive(2)
+    assert world.control.account.all.tokens == 2 * TOKENS
+    third = world.arrive(2)
+    assert world.refused == {third: Code.OVER_CAPACITY}
+
+
+def test_a_tiers_own_bound_holds_for_it_alone() -> None:
+    world = busy({"tiers": tiers({}, {}, {"queue": {"requests": 1}})})
+    world.arrive(2)
+    refused = world.arrive(2)
+    for _ in range(5):
+        world.arrive(1)
+    assert world.refused == {refused: Code.OVER_CAPACITY}
+
+
+def test_a_tenant_has_a_bound_of_its_own() -> None:
+    world = busy({"admission": {"tenant": {"requests": 2}}})
+    world.arrive(1, tenant="a"), world.arrive(1, tenant="a")
+    refused = world.arrive(0, tenant="a")
+    world.arrive(1, tenant="b"), world.arrive(1)
+    assert world.refused == {refused: Code.TENANT_OVER_SHARE}
+
+
+def test_keys_count_per_tenant() -> None:
+    world = busy({"dedup": {"enabled": True}})
+    world.arrive(1, key="k", tenant="a")
+    world.arrive(1, key="k", tenant="b")
+    assert not world.refused
+
+
+def test_requests_that_had_a_seat_are_never_replaced_and_never_time_out() -> None:
+    world = busy({"admission": {"queue": {"requests": 1, "timeout": 5.0}}})
+    job = world.running[0]
+    world.core.preempt(job, world.core.plan_preemption(job), reason="urgent")
+    world.core.enqueue(job, world.core.waiting)
+    world.arrive(0), world.arrive(0)
+    world.step(100.0)
+    assert job not in world.refused
+
+
+def test_a_request_without_a_seat_in_time_is_refused_and_a_tier_has_its_own_time() -> None:
+    policy = {
+        "admission": {"queue": {"timeout": 10.0}},
+        "tiers": tiers({}, {"queue": {"timeout": 2.0}}, {}),
+    }
+    world = busy(policy)
+    standard, background = world.arrive(1), world.arrive(2)
+    world.step(1.9)
+    assert not world.refused
+    world.step(0.2)
+    assert world.refused == {standard: Code.QUEUE_TIMEOUT}
+    world.step(8.0)
+    assert world.refused[background] is Code.QUEUE_TIMEOUT
+
+
+def test_a_job_whose_level_becomes_known_is_a_newcomer_to_that_tier() -> None:
+    world = busy({"tiers": tiers({}, {}, {"queue": {"requests": 1, "timeout": 5.0}})})
+    world.arrive(2)
+    job = world.arrive(1)
+    job.level = 2
+    world.end(world.control.revised(job, world.now, 0))
+    assert world.refused == {job: Code.OVER_CAPACITY}
+
+
+def test_a_newer_request_supersedes_a_waiting_one_with_its_key_and_takes_its_place() -> None:
+    world = busy({"dedup": {"enabled": True}} | QUEUE_OF_2)
+    old, other = world.arrive(1, key="page 7"), world.arrive(1)
+    new = world.arrive(1, key="page 7")
+    assert world.refused == {old: Code.SUPERSEDED}
+    assert world.waiting == [other, new]
+
+
+def test_a_newcomer_that_is_refused_supersedes_nothing() -> None:
+    world = busy({"dedup": {"enabled": True}, "tiers": tiers({}, {}, {"queue": {"requests": 1}})})
+    old = world.arrive(1, key="k")
+    world.arrive(2)
+    new = world.arrive(2, key="k")
+    assert world.refused == {new: Code.OVER_CAPACITY}
+    assert old in world.control.account
+
+
+@pytest.mark.parametrize(("running", "ended"), [("leave", False), ("end", True)])
+def test_a_running_request_is_superseded_only_if_the_policy_says_so(running, ended) -> None:
+    world = World({"dedup": {"enabled": True, "running": running}})
+    old = world.arrive(1, key="k")
+    world.start(old)
+    world.arrive(1, key="k")
+    assert (world.refused.get(old) is Code.SUPERSEDED) is ended
+
+
+def test_parts_of_one_request_do_not_supersede_each_other() -> None:
+    world = busy({"dedup": {"enabled": True}})
+    parts = [world.arrive(1, key="k", origin="a") for _ in range(3)]
+    assert not world.refused
+    world.arrive(1, key="k", origin="b")
+    assert set(world.refused) == set(parts)
+
+
+def test_a_tier_over_its_share_is_refused_under_pressure_only() -> None:
+    policy = {
+        "admission": {"over_share": "hard"},
+        "tiers": tiers({"share": 0.5}, {"share": 0.3}, {"share": 0.2}),
+    }
+    world = busy(policy, seats=4)
+    assert world.control.load.pressure.level is PressureLevel.NONE
+    for _ in range(4):
+        world.arrive(2)
+    assert not world.refused
+    world.step(1.0)  # eight requests on four seats
+    assert world.control.load.pressure.level is PressureLevel.WARNING
+    refused = world.arrive(2)
+    assert world.refused == {refused: Code.TIER_OVER_SHARE}
+    world.arrive(1)
+    world.arrive(0)
+    assert len(world.refused) == 1
+
+
+def test_probabilistic_refusal_grows_with_the_excess_and_can_be_repeated() -> None:
+    policy = {
+        "admission": {"over_share": "probabilistic"},
+        "pressure": {"seats": {"warning": 1.0, "critical": 1e9}},
+        "tiers": tiers({"share": 0.4}, {"share": 0.4}, {"share": 0.2}),
+    }
+
+    def refused(background: int) -> list[int]:
+        world = busy(policy, seats=20)
+        while sum(job.level == 2 for job in world.waiting) < background:
+            world.arrive(2)
+        world.refused.clear()
+        world.step(1.0)
+        rate = []
+        for _ in range(200):
+            job = world.arrive(2)
+            rate.append(int(job in world.refused))
+            if not job.state.is_end:
+                world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+        return rate
+
+    a_little, much = refused(6), refused(9)
+    assert 0 < sum(a_little) < sum(much) < 200
+    assert refused(6) == a_little
+
+
+def test_background_is_shed_while_premium_waits_too_long_and_served_again_after() -> None:
+    policy = {
+        "shedding": {"enabled": True},
+        "tiers": tiers({"slo": {"ttft": 1.0}}, {"shed_order": 2}, {"shed_order": 1}),
+    }
+    world = busy(policy)
+    world.arrive(0)
+    world.arrive(2)
+    world.step(0.5)
+    world.arrive(2)
+    assert not world.refused
+    world.step(1.0)  # premium has waited 1.5 s, longer than promised
+    assert world.arrive(2) in world.refused
+    assert world.arrive(1) not in world.refused
+    world.step(1.0)
+    assert world.arrive(1) in world.refused
+    assert world.arrive(0) not in world.refused
+    assert set(world.refused.values()) == {Code.SHED}
+    for job in (*world.running, *world.waiting):
+        if job in world.waiting:
+            world.start(job)
+        world.complete(job)
+    world.step(0.1)
+    world.step(2.1)
+    assert world.arrive(2) not in world.refused
+
+
+def test_waiting_requests_of_a_shed_tier_end_if_the_policy_says_so() -> None:
+    policy = {
+        "shedding": {"enabled": True, "waiting": "end"},
+        "tiers": tiers({"slo": {"ttft": 1.0}}, {}, {"shed_order": 1}),
+    }
+    world = busy(policy)
+    world.arrive(0)
+    waiting = [world.arrive(2) for _ in range(5)]
+    standard = world.arrive(1)
+    world.step(1.5)
+    assert set(world.refused) == set(waiting)
+    assert standard in world.control.account
+
+
+def test_retry_after_grows_with_what_waits_and_shrinks_with_the_speed_seen() -> None:
+    world = busy({"admission": {"max_retry_after": 1e6}})
+    few = world.control.retry_after(2)
+    for _ in range(500):
+        world.arrive(1)
+    many = world.control.retry_after(2)
+    assert many > 10 * few
+    assert world.control.retry_after(0) < many / 10  # those are served first
+    for _ in range(40):  # 150 tokens each tenth of a second
+        world.complete(world.running[0])
+        world.start(world.waiting[0])
+        world.step(0.1)
+    left = len(world.waiting) * TOKENS
+    assert world.control.retry_after(2) == pytest.approx(left / (TOKENS / 0.1), rel=0.3)
+
+
+def test_a_reloaded_policy_is_obeyed_by_the_next_newcomer() -> None:
+    world = busy({})
+    world.arrive(1), world.arrive(1), world.arrive(1)
+    policy = parse_policy({"levels": 3, "default_level": 1} | QUEUE_OF_2)
+    world.core.adopt(policy, PROFILE)
+    assert world.arrive(1) in world.refused
+
+
+LIMITS = {
+    "levels": 3,
+    "default_level": 1,
+    "admission": {"queue": {"requests": 5, "tokens": 5 * TOKENS, "timeout": 20.0}},
+    "dedup": {"enabled": True},
+    "shedding": {"enabled": True},
+    "tiers": tiers(
+        {"slo": {"ttft": 2.0}},
+        {"queue": {"requests": 4, "timeout": 5.0}, "shed_order": 2},
+        {"queue": {"requests": 3, "tokens": 3 * TOKENS}, "shed_order": 1},
+    ),
+}
+
+
+class Crowd(RuleBasedStateMachine):
+    """Whatever comes, in whatever order: bounds hold, everybody ends exactly once."""
+
+    @initialize(seats=st.integers(1, 3))
+    def open(self, seats) -> None:
+        self.world = World(LIMITS, seats)
+        self.keys: dict[Job, str] = {}
+
+    @rule(level=st.integers(0, 2), key=st.sampled_from([None, None, "a", "b"]))
+    def arrive(self, level, key) -> None:
+        world = self.world
+        waiting, free = len(world.waiting), world.free_seats
+        before = set(world.refused)
+        job = world.arrive(level, key)
+        if key is not None:
+            self.keys[job] = key
+        for other in set(world.refused) - before - {job}:
+            assert job not in world.refused  # nobody leaves for somebody who does not come
+            code = world.refused[other]
+            assert code is Code.SUPERSEDED or other.level > level
+        assert len(world.waiting) <= max(waiting, 5 + free)
+
+    @rule()
+    @precondition(lambda self: self.world.free_seats and self.world.waiting)
+    def start(self) -> None:
+        self.world.start(min(self.world.waiting, key=lambda job: (job.level, job.sequence)))
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: self.world.running)
+    def complete(self, which) -> None:
+        self.world.complete(self.world.running[which % len(self.world.running)])
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: self.world.waiting)
+    def cancel(self, which) -> None:
+        job = self.world.waiting[which % len(self.world.waiting)]
+        self.world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: self.world.running)
+    def preempt(self, which) -> None:
+        world = self.world
+        job = world.running[which % len(world.running)]
+        world.core.preempt(job, world.core.plan_preemption(job), reason="urgent")
+        world.core.enqueue(job, world.core.waiting)
+
+    @rule()
+    @precondition(
+        lambda self: (
+            self.world.free_seats
+            and any(job.started and job.state is JobState.WAITING for job in self.world.jobs)
+        )
+    )
+    def resume(self) -> None:
+        jobs = [j for j in self.world.jobs if j.started and j.state is JobState.WAITING]
+        self.world.start(jobs[0])
+
+    @rule(which=st.integers(0, 9), level=st.integers(0, 2))
+    @precondition(lambda self: self.world.waiting)
+    def relevel(self, which, level) -> None:
+        world = self.world
+        job = world.waiting[which % len(world.waiting)]
+        job.level = level
+        world.core.lifecycle.recount(job)
+        world.end(world.control.revised(job, world.now, world.free_seats))
+
+    @rule(seconds=st.floats(0, 4))
+    def step(self, seconds) -> None:
+        self.world.step(seconds)
+
+    @invariant()
+    def everybody_is_somewhere_once(self) -> None:
+        world = self.world
+        assert {job for job in world.jobs if job.state is JobState.REFUSED} == set(world.refused)
+        assert {job for job in world.jobs if job in world.control.account} == set(world.waiting)
+        assert world.control.account.all.requests == len(world.waiting)
+        for level in range(3):
+            there = sum(job.level == level for job in world.waiting)
+            assert world.control.account.level(level).requests == there
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        world, seats = self.world, self.world.seats
+        assert len(world.waiting) <= 5 + seats
+        for level, bound in ((1, 4), (2, 3)):
+            assert world.control.account.level(level).requests <= bound + seats
+
+    @invariant()
+    def one_waits_per_key(self) -> None:
+        keys = [self.keys[job] for job in self.world.waiting if job in self.keys]
+        assert len(keys) == len(set(keys))
+
+    @invariant()
+    def need_is_that_of_running_jobs(self) -> None:
+        world = self.world
+        assert sum(world.control.load.outstanding()) == pytest.approx(
+            sum(100 + max(50, job.generated + 1) for job in (*world.running, *world.waiting))
+        )
+
+    def teardown(self) -> None:
+        world = self.world
+        for job in [job for job in world.jobs if not job.state.is_end]:
+            world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+        account, load = world.control.account, world.control.load
+        assert not account.all.requests and not account.all.tokens
+        assert not account._deadlines and not account._entries
+        assert not len(world.control._dedup) and not world.control._dedup._keys
+        assert not sum(load.outstanding()) and not load._need
+
+
+Crowd.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCrowd = Crowd.TestCase
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 6))
+@settings(deadline=None)
+def test_accepted_and_refused_are_all_that_were_sent(levels, bound) -> None:
+    world = busy({"admission": {"queue": {"requests": bound}}})
+    for level in levels:
+        world.arrive(level)
+    assert len(world.waiting) + len(world.refused) == len(levels)
+    assert len(world.waiting) == min(bound, len(levels))
+    # Nobody who was refused is more urgent than anybody who waits.
+    most_urgent = min((job.level for job in world.refused), default=3)
+    assert all(job.level <= most_urgent for job in world.waiting)

@@ -1,0 +1,99 @@
+"""Shedding: lowest first, never the top tier, recovers by itself."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.shedding import Shedder, Shedding
+from vllm_semantic_sched.policy.tiers import Tier
+
+RULES = Shedding(enabled=True)  # escalate 1 s, recover 2 s
+TIERS = (
+    Tier(name="system"),
+    Tier(name="premium"),
+    Tier(name="standard", shed_order=7),
+    Tier(name="background", shed_order=2),
+)
+
+
+def shed(shedder: Shedder) -> list[str]:
+    return [tier.name for tier in TIERS if shedder.is_shed(tier, TIERS)]
+
+
+def observe(shedder: Shedder, now: float, broken: bool, calm: bool = False) -> list[str]:
+    shedder.observe(broken, calm, RULES, TIERS, now)
+    return shed(shedder)
+
+
+def test_tiers_go_one_by_one_in_their_order_and_those_without_one_stay() -> None:
+    shedder = Shedder()
+    assert observe(shedder, 0.0, broken=True) == ["background"]
+    assert observe(shedder, 0.9, broken=True) == ["background"]
+    assert observe(shedder, 1.0, broken=True) == ["standard", "background"]
+    assert observe(shedder, 99.0, broken=True) == ["standard", "background"]
+
+
+def test_they_come_back_in_reverse_once_promises_are_kept_for_a_while() -> None:
+    shedder = Shedder()
+    observe(shedder, 0.0, broken=True)
+    observe(shedder, 1.0, broken=True)
+    assert observe(shedder, 2.0, broken=False) == ["standard", "background"]
+    assert observe(shedder, 3.9, broken=False) == ["standard", "background"]
+    assert observe(shedder, 4.0, broken=False) == ["background"]
+    observe(shedder, 4.1, broken=False)
+    assert observe(shedder, 6.1, broken=False) == []
+
+
+def test_recovering_too_early_makes_patient() -> None:
+    shedder = Shedder()
+    observe(shedder, 0.0, broken=True)
+    observe(shedder, 0.1, broken=False)
+    assert observe(shedder, 2.1, broken=False) == []
+    assert observe(shedder, 3.2, broken=True) == ["background"]
+    observe(shedder, 3.3, broken=False)
+    assert observe(shedder, 5.4, broken=False) == ["background"]  # 2 s were too few
+    assert observe(shedder, 7.4, broken=False) == []
+
+
+def test_a_calm_engine_serves_everybody_again() -> None:
+    shedder = Shedder()
+    for now in range(5):
+        observe(shedder, float(now), broken=True)
+    observe(shedder, 5.0, broken=False, calm=True)
+    assert observe(shedder, 7.0, broken=False, calm=True) == []
+
+
+def test_a_tier_benefits_only_if_it_stays() -> None:
+    shedder = Shedder()
+    assert [tier.name for tier in TIERS if shedder.benefits(tier, TIERS)] == [
+        "system",
+        "premium",
+        "standard",
+    ]
+
+
+def test_off_sheds_nothing_and_ends_what_was_shed() -> None:
+    shedder = Shedder()
+    observe(shedder, 0.0, broken=True)
+    shedder.observe(True, False, Shedding(), TIERS, 1.0)
+    assert shed(shedder) == []
+
+
+@given(st.lists(st.tuples(st.floats(0.05, 1.5), st.booleans(), st.booleans()), max_size=100))
+def test_it_steps_by_one_with_pauses_between_and_recovers(steps) -> None:
+    shedder, now, last_rise = Shedder(), 0.0, float("-inf")
+    for pause, broken, calm in steps:
+        now += pause
+        before = shedder.stage
+        observe(shedder, now, broken, calm)
+        assert "system" not in shed(shedder) and "premium" not in shed(shedder)
+        if shedder.stage > before:
+            assert shedder.stage == before + 1 and broken
+            assert now - last_rise >= RULES.escalate
+            last_rise = now
+        elif shedder.stage < before and not calm:
+            assert shedder.stage == before - 1 and not broken
+            assert now - last_rise >= RULES.recover
+    for _ in range(400):  # 8 times patience for each of two tiers
+        now += 0.1
+        observe(shedder, now, broken=False)
+    assert shedder.stage == 0

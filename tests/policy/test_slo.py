@@ -1,0 +1,88 @@
+"""Rolling percentiles, compliance and headroom."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.rolling import RollingValues
+from vllm_semantic_sched.policy.slo import SloMonitor
+from vllm_semantic_sched.policy.tiers import Slo, Tier
+
+VALUES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=200)
+
+
+@given(VALUES, st.floats(1, 100))
+def test_percentiles_are_right_within_a_twentieth(values, percent) -> None:
+    rolling = RollingValues(window=60)
+    for value in values:
+        rolling.add(value, True, now=0.0)
+    exact = sorted(values)[math.ceil(len(values) * percent / 100) - 1]
+    assert rolling.percentile(percent) == pytest.approx(exact, rel=0.051)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=60))
+def test_the_window_holds_the_last_seconds_and_no_others(steps) -> None:
+    rolling, now, added = RollingValues(window=12), 100.0, []
+    for pause, met in steps:
+        now += pause
+        rolling.add(1.0, met, now)
+        added.append((now, met))
+    rolling.advance(now)
+    sure = [met for time, met in added if time > now - 11]
+    at_most = [met for time, met in added if time > now - 12]
+    assert len(sure) <= rolling.count <= len(at_most)
+    assert sum(sure) <= rolling.met <= sum(at_most)
+    rolling.advance(now + 12)
+    assert rolling.count == rolling.met == 0 and rolling.percentile(50) is None
+
+
+def test_memory_is_bounded_whatever_is_measured() -> None:
+    rolling = RollingValues(window=60)
+    for number in range(20_000):
+        rolling.add(1.001**number % 1e9, True, now=number * 0.01)
+    assert len(rolling._slots) <= 13 and len(rolling._buckets) < 250
+
+
+def test_values_out_of_range_and_a_clock_that_steps_back_are_counted() -> None:
+    rolling = RollingValues(window=60)
+    for value, now in ((0.0, 100.0), (-1.0, 50.0), (1e12, 100.0)):
+        rolling.add(value, False, now)
+    assert rolling.count == 3 and rolling.percentile(100) is not None
+
+
+TIERS = (
+    Tier(name="premium", slo=Slo(ttft=1.0, e2e=10.0, percentile=90.0)),
+    Tier(name="background"),
+)
+
+
+def test_compliance_is_that_of_the_promise_kept_worst() -> None:
+    monitor = SloMonitor(TIERS, window=60)
+    assert monitor.compliance(0) is None and monitor.keeps_promise(0) is None
+    for ttft in (0.5,) * 9 + (2.0,):
+        monitor.record(0, ttft=ttft, now=1.0)
+    monitor.record(0, e2e=9.0, now=1.0)
+    assert monitor.compliance(0) == pytest.approx(0.9)
+    assert monitor.keeps_promise(0) is True
+    monitor.record(0, ttft=2.0, now=2.0)
+    assert monitor.keeps_promise(0) is False
+    assert monitor.keeps_promise(0, enough=100) is None
+    monitor.advance(100.0)
+    assert monitor.compliance(0) is None
+
+
+def test_headroom_is_what_is_left_of_the_tightest_target() -> None:
+    monitor = SloMonitor(TIERS, window=60)
+    monitor.record(0, ttft=0.5, e2e=2.0, now=1.0)
+    assert monitor.headroom(0) == pytest.approx(0.5, abs=0.03)
+    monitor.record(0, ttft=3.0, now=1.0)
+    assert monitor.headroom(0) == pytest.approx(-2.0, abs=0.2)
+
+
+def test_a_tier_without_promises_has_neither() -> None:
+    monitor = SloMonitor(TIERS, window=60)
+    monitor.record(1, ttft=100.0, tpot=1.0, e2e=1000.0, now=1.0)
+    assert monitor.compliance(1) is None and monitor.headroom(1) is None
+    assert monitor.percentile(1, "ttft", 99) == pytest.approx(100.0, rel=0.051)

@@ -1,0 +1,175 @@
+"""Who may wait: bounded queues, replacement, shares under pressure (O3, S6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.account import Amount, Entry, QueueAccount
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.pressure import PressureLevel
+from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.tiers import Tier, TierQueue
+
+# Requests that one newcomer may replace; a queue bounded in tokens may have to lose several.
+_REPLACED_AT_MOST = 16
+
+
+class Bound(Section):
+    """How much may wait; what is unset is not limited."""
+
+    requests: int | None = Field(None, ge=1, description="Waiting requests.")
+    tokens: int | None = Field(
+        None, ge=1, description="Waiting tokens: prompts and predicted outputs."
+    )
+
+
+class Admission(Section):
+    """Bounds on what waits for a first seat, besides those of single tiers (`tiers.queue`).
+    Requests that find a free seat are let in whatever the bounds are."""
+
+    queue: TierQueue = Field(
+        TierQueue(),
+        description="All tiers together. When full, a more urgent newcomer replaces the least "
+        "urgent request. `timeout` is for tiers that set none.",
+    )
+    tenant: Bound = Field(
+        Bound(),
+        description="Each tenant (see `tenants`). Requests without one share a bound.",
+    )
+    replace: bool = Field(
+        True,
+        description="Whether a more urgent newcomer replaces the least urgent one; else it is "
+        "refused.",
+    )
+    over_share: Literal["off", "probabilistic", "hard"] = Field(
+        "off",
+        description="Newcomers of a tier that has more than its share of the predicted work, "
+        "under pressure: `probabilistic` refuses them the more often the further it is over, and "
+        "always under critical pressure; `hard` always. The most urgent tier is not concerned.",
+    )
+    max_retry_after: float = Field(60.0, ge=1, description="Longest Retry-After, seconds.")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a newcomer: let in, in place of `replaced`, or refused.
+
+    Attributes:
+        code: why it is refused; None lets it in.
+        reason: the same for a person.
+        replaced: waiting jobs that must leave for it.
+    """
+
+    code: Code | None = None
+    reason: str = ""
+    replaced: tuple[Job, ...] = ()
+
+
+ADMITTED = Verdict()
+
+
+def fits(
+    entry: Entry,
+    account: QueueAccount,
+    rules: Admission,
+    tiers: Sequence[Tier],
+    free_seats: int,
+) -> Verdict:
+    """Whether a newcomer finds room to wait.
+
+    The bounds hold for what really waits: as many requests more are let in as seats are free.
+
+    Args:
+        entry: what the newcomer counts as.
+        free_seats: seats that nobody holds.
+    """
+    if account.all.requests < free_seats:
+        return ADMITTED
+    bound = rules.tenant
+    full = _full(account.tenant(entry.tenant), bound.requests, bound.tokens, entry, free_seats)
+    if full:
+        return Verdict(Code.TENANT_OVER_SHARE, f"This tenant's {full}")
+    tier = tiers[entry.level]
+    full = _full(
+        account.level(entry.level), tier.queue.requests, tier.queue.tokens, entry, free_seats
+    )
+    if full:
+        return Verdict(Code.OVER_CAPACITY, f"Tier {tier.name!r}: the {full}")
+    full = _full(account.all, rules.queue.requests, rules.queue.tokens, entry, free_seats)
+    if not full:
+        return ADMITTED
+    replaced = _replaceable(entry, account, rules, free_seats) if rules.replace else ()
+    return Verdict(replaced=replaced) if replaced else Verdict(Code.OVER_CAPACITY, f"The {full}")
+
+
+def over_share(
+    level: int,
+    outstanding: Sequence[float],
+    rules: Admission,
+    tiers: Sequence[Tier],
+    pressure: PressureLevel,
+    random: Random,
+) -> Verdict:
+    """Whether a newcomer's tier has had more than its share under the present pressure.
+
+    Args:
+        outstanding: predicted tokens of waiting and running requests, per level.
+    """
+    total = sum(outstanding)
+    if rules.over_share == "off" or not pressure or level == 0 or total <= 0:
+        return ADMITTED
+    share, target = outstanding[level] / total, target_shares(tiers)[level]
+    if share <= target:
+        return ADMITTED
+    certain = rules.over_share == "hard" or pressure is PressureLevel.CRITICAL
+    if not certain and random.random() >= share / target - 1.0:
+        return ADMITTED
+    return Verdict(
+        Code.TIER_OVER_SHARE,
+        f"Tier {tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}",
+    )
+
+
+def target_shares(tiers: Sequence[Tier]) -> list[float]:
+    """Share of each level; levels without one divide what is left evenly (at least 1 %, so that
+    a ratio to it exists)."""
+    given = sum(tier.share or 0.0 for tier in tiers)
+    open_ = sum(tier.share is None for tier in tiers)
+    rest = max((1.0 - given) / open_, 0.01) if open_ else 0.0
+    return [rest if tier.share is None else tier.share for tier in tiers]
+
+
+def _full(
+    waiting: Amount, requests: int | None, tokens: int | None, entry: Entry, free_seats: int
+) -> str:
+    """In words what is full for a newcomer; empty if nothing is."""
+    if requests is not None and waiting.requests + 1 > requests + free_seats:
+        return f"queue is full: {waiting.requests} requests of {requests}"
+    if tokens is not None and waiting.tokens + entry.tokens > tokens:
+        return (
+            f"queue is full: {waiting.tokens:.0f} predicted tokens and {entry.tokens:.0f} for "
+            f"this request of {tokens}"
+        )
+    return ""
+
+
+def _replaceable(
+    entry: Entry, account: QueueAccount, rules: Admission, free_seats: int
+) -> tuple[Job, ...]:
+    """The least important jobs without which a newcomer fits; none if that is not enough."""
+    left = Amount(account.all.requests, account.all.tokens)
+    replaced: list[Job] = []
+    for job, other in account.least_important(entry.level):
+        if len(replaced) == _REPLACED_AT_MOST:
+            break
+        replaced.append(job)
+        left.take(other.tokens)
+        if not _full(left, rules.queue.requests, rules.queue.tokens, entry, free_seats):
+            return tuple(replaced)
+    return ()

@@ -1,0 +1,102 @@
+"""Deduplication: of requests with the same key only the newest waits (O5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.section import Section
+
+DEDUP_FIELD = "dedup_key"
+"""Key in a request's `vllm_xargs`."""
+
+
+_Key = tuple[str, str]  # tenant, key
+
+
+class Dedup(Section):
+    """Requests with the same `vllm_xargs` `dedup_key`: a newer one supersedes the older."""
+
+    enabled: bool = Field(
+        False,
+        description="Obey `dedup_key`. Keys count per tenant; without tenants every client can "
+        "supersede the requests of others whose keys it can guess.",
+    )
+    running: Literal["leave", "end"] = Field(
+        "leave",
+        description="What happens to an older request that has started: it goes on, or ends too.",
+    )
+    max_length: int = Field(
+        128, ge=1, description="Longest key in characters; a request with a longer one has none."
+    )
+
+
+class BadKey(ValueError):
+    """A key that cannot be used; the request is served without it."""
+
+
+@dataclass(slots=True)
+class _Newest:
+    origin: str
+    jobs: dict[Job, None]
+
+
+class DedupIndex:
+    """The newest request of each key. Memory is bounded by the requests that are there.
+
+    One request of a client can be several here (several prompts, several answers): those have the
+    same origin and do not supersede each other.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[_Key, _Newest] = {}
+        self._keys: dict[Job, _Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def older(self, job: Job, key: str, origin: str, rules: Dedup) -> list[Job]:
+        """Requests that `job` supersedes. Changes nothing."""
+        newest = self._newest.get((job.tenant, key))
+        if newest is None or newest.origin == origin:
+            return []
+        return [other for other in newest.jobs if other.started is None or rules.running == "end"]
+
+    def add(self, job: Job, key: str, origin: str) -> None:
+        """`job` is the newest with this key from now on."""
+        full = (job.tenant, key)
+        newest = self._newest.get(full)
+        if newest is None or newest.origin != origin:
+            newest = self._newest[full] = _Newest(origin, {})
+        newest.jobs[job] = None
+        self._keys[job] = full
+
+    def discard(self, job: Job) -> None:
+        """`job` has ended."""
+        key = self._keys.pop(job, None)
+        newest = self._newest.get(key) if key is not None else None
+        if key is not None and newest is not None and job in newest.jobs:
+            del newest.jobs[job]
+            if not newest.jobs:
+                del self._newest[key]
+
+
+def read_key(extra_args: Any, rules: Dedup) -> str | None:
+    """The key in a request's `vllm_xargs`; None if it has none or keys are not obeyed.
+
+    Raises:
+        BadKey: it is no text, empty or too long.
+    """
+    if not rules.enabled or not isinstance(extra_args, dict):
+        return None
+    key = extra_args.get(DEDUP_FIELD)
+    if key is None:
+        return None
+    if not isinstance(key, str):
+        raise BadKey(f"{DEDUP_FIELD} is no text: {type(key).__name__}")
+    if not 0 < len(key) <= rules.max_length:
+        raise BadKey(f"{DEDUP_FIELD} has {len(key)} characters; valid: 1 to {rules.max_length}")
+    return key

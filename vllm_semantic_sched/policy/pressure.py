@@ -1,0 +1,118 @@
+"""How scarce the engine's resources are: none, warning or critical (S1)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from vllm_semantic_sched.policy.section import Section
+
+
+class PressureLevel(enum.IntEnum):
+    """Ordered: a higher level is worse."""
+
+    NONE = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+class Threshold(Section):
+    """Two marks on a scale where 1 is all there is."""
+
+    warning: float = Field(gt=0, description="From here on `warning`.")
+    critical: float = Field(gt=0, description="From here on `critical`.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Threshold:
+        if self.critical < self.warning:
+            raise ValueError(
+                f"critical: {self.critical:g} is below warning: {self.warning:g}; valid: at least "
+                "as much"
+            )
+        return self
+
+
+class Pressure(Section):
+    """When resources count as scarce; each scale is 1 when the resource is used up."""
+
+    kv: Threshold = Field(
+        Threshold(warning=0.9, critical=1.2),
+        description="KV blocks: in use, or what running requests are predicted to need in the "
+        "end, whichever is more.",
+    )
+    seats: Threshold = Field(
+        Threshold(warning=1.5, critical=4.0),
+        description="Seats: running and waiting requests per seat.",
+    )
+    queue: Threshold = Field(
+        Threshold(warning=0.5, critical=0.9),
+        description="Waiting requests or tokens, by what `admission` lets wait in all.",
+    )
+    step: Threshold = Field(
+        Threshold(warning=0.8, critical=1.0),
+        description="Time of a step, smoothed, by the shortest `tpot` promised to a tier.",
+    )
+    margin: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Pressure falls once the value is this share below the mark that raised it.",
+    )
+    hold: float = Field(
+        2.0, ge=0, description="Seconds for which it must have been below before pressure falls."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Use of each resource; 1 is all there is, more is possible where need is predicted. What
+    is not limited is 0."""
+
+    kv: float = 0.0
+    seats: float = 0.0
+    queue: float = 0.0
+    step: float = 0.0
+
+
+class PressureMonitor:
+    """The level in force: rises at once, falls with hysteresis.
+
+    Attributes:
+        level: in force.
+        present: what the last observation alone says.
+    """
+
+    def __init__(self) -> None:
+        self.level = PressureLevel.NONE
+        self.present = PressureLevel.NONE
+        self._below_since: float | None = None
+
+    def observe(self, use: Use, rules: Pressure, now: float) -> PressureLevel:
+        """Take in the present use; returns the level in force."""
+        self.present = _level(use, rules, 1.0)
+        if self.present > self.level:
+            self._set(self.present)
+        elif (down := _level(use, rules, 1.0 - rules.margin)) < self.level:
+            if self._below_since is None:
+                self._below_since = now
+            if now - self._below_since >= rules.hold:
+                self._set(down)
+        else:
+            self._below_since = None
+        return self.level
+
+    def _set(self, level: PressureLevel) -> None:
+        self.level, self._below_since = level, None
+
+
+def _level(use: Use, rules: Pressure, scale: float) -> PressureLevel:
+    worst = PressureLevel.NONE
+    for name in ("kv", "seats", "queue", "step"):
+        value, marks = getattr(use, name), getattr(rules, name)
+        if value >= marks.critical * scale:
+            return PressureLevel.CRITICAL
+        if value >= marks.warning * scale:
+            worst = PressureLevel.WARNING
+    return worst

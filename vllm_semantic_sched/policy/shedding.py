@@ -1,0 +1,106 @@
+"""Sheds less important tiers while promises to others are broken, with hysteresis (S4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.tiers import Tier
+
+_LONGEST_RECOVERY = 8  # times `recover`
+
+
+class Shedding(Section):
+    """Refusing whole tiers (`tiers.shed_order`) while more important ones miss their promises."""
+
+    enabled: bool = Field(False, description="Shed tiers that have a `shed_order`.")
+    window: float = Field(5.0, gt=0, description="Seconds over which promises are judged for this.")
+    min_samples: int = Field(
+        5,
+        ge=1,
+        description="Measured requests of a tier in the window below which it is not judged.",
+    )
+    escalate: float = Field(
+        1.0, ge=0, description="Seconds between shedding one tier and the next one."
+    )
+    recover: float = Field(
+        2.0,
+        gt=0,
+        description="Seconds for which promises must be kept before the tier shed last is served "
+        "again. Doubled, up to eight times, each time that this soon proves to be too early.",
+    )
+    waiting: Literal["keep", "end"] = Field(
+        "keep",
+        description="What happens to requests of a shed tier that wait already: they stay, or end "
+        "with the code `shed`.",
+    )
+
+
+class Shedder:
+    """Which tiers are shed. One step up or down at a time."""
+
+    def __init__(self) -> None:
+        self._stage = 0
+        self._changed = float("-inf")
+        self._kept_since: float | None = None
+        self._calm_since: float | None = None
+        self._patience = 1
+
+    @property
+    def stage(self) -> int:
+        """Steps taken; 0 sheds nothing."""
+        return self._stage
+
+    def is_shed(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
+        """Whether requests of a tier are refused now."""
+        return tier.shed_order is not None and tier.shed_order in _orders(tiers)[: self._stage]
+
+    def benefits(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
+        """Whether a tier would stay if one more step were taken."""
+        return tier.shed_order is None or tier.shed_order not in _orders(tiers)[: self._stage + 1]
+
+    def observe(
+        self, broken: bool, calm: bool, rules: Shedding, tiers: Sequence[Tier], now: float
+    ) -> int:
+        """Take in how things are.
+
+        Args:
+            broken: a promise to a tier that would stay is not kept.
+            calm: hardly anybody waits.
+
+        Returns:
+            The stage in force.
+        """
+        steps = len(_orders(tiers)) if rules.enabled else 0
+        self._stage = min(self._stage, steps)
+        if calm:
+            self._calm_since = now if self._calm_since is None else self._calm_since
+        else:
+            self._calm_since = None
+        if self._calm_since is not None and now - self._calm_since >= rules.recover:
+            self._stage, self._patience, self._kept_since = 0, 1, None
+        elif broken:
+            self._kept_since = None
+            if self._stage < steps and now - self._changed >= rules.escalate:
+                self._step_up(rules, now)
+        elif self._stage:
+            self._kept_since = now if self._kept_since is None else self._kept_since
+            if now - self._kept_since >= rules.recover * self._patience:
+                self._stage -= 1
+                self._changed, self._kept_since = now, None
+        return self._stage
+
+    def _step_up(self, rules: Shedding, now: float) -> None:
+        too_early = now - self._changed < 4 * rules.recover and self._stage == 0
+        self._patience = min(2 * self._patience, _LONGEST_RECOVERY) if too_early else self._patience
+        if now - self._changed > 4 * rules.recover * _LONGEST_RECOVERY:
+            self._patience = 1
+        self._stage += 1
+        self._changed = now
+
+
+def _orders(tiers: Sequence[Tier]) -> list[int]:
+    return sorted({tier.shed_order for tier in tiers if tier.shed_order is not None})
