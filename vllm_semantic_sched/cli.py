@@ -43,6 +43,10 @@ _COMMANDS = {
         "vllm_semantic_sched.sim.command",
         "try policies on a simulated engine: deterministic, fast, no GPU",
     ),
+    "plan": (
+        "vllm_semantic_sched.sim.plan_command",
+        "find the load that a policy can take and the engines that a load needs, by simulation",
+    ),
 }
 
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         return _run(args)
-    except (PolicyError, TraceError, RequestTooLarge, _BadOption) as error:
+    except (PolicyError, TraceError, RequestTooLarge, BadOption) as error:
         print(f"semsched simulate: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-class _BadOption(ValueError):
-    pass
+class BadOption(ValueError):
+    """An option that the parser lets pass and that makes no sense. The message names it."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -77,15 +77,15 @@ def _run(args: argparse.Namespace) -> int:
         write_trace,
     )
     from vllm_semantic_sched.sim.plots import draw_depths, draw_lines
-    from vllm_semantic_sched.sim.runner import cells_of, outcomes, tasks_of
+    from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
     from vllm_semantic_sched.sim.scenario import load_scenarios
     from vllm_semantic_sched.spans import draw_gantt
 
     if args.scenario is None or args.output is None:
-        raise _BadOption("--scenario and --output are needed")
+        raise BadOption("--scenario and --output are needed")
     if args.metric not in METRICS:
-        raise _BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
-    scenarios = load_scenarios(args.scenario, _changes(args.set))
+        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
     settings = scenarios[0].settings
     if args.metric == "slo_met" and not any(
         is_promised(slo)
@@ -93,11 +93,11 @@ def _run(args: argparse.Namespace) -> int:
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)
     ):
-        raise _BadOption("--metric slo_met: neither the scenario nor a policy promises anything")
+        raise BadOption("--metric slo_met: neither the scenario nor a policy promises anything")
     # Before the work, not after it.
     args.output.mkdir(parents=True, exist_ok=True)
     tasks = tasks_of(scenarios)
-    with outcomes(tasks, args.workers) as stream:
+    with mapped(run_task, tasks, args.workers) as stream:
         bar = tqdm(stream, total=len(tasks), unit="run", disable=args.quiet)
         cells = cells_of(tasks, list(bar))
     console = make_console()
@@ -117,18 +117,23 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _changes(settings: list[str]) -> dict[str, Any]:
+def parse_changes(settings: list[str]) -> dict[str, Any]:
+    """The fields and values of `--set FIELD=VALUE` options.
+
+    Raises:
+        BadOption: one is not of that form.
+    """
     import yaml
 
     changes = {}
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals or not field:
-            raise _BadOption(f"--set {setting}: expected FIELD=VALUE")
+            raise BadOption(f"--set {setting}: expected FIELD=VALUE")
         try:
             changes[field] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise _BadOption(f"--set {setting}: the value is not YAML") from error
+            raise BadOption(f"--set {setting}: the value is not YAML") from error
     return changes
 
 

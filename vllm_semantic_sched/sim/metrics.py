@@ -16,6 +16,7 @@ ALL = "all"
 
 METRICS = {
     "count": "requests",
+    "requests_per_second": "arrivals / time from first to last arrival of the row",
     "normalized_waiting": "mean of (finish - arrival) / output tokens, s per token",
     "waiting_per_token": "sum of (finish - arrival) / sum of output tokens, s per token",
     "e2e_mean": "mean of finish - arrival, s",
@@ -128,7 +129,7 @@ class _Row:
         self.count = 0
         self._sums: dict[str, float] = {}
         self._first = float("inf")
-        self._last = 0.0
+        self._last_arrival = self._last = 0.0
         self._quantiles = {name: Quantiles() for name in _PERCENTILES}
 
     def add(self, block: dict[str, np.ndarray]) -> None:
@@ -142,6 +143,7 @@ class _Row:
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
         self._first = min(self._first, float(block["arrival"].min()))
+        self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last = max(self._last, float(block["finish"].max()))
         for name, quantiles in self._quantiles.items():
             quantiles.add(block[name])
@@ -150,6 +152,8 @@ class _Row:
         sums, count, span = self._sums, self.count, self._last - self._first
         row = {
             "count": float(count),
+            # Not defined for one request, or for one burst.
+            "requests_per_second": (count - 1) / max(self._last_arrival - self._first, 1e-9),
             "normalized_waiting": sums["normalized"] / count,
             "waiting_per_token": sums["e2e"] / sums["tokens"],
             "e2e_mean": sums["e2e"] / count,

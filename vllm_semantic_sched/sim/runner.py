@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_semantic_sched.sim.depth import DepthHistory
 from vllm_semantic_sched.sim.metrics import Recorder, mean_of
@@ -15,6 +15,9 @@ from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import simulate
 from vllm_semantic_sched.spans import Span
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # A Gantt chart of more requests than this cannot be read.
 _DRAWABLE = 60
@@ -95,16 +98,21 @@ def run_task(task: Task) -> Outcome:
 
 
 @contextmanager
-def outcomes(tasks: Sequence[Task], workers: int) -> Iterator[Iterator[Outcome]]:
-    """The outcomes of the tasks, in their order, whichever is done first."""
+def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[Iterator[R]]:
+    """The results of the tasks, in their order, whichever is done first.
+
+    Args:
+        work: can be pickled, and so can its argument.
+        workers: processes.
+    """
     if workers == 1 or len(tasks) == 1:
-        yield map(run_task, tasks)
+        yield map(work, tasks)
         return
     # Spawned, not forked: a worker starts from the same state on every platform.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
         try:
-            yield pool.map(run_task, tasks)
+            yield pool.map(work, tasks)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -77,7 +77,7 @@ class WorkloadModel(Section):
         "`output_tokens` and, if known, `level`. `azure`: `conv` or `code`.",
     )
     speed: float = Field(
-        1.0, gt=0, description="Traces: replayed this many times as fast as recorded."
+        1.0, gt=0, description="All arrivals come this many times as fast: the load in one number."
     )
     prompt: Lengths = Lengths(value=128)
     output: Lengths = Lengths(value=128)

@@ -44,7 +44,7 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     """
     if model.path is not None and model.arrivals in ("jsonl", "azure"):
         return _replayed(read_trace(model, levels), model, levels, rng)
-    arrivals = draw_arrivals(model, rng)
+    arrivals = draw_arrivals(model, rng) / model.speed
     count = len(arrivals)
     return Workload(
         arrivals,
