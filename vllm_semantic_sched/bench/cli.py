@@ -8,6 +8,7 @@ import sys
 from types import FrameType
 
 from vllm_semantic_sched.bench import (
+    chaos_command,
     model_command,
     overhead,
     prediction_latency,
@@ -22,6 +23,7 @@ _COMMANDS = {
     "predictor": (predictor, "cost of a prediction, alone and beside a busy engine"),
     "prediction-latency": (prediction_latency, "what a slower predictor costs the requests"),
     "simulator": (simulator, "time and memory of the simulator as runs grow"),
+    "chaos": (chaos_command, "disturb a real server in every way at once and see what holds"),
     "make-model": (model_command, "write a small random-weight model with a real tokenizer"),
 }
 

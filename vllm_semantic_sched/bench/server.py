@@ -140,6 +140,11 @@ class VllmServer:
         """Base address without a trailing slash."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int | None:
+        """The API server's process; None if it does not run."""
+        return None if self._process is None else self._process.pid
+
     def __enter__(self) -> VllmServer:
         self.config.log.parent.mkdir(parents=True, exist_ok=True)
         with self.config.log.open("wb") as log:
