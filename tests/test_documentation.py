@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from vllm_semantic_sched.admin import reference
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.command import describe_keys
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.keys import keys_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,3 +56,25 @@ def test_policy_keys_named_in_the_text_exist() -> None:
     for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?::[^`]*)?`", TEXT):
         if key.split(".")[0] in sections:
             assert key in keys, key
+
+
+def test_the_tables_of_the_operations_page_are_those_of_the_code(tmp_path) -> None:
+    page = ROOT / "docs" / "operations.md"
+    copy = tmp_path / "operations.md"
+    copy.write_text(page.read_text("utf-8"), "utf-8")
+    reference.insert(copy)
+    assert copy.read_text("utf-8") == page.read_text("utf-8"), (
+        "run `semsched policy keys --into docs/operations.md`"
+    )
+
+
+def test_every_knob_names_metrics_that_exist() -> None:
+    counters = {f"{name}_total" for name in COUNTERS}
+    for key in keys_of(Policy):
+        assert set(reference.trace_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
+
+
+def test_metrics_named_in_the_text_exist() -> None:
+    counters = {f"{name}_total" for name in COUNTERS}
+    named = set(re.findall(r"`semsched:([a-z_0-9]+)", TEXT))
+    assert named <= counters | {*GAUGES, *HISTOGRAMS}

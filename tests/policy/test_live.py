@@ -109,6 +109,15 @@ def test_a_running_jobs_new_order_is_reported() -> None:
     assert core.running.order(job)[0] == 4
 
 
+def test_waiting_jobs_that_get_another_level_are_reported() -> None:
+    """Their tier's queue may be full."""
+    core = core_of()
+    job = arrive(core, "a")
+    arrive(core, "hinted", level=4)
+    core.adopt(policy(default_level=4), PROFILE)
+    assert core.step(lambda job: None, 0.0) == [job]
+
+
 def test_the_buffer_keeps_arrival_order_when_the_default_level_changes() -> None:
     core = core_of()
     arrive(core, "old", awaited=True)

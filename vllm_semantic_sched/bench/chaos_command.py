@@ -14,8 +14,21 @@ if TYPE_CHECKING:
 OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
 
-BASE_POLICY = ""
-"""What the policy file says throughout: keys that need a restart."""
+BASE_POLICY = """\
+tiers:
+  - {name: immediate, reserve: {seats: 1, mode: soft}, slo: {ttft: 5}}
+  - {name: emergent}
+  - {name: urgent, share: 0.3}
+  - {name: semi, queue: {requests: 20, timeout: 20}}
+  - {name: routine, queue: {requests: 12, timeout: 10}, shed_order: 1}
+dedup: {enabled: true}
+admission: {queue: {requests: 60}}
+aging: {enabled: true, interval: 2}
+deadlines: {enabled: true}
+fair_share: {enabled: true}
+shedding: {enabled: true}
+"""
+"""What the policy file says throughout: everything on."""
 
 # Metrics that are zero on a server with nothing to do.
 _ZERO_WHEN_IDLE = (

@@ -281,29 +281,34 @@ class SchedulingCore:
             now: seconds, on the clock of `Job.arrival`.
 
         Returns:
-            Running jobs whose order changed: those that outlived their estimate and got a new
-            one, and those that a new policy ranks otherwise.
+            Running jobs whose order changed, as they outlived their estimate and got a new one or
+            as a new policy ranks them otherwise; waiting jobs that it puts at another level.
         """
-        moved = [*self.running.advance(), *self._rerank_some()]
-        for job in moved:
+        running, waiting = self._rerank_some()
+        running = [*self.running.advance(), *running]
+        for job in running:
             observe(job)
             self._store_running(job)
         for job in self.fairness.step(now, observe):
             self.waiting.push(job, self.rank(job))
-        return moved
+        return [*running, *waiting]
 
-    def _rerank_some(self) -> list[Job]:
-        """Carry on with what `adopt` began. Running jobs are returned, not stored yet."""
-        running = []
+    def _rerank_some(self) -> tuple[list[Job], list[Job]]:
+        """Carry on with what `adopt` began: running jobs, which are not stored yet, and waiting
+        ones that got another level."""
+        running, waiting = [], []
         for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
             job = self._outdated.pop()
+            level = job.level
             self._decide_level(job)
             self.fairness.relevel(job)
             if job in self.waiting:
                 self.waiting.rerank(job, self.rank(job))
+                if job.level != level:
+                    waiting.append(job)
             elif job in self.running:
                 running.append(job)
-        return running
+        return running, waiting
 
     def _decide_level(self, job: Job) -> None:
         if job.level_source is LevelSource.DEFAULT:
