@@ -19,8 +19,8 @@ tiers:
   - {name: immediate, reserve: {seats: 1, mode: soft}, slo: {ttft: 5}}
   - {name: emergent}
   - {name: urgent, share: 0.3}
-  - {name: semi, queue: {requests: 20, timeout: 20}}
-  - {name: routine, queue: {requests: 12, timeout: 10}, shed_order: 1}
+  - {name: semi, queue: {requests: 30, timeout: 20}}
+  - {name: routine, queue: {requests: 20, timeout: 10}, shed_order: 1}
 dedup: {enabled: true}
 admission: {queue: {requests: 60}}
 aging: {enabled: true, interval: 2}
