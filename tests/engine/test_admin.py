@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
+from vllm_semantic_sched.bench.chaos_command import BASE_POLICY, disturb, server_arguments
 from vllm_semantic_sched.cli import main
 
 pytestmark = pytest.mark.engine
@@ -30,17 +31,14 @@ def weights(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "mine.yaml"
-    path.write_text("predictor: {enabled: false}\n")
+    path.write_text(BASE_POLICY)
     return path
 
 
 @pytest.fixture(scope="module")
 def server(serve, weights, policy):
-    settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
-    arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
-    arguments += ["--middleware", "vllm_semantic_sched.Middleware"]
-    arguments += ["--additional-config", settings, "--api-key", KEY]
-    return serve("admin", *arguments, seats=2, model=weights.parent)
+    arguments = (*server_arguments(policy), "--api-key", KEY)
+    return serve("admin", *arguments, seats=3, num_blocks=40, model=weights.parent)
 
 
 def complete(server, prompt="hello", max_tokens=8) -> str:
@@ -153,7 +151,7 @@ def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
         assert command(server, *maintain) == 0
         state = admin(server).status()[0]
         assert state["paused"] and state["waiting"] > 0
-        assert state["running"] == (0 if running == "finish" else 2)
+        assert (state["running"] > 0) == (running == "keep")
         time.sleep(1)
         assert admin(server).status()[0] == state
         assert command(server, "maintenance", "--action", "resume") == 0
@@ -199,3 +197,11 @@ def test_an_action_that_fails_lets_the_server_go_on(server, capsys) -> None:
 def test_changing_weights_that_are_in_use_is_refused(server) -> None:
     with pytest.raises(AdminError, match="pause first"):
         admin(server).post("/weights/reload")
+
+
+def test_nothing_breaks_when_everything_happens_at_once(server, policy) -> None:
+    report = disturb(server, policy, 150, cases=20, at_a_time=14, pace=0.4, api_key=KEY)
+    assert report.problems == []
+    assert report.outcomes["completed"] > 50 and report.outcomes["left"] > 5
+    for disturbance in ("policies adopted", "policies refused", "predictor kills"):
+        assert report.disturbances[disturbance] > 0, report.disturbances

@@ -94,7 +94,12 @@ def _pause(server: AdminClient, running: str, patience: float) -> None:
 
 def _change(server: AdminClient, args: argparse.Namespace) -> int:
     begin = time.monotonic()
+    replaces = args.action == "reload-weights" or args.in_place
+    begun = False
     try:
+        if replaces:  # caches know neither weights nor, but by name, adapters
+            server.post("/caches/drop")
+        begun = True
         if args.action == "sleep":
             server.post("/sleep", level=args.level)
             _show(server, "asleep")
@@ -107,7 +112,7 @@ def _change(server: AdminClient, args: argparse.Namespace) -> int:
             body = {"lora_name": args.lora_name}
             server.call("POST", "/unload_lora_adapter", body, prefix="/v1")
     except AdminError as error:
-        if args.action == "reload-weights" or args.in_place:
+        if replaces and begun:
             raise AdminError(
                 f"{error}\nThe server stays paused, as it may hold half of the new weights. Try "
                 "again, or go on with --action resume."
@@ -127,8 +132,6 @@ def _load_adapter(server: AdminClient, args: argparse.Namespace) -> None:
         "load_inplace": args.in_place,
     }
     server.call("POST", "/load_lora_adapter", body, prefix="/v1")
-    if args.in_place:  # the caches know adapters by name
-        server.post("/caches/drop")
 
 
 def _show(server: AdminClient, doing: str) -> None:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.admin.client import AdminClient
+
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.chaos import Report
     from vllm_semantic_sched.bench.server import VllmServer
@@ -35,7 +37,10 @@ _ZERO_WHEN_IDLE = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
+    "semsched:host_pool_usage",
+    "semsched:host_copies",
 )
+_ENDED = ("semsched:ended_requests_total",)
 _ALWAYS_ZERO = ("semsched:policy_errors_total",)
 
 
@@ -101,7 +106,7 @@ def disturb(
 
     async def both() -> None:
         await chaos.run(known, visits, at_a_time, pace)
-        await chaos.settle(lambda: _left(server))
+        await chaos.settle(lambda: _left(server, api_key))
 
     errors_before = _sum(server, _ALWAYS_ZERO)
     try:
@@ -133,9 +138,14 @@ def kill_predictor(server: VllmServer) -> bool:
     return False
 
 
-def _left(server: VllmServer) -> dict[str, float]:
-    """What is left on the server by its own metrics."""
-    return {name: _sum(server, (name,)) for name in _ZERO_WHEN_IDLE}
+def _left(server: VllmServer, api_key: str | None) -> dict[str, float]:
+    """What is left on the server by its own accounts."""
+    left = {name: _sum(server, (name,)) for name in _ZERO_WHEN_IDLE}
+    arrived, ended = _sum(server, ("semsched:requests_total",)), _sum(server, _ENDED)
+    left["requests that ended more or less than once"] = arrived - ended
+    for engine in AdminClient(server.url, api_key).status():
+        left["jobs"] = left.get("jobs", 0.0) + engine["jobs"]
+    return left
 
 
 def _sum(server: VllmServer, names: tuple[str, ...]) -> float:

@@ -121,13 +121,11 @@ async def wake(request: Request) -> dict[str, Any]:
 async def reload_weights(request: Request) -> dict[str, Any]:
     """Load the served model's weights again from where they came from; after `pause`.
 
-    Everything that was computed with the old ones is dropped: prefix cache, host copies, KV of
-    frozen requests.
+    Everything that was computed with the old ones is dropped before: prefix cache, host copies,
+    KV of frozen requests. If that cannot be, the old weights stay.
     """
-    if not await _engine(request).is_paused():
-        raise HTTPException(409, "pause first: requests are running on the weights")
-    await _engine(request).collective_rpc("reload_weights")
     await drop_caches(request)
+    await _engine(request).collective_rpc("reload_weights")
     return {"reloaded": True}
 
 
@@ -135,11 +133,17 @@ async def reload_weights(request: Request) -> dict[str, Any]:
 async def drop_caches(request: Request) -> dict[str, Any]:
     """Drop what was computed with weights or an adapter that are replaced; after `pause`."""
     if not await _engine(request).is_paused():
-        raise HTTPException(409, "pause first: requests are running on the caches")
+        raise HTTPException(409, "pause first: requests are running")
     engine = _engine(request)
-    dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    try:
+        dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except Exception as error:  # vLLM's way to say that a load from the host is under way
+        logger.warning("Semantic scheduling: caches could not be dropped: %s", error)
+        dropped = False
     if not dropped:
-        raise HTTPException(503, "blocks are still in use; try again")
+        raise HTTPException(
+            503, "KV is still in use or on its way from the host; let running requests finish first"
+        )
     await engine.reset_mm_cache()
     await engine.reset_encoder_cache()
     return {"dropped": True}

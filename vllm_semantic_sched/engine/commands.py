@@ -50,7 +50,7 @@ def run(scheduler: SemanticScheduler, command: str) -> Any:
 
 
 def status(scheduler: SemanticScheduler) -> dict[str, Any]:
-    """What the scheduler holds and obeys."""
+    """What the scheduler holds and obeys; `jobs` are all requests that the policy knows of."""
     running, waiting = scheduler.get_request_counts()
     live = scheduler._live_policy
     return {
@@ -58,5 +58,6 @@ def status(scheduler: SemanticScheduler) -> dict[str, Any]:
         "paused": scheduler.pause_state.name != "UNPAUSED",
         "running": running,
         "waiting": waiting,
+        "jobs": 0 if scheduler._core is None else len(scheduler._jobs),
         "policy": {"result": "started", "version": 1} if live is None else live.adopt(),
     }
