@@ -1,0 +1,103 @@
+"""`semsched maintenance` against a server that only takes notes."""
+
+import threading
+
+import pytest
+
+from vllm_semantic_sched.admin import maintenance
+from vllm_semantic_sched.admin.client import AdminError
+from vllm_semantic_sched.cli import main
+
+
+class Server:
+    """Running requests finish when `drained` is set or they are frozen."""
+
+    def __init__(self, fails: str = "", drained: bool = True) -> None:
+        self.calls: list[tuple] = []
+        self.fails = fails
+        self.drained = threading.Event()
+        if drained:
+            self.drained.set()
+
+    def status(self):
+        return [{"running": 1, "waiting": 2}, {"running": 0, "waiting": 3}]
+
+    def post(self, path, **body):
+        return self.call("POST", path, body)
+
+    def call(self, method, path, body=None, prefix=None):
+        self.calls.append((path, *body.values()))
+        if path == self.fails:
+            raise AdminError("it is broken")
+        if body.get("mode") == "keep":
+            self.drained.set()
+        if path == "/pause":
+            assert self.drained.wait(10)
+        return {}
+
+
+@pytest.fixture
+def act(monkeypatch):
+    def run(server: Server, *words: str) -> int:
+        monkeypatch.setattr(maintenance, "AdminClient", lambda url, key: server)
+        monkeypatch.setattr(maintenance, "_POLL_SECONDS", 0.02)
+        return main(["maintenance", "--server", "http://x", "--action", *words])
+
+    return run
+
+
+def test_weights_are_replaced_between_pause_and_resume(act, capsys) -> None:
+    server = Server()
+    assert act(server, "reload-weights") == 0
+    paths = [call[0] for call in server.calls]
+    assert paths == ["/pause", "/caches/drop", "/weights/reload", "/resume"]
+    assert "paused: 1 running, 5 waiting" in capsys.readouterr().out
+
+
+def test_patience_ends_by_freezing_what_runs(act) -> None:
+    server = Server(drained=False)
+    assert act(server, "pause", "--patience", "0.1") == 0
+    assert server.calls == [("/pause", "wait"), ("/pause", "keep")]
+
+
+@pytest.mark.parametrize(
+    ("words", "fails", "goes_on"),
+    [
+        (["reload-weights"], "/caches/drop", True),
+        (["reload-weights"], "/weights/reload", False),
+        (["load-lora", "--lora-name", "a", "--lora-path", "x"], "/load_lora_adapter", True),
+        (
+            ["load-lora", "--lora-name", "a", "--lora-path", "x", "--in-place"],
+            "/load_lora_adapter",
+            False,
+        ),
+        (["unload-lora", "--lora-name", "a"], "/unload_lora_adapter", True),
+    ],
+)
+def test_a_failure_leaves_the_server_paused_only_where_weights_may_be_mixed(
+    act, capsys, words, fails, goes_on
+) -> None:
+    server = Server(fails=fails)
+    assert act(server, *words) == 1
+    assert (server.calls[-1][0] == "/resume") == goes_on
+    told = capsys.readouterr().err
+    assert "it is broken" in told
+    assert ("stays paused" in told) != goes_on
+
+
+def test_an_interrupt_during_the_pause_lets_the_server_go_on(act, monkeypatch) -> None:
+    server = Server(drained=False)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "status", interrupted)
+    assert act(server, "pause") == 130
+    assert server.calls[-2:] == [("/pause", "keep"), ("/resume",)]
+
+
+@pytest.mark.parametrize("words", [["load-lora"], ["load-lora", "--lora-name", "a"]])
+def test_missing_options_are_named(act, capsys, words) -> None:
+    server = Server()
+    assert act(server, *words) == 2
+    assert "--lora" in capsys.readouterr().err and not server.calls
