@@ -444,7 +444,9 @@ class SchedulingCore:
         return WaitingQueue(self._default_rank, rules)
 
     def _store_running(self, job: Job) -> None:
-        self.running.add(job, self.rank(job), self.remaining(job))
+        remaining = self.remaining(job)
+        rank = rank_of(self.policy.base, job.effective_level, remaining, job.sequence)
+        self.running.add(job, rank, remaining)
 
     def _default_rank(self, job: Job) -> Rank:
         # Not job.level: buffered jobs are at the default level, and a change of the policy must not

@@ -55,6 +55,7 @@ def expected_cost(probabilities: Sequence[float], level: int, decision: Decision
     return sum(
         probability * mistake_cost(true, level, decision)
         for true, probability in enumerate(probabilities)
+        if probability
     )
 
 

@@ -158,7 +158,8 @@ class Fairness:
         moved.update(dict.fromkeys(self.deadlines.due(now)))
         if self.fair_share.knobs.enabled:
             self.fair_share.update(now, self.waiting.levels)
-        self.waiting.changed()
+        if self._metered:
+            self.waiting.changed()
         return list(moved)
 
     def preempting_level(self, level: int) -> float:

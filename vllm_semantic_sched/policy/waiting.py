@@ -139,6 +139,8 @@ class WaitingQueue:
         first = self.peek()
         if first is not None:
             yield first
+            if len(self) == 1:
+                return
         for _, job in heapq.merge(*map(self._keyed, self._lanes.values()), key=_first):
             if job is not first:
                 yield job
