@@ -7,9 +7,9 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.profile import load_profile
 from vllm_semantic_sched.sim.engine import Engine
+from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
-from vllm_semantic_sched.sim.simulation import make_engine
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 

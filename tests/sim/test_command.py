@@ -33,7 +33,7 @@ def test_results_are_the_same_bytes_on_one_worker_and_on_two(tmp_path, capsys) -
         assert contents[0] == contents[1]
     assert (folders[0] / "normalized_waiting.png").stat().st_size > 1000
     header, *rows = (folders[0] / "results.csv").read_text().splitlines()
-    assert header.startswith("workload.rate,scheduler,level,count,requests_per_second")
+    assert header.startswith("workload.rate,scheduler,level,count,refused,")
     assert len(rows) == 2 * 2 * 6
 
 

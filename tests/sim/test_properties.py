@@ -14,6 +14,22 @@ POLICIES = ["fcfs", "sjf", "priority", "ems", "latency", "throughput", "fairness
 
 
 @st.composite
+def limits(draw: st.DrawFn) -> dict[str, Any]:
+    """Keys of a policy that refuses some requests, or none."""
+    if draw(st.booleans()):
+        return {}
+    return {
+        "admission": {
+            "queue": {
+                "requests": draw(st.integers(1, 10)),
+                "timeout": draw(st.sampled_from([0.5, 5.0])),
+            },
+            "replace": draw(st.booleans()),
+        }
+    }
+
+
+@st.composite
 def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
     kind = draw(st.sampled_from(["paper", "vllm"]))
     data = {
@@ -40,7 +56,7 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
             "kv_blocks": draw(st.sampled_from([None, 400])),
             "swap": draw(st.booleans()),
         },
-        "schedulers": {"it": {"policy": draw(st.sampled_from(POLICIES))}},
+        "schedulers": {"it": {"policy": draw(st.sampled_from(POLICIES)), **draw(limits())}},
         "overrides": {
             "predictor": {
                 "mode": draw(st.sampled_from(["immediate", "full_batching"])),
@@ -64,13 +80,18 @@ def check_capacity(engine: Engine) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(scenarios())
-def test_every_request_finishes_once_and_capacity_is_kept(scenario: Scenario) -> None:
+def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> None:
     result = simulate(scenario, "it", keep_seats=True, before_step=check_capacity)
     assert [run.request.index for run in result.runs] == list(
         range(scenario.settings.workload.requests or 0)
     )
+    bounded = "admission" in scenario.settings.schedulers["it"]
     for run in result.runs:
         request = run.request
+        if run.refused:
+            assert bounded and run.finish is None and run.blocks == 0
+            assert "finish" not in [seat.end_kind for seat in run.seats]
+            continue
         assert run.started is not None and run.first_token is not None and run.finish is not None
         assert request.arrival <= run.started < run.first_token <= run.finish
         assert run.job.generated == request.output_tokens

@@ -19,6 +19,11 @@ class BlockPool:
         self.free = self.total
         self.block_size = block_size
 
+    @property
+    def use(self) -> float:
+        """Share of the blocks that is taken."""
+        return (self.total - self.free) / self.total if self.limited else 0.0
+
     def needed(self, tokens: int) -> int:
         """Blocks for the KV of that many tokens."""
         return -(-tokens // self.block_size)

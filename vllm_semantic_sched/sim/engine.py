@@ -6,8 +6,9 @@ import bisect
 import math
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.length_calibration import Ending
+from vllm_semantic_sched.policy.refusal import Code
 from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
 from vllm_semantic_sched.sim.blocks import BlockPool
@@ -92,6 +93,25 @@ class Engine:
         if run.job in self.core.running:
             self._reposition(run.job)
 
+    def refuse(self, job: Job, code: Code, now: float) -> Run:
+        """The policy ends a request before it is complete."""
+        run = self._runs.pop(job)
+        self._decoding.observe(run)
+        if job in self.core.running:
+            self._leave(run, now, code.value)
+        else:
+            self.waiting[run.request.level] -= 1
+            if self._host is not None:
+                self._host.give_back(self._host.needed(job.swapped))
+        run.refused = code.value
+        self.core.finish(job, Ending.ABORTED, JobState.REFUSED, code.value)
+        return run
+
+    @property
+    def free_seats(self) -> int:
+        """Seats that nobody holds."""
+        return self.seats - len(self.running)
+
     def blocks_of(self, job: Job) -> int:
         """KV blocks that a submitted job holds."""
         return self._runs[job].blocks
@@ -139,6 +159,7 @@ class Engine:
             job.generated += 1
             if run.first_token is None:
                 run.first_token = now
+                self.core.lifecycle.first_token(job)
             if job.generated == run.request.output_tokens:
                 finished.append(run)
             else:
@@ -166,7 +187,7 @@ class Engine:
         if not core.wants_room:
             return
         room = Room(
-            seats=self.seats - len(self.running),
+            seats=self.free_seats,
             blocks=self.pool.free - len(self._decoding.outgrowing()),
             prefill_tokens=self._token_budget - len(self.running),
         )

@@ -15,7 +15,8 @@ ALL = "all"
 """The row that holds every level."""
 
 METRICS = {
-    "count": "requests",
+    "count": "requests, finished and refused",
+    "refused": "requests that the policy refused; they count in nothing but these and `slo_met`",
     "requests_per_second": "arrivals / time from first to last arrival of the row",
     "normalized_waiting": "mean of (finish - arrival) / output tokens, s per token",
     "waiting_per_token": "sum of (finish - arrival) / sum of output tokens, s per token",
@@ -61,8 +62,12 @@ class Recorder:
         self._rows = [_Row() for _ in range(len(slos) + 1)]
 
     def add(self, run: Run) -> None:
-        """Take in a finished request."""
+        """Take in a finished or refused request."""
         request, columns = run.request, self._columns
+        if run.refused:
+            for row in (self._rows[request.level], self._rows[-1]):
+                row.refuse(request.arrival, is_promised(self._slos[request.level]))
+            return
         assert run.started is not None and run.first_token is not None and run.finish is not None
         columns["level"].append(request.level)
         columns["arrival"].append(request.arrival)
@@ -127,10 +132,19 @@ class _Row:
 
     def __init__(self) -> None:
         self.count = 0
+        self._refused = self._broken = 0
         self._sums: dict[str, float] = {}
         self._first = float("inf")
         self._last_arrival = self._last = 0.0
         self._quantiles = {name: Quantiles() for name in _PERCENTILES}
+
+    def refuse(self, arrival: float, promised: bool) -> None:
+        """One was refused; if anything was promised to it, that is broken."""
+        self.count += 1
+        self._refused += 1
+        self._broken += promised
+        self._first = min(self._first, arrival)
+        self._last_arrival = max(self._last_arrival, arrival)
 
     def add(self, block: dict[str, np.ndarray]) -> None:
         self.count += len(block["e2e"])
@@ -149,11 +163,23 @@ class _Row:
             quantiles.add(block[name])
 
     def metrics(self) -> dict[str, float]:
-        sums, count, span = self._sums, self.count, self._last - self._first
+        sums, finished = self._sums, self.count - self._refused
         row = {
-            "count": float(count),
+            "count": float(self.count),
+            "refused": float(self._refused),
             # Not defined for one request, or for one burst.
-            "requests_per_second": (count - 1) / max(self._last_arrival - self._first, 1e-9),
+            "requests_per_second": (self.count - 1) / max(self._last_arrival - self._first, 1e-9),
+        }
+        promised = sums.get("promised", 0.0) + self._broken
+        if promised:
+            row["slo_met"] = sums.get("kept", 0.0) / promised
+        if finished:
+            row |= self._of_finished(finished)
+        return {name: row[name] for name in METRICS if name in row}
+
+    def _of_finished(self, count: int) -> dict[str, float]:
+        sums, span = self._sums, self._last - self._first
+        row = {
             "normalized_waiting": sums["normalized"] / count,
             "waiting_per_token": sums["e2e"] / sums["tokens"],
             "e2e_mean": sums["e2e"] / count,
@@ -168,11 +194,10 @@ class _Row:
         for name, columns in _PERCENTILES.items():
             values = self._quantiles[name].percentiles(list(columns.values()))
             row |= dict(zip(columns, values, strict=True))
-        if sums["promised"]:
-            row["slo_met"] = sums["kept"] / sums["promised"]
-        return {name: row[name] for name in METRICS if name in row}
+        return row
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over repeats; NaN cannot occur in a row."""
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    """The mean of each metric over the repeats that have it."""
+    names = [name for name in METRICS if any(name in row for row in rows)]
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}

@@ -18,6 +18,8 @@ from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.spans import chrome_trace
 
+_ALWAYS_SHOWN = ("ttft_p99", "slo_met", "refused", "recomputes", "swaps")
+
 
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
     """Write results.csv (a row per cell and level) and results.json (that and the scenario)."""
@@ -58,7 +60,9 @@ def print_results(console: Console, settings: Settings, cells: Sequence[Cell], m
     table.add_column("scheduler", no_wrap=True)
     for level in levels:
         table.add_column(level if level == ALL else f"urgency {level}", justify="right")
-    extra = [name for name in ("ttft_p99", "slo_met", "recomputes", "swaps") if name != metric]
+    extra = [
+        name for name in ("ttft_p99", "slo_met", "refused", "recomputes", "swaps") if name != metric
+    ]
     for name in extra:
         table.add_column(f"{name},\nall", justify="right")
     previous: list[str] | None = None

@@ -46,6 +46,7 @@ class Run:
         recomputes, swaps: preemptions by what happened to the KV.
         seats: times in a seat, where they are recorded.
         engine: which of several engines it was sent to.
+        refused: why the policy ended it, the code of a refusal; empty if it did not.
     """
 
     request: SimRequest
@@ -64,3 +65,4 @@ class Run:
     swaps: int = 0
     seats: list[Seat] = field(default_factory=list)
     engine: int = 0
+    refused: str = ""

@@ -9,18 +9,14 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.profile import EngineProfile
-from vllm_semantic_sched.policy.reservation import EngineCapacity
-from vllm_semantic_sched.sim.blocks import BlockPool
-from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.depth import DepthHistory
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
-from vllm_semantic_sched.sim.predictor import Predictions, PredictorQueue, draw_predictions
+from vllm_semantic_sched.sim.predictor import Predictions, draw_predictions
+from vllm_semantic_sched.sim.replica import Replica
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import Scenario
-from vllm_semantic_sched.sim.sections import EngineModel
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM = 1, 2
@@ -50,7 +46,7 @@ def simulate(
         repeat: which of the scenario's repeats.
         keep_seats: record when each request had a seat.
         before_step: called when an engine has decided on a step, for checks.
-        finished: gets each request when it is done; then none is kept.
+        finished: gets each request when it is finished or refused; then none is kept.
         depth: records how many requests wait.
 
     Raises:
@@ -78,75 +74,8 @@ def simulate(
     return Result(runs, simulation.steps)
 
 
-def make_engine(
-    core: SchedulingCore, model: EngineModel, profile: EngineProfile, keep_seats: bool = False
-) -> Engine:
-    """The engine that a scenario describes."""
-    cost: StepCost
-    if model.kind == "paper":
-        cost = SlowestOfBatch(profile)
-    else:
-        batch = model.batch or profile.batch_terms
-        cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
-    core.set_capacity(EngineCapacity(model.seats, model.kv_blocks, model.block_size))
-    return Engine(
-        core,
-        cost,
-        BlockPool(model.kv_blocks, model.block_size),
-        seats=model.seats,
-        token_budget=None if model.kind == "paper" else model.token_budget,
-        host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
-        keep_seats=keep_seats,
-    )
-
-
 def _reads_predictions(policy: Policy) -> bool:
     return policy.predictor.enabled and (policy.uses_urgency or policy.uses_length)
-
-
-class _Replica:
-    """One engine with the policy core and the predictor that belong to it."""
-
-    def __init__(self, number: int, simulation: _Simulation, core: SchedulingCore) -> None:
-        settings = simulation.scenario.settings
-        self.number = number
-        self.core = core
-        self.engine = make_engine(
-            core, settings.engine, simulation.scenario.profile, simulation.keep_seats
-        )
-        self.predictor = PredictorQueue(
-            simulation.events, core.policy.predictor, settings.predictor, self._predicted
-        )
-        self._simulation = simulation
-        self._events = simulation.events
-        self._holds = settings.predictor.hold
-        self._busy = False
-
-    def submit(self, run: Run) -> None:
-        self.engine.submit(run)
-        self._simulation.note_depth()
-        if not self._busy:
-            self._busy = True
-            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
-
-    def _predicted(self, batch: list[Run]) -> None:
-        for run in batch:
-            if run.finish is None:
-                self.engine.predicted(run)
-                if self._holds:
-                    self.submit(run)
-
-    def _begin_step(self) -> None:
-        seconds = self.engine.begin_step(self._events.now)
-        self._busy = seconds is not None
-        if seconds is not None:
-            self._simulation.step_decided(self.engine)
-            self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
-
-    def _end_step(self) -> None:
-        for run in self.engine.end_step(self._events.now):
-            self._simulation.done(run)
-        self._begin_step()
 
 
 class _Simulation:
@@ -166,7 +95,6 @@ class _Simulation:
         keep_seats: bool,
     ) -> None:
         self.scenario = scenario
-        self.keep_seats = keep_seats
         self.events = EventQueue()
         self.steps = 0
         self.finished: Callable[[Run], None] = lambda run: None
@@ -185,20 +113,22 @@ class _Simulation:
             core = SchedulingCore(policy, scenario.profile, clock=lambda: self.events.now)
             if self._reads:
                 core.buckets = predictions.buckets
-            self._replicas.append(_Replica(number, self, core))
+            self._replicas.append(Replica(number, core, scenario, self, keep_seats))
 
     def run(self) -> None:
         if len(self._workload):
             self._expect(0)
         self.events.run()
 
-    def step_decided(self, engine: Engine) -> None:
+    def decided(self, engine: Engine) -> None:
+        """An engine has decided on a step."""
         self.steps += 1
         self.note_depth()
         if self.before_step is not None:
             self.before_step(engine)
 
     def note_depth(self) -> None:
+        """Somebody began or ceased to wait."""
         if self.depth is None:
             return
         depths = [
@@ -209,6 +139,7 @@ class _Simulation:
             self.depth.record(self.events.now, depths)
 
     def done(self, run: Run) -> None:
+        """A request is finished or refused."""
         self._router.leave(run.engine, self._routed_level.pop(run.request.index))
         self.finished(run)
 

@@ -1,0 +1,142 @@
+"""One engine with the policy core, the predictor and the limits that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from vllm_semantic_sched.policy.admission import Admission
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.overload import Ending, OverloadControl
+from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.reservation import EngineCapacity
+from vllm_semantic_sched.policy.tiers import TierQueue
+from vllm_semantic_sched.sim.blocks import BlockPool
+from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
+from vllm_semantic_sched.sim.engine import Engine
+from vllm_semantic_sched.sim.events import EventQueue, Order
+from vllm_semantic_sched.sim.predictor import PredictorQueue
+from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.scenario import Scenario
+from vllm_semantic_sched.sim.sections import EngineModel
+
+
+class Observer(Protocol):
+    """Who is told how an engine is getting on, and whose clock it runs by."""
+
+    events: EventQueue
+
+    def decided(self, engine: Engine) -> None:
+        """An engine has decided on a step."""
+
+    def note_depth(self) -> None:
+        """Somebody began or ceased to wait."""
+
+    def done(self, run: Run) -> None:
+        """A request is finished or refused."""
+
+
+class Replica:
+    """One engine at work: takes requests, steps while there is something to do, and ends what
+    the policy's limits say.
+
+    Args:
+        number: which of several.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        core: SchedulingCore,
+        scenario: Scenario,
+        observer: Observer,
+        keep_seats: bool,
+    ) -> None:
+        settings = scenario.settings
+        self.number = number
+        self.core = core
+        self.engine = make_engine(core, settings.engine, scenario.profile, keep_seats)
+        self.predictor = PredictorQueue(
+            observer.events, core.policy.predictor, settings.predictor, self._predicted
+        )
+        self._observer = observer
+        self._events = observer.events
+        self._holds = settings.predictor.hold
+        self._busy = False
+        self._control: OverloadControl | None = None
+        if _limits(core.policy):
+            model = settings.engine
+            kv_tokens = (model.kv_blocks or 0) * model.block_size
+            self._control = OverloadControl(core, model.seats, kv_tokens, settings.seed)
+            core.lifecycle.listeners.append(self._control)
+
+    def submit(self, run: Run) -> None:
+        """A request arrives at the queue."""
+        self.engine.submit(run)
+        if self._control is not None:
+            self._end(self._control.arrive(run.job, self._events.now, self.engine.free_seats))
+        self._observer.note_depth()
+        if not self._busy:
+            self._busy = True
+            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
+
+    def _predicted(self, batch: list[Run]) -> None:
+        for run in batch:
+            if run.finish is not None or run.refused:
+                continue
+            self.engine.predicted(run)
+            if self._holds:
+                self.submit(run)
+            elif self._control is not None:
+                free = self.engine.free_seats
+                self._end(self._control.revised(run.job, self._events.now, free))
+
+    def _begin_step(self) -> None:
+        if self._control is not None:
+            self._end(self._control.step(self._events.now, self.engine.pool.use))
+        seconds = self.engine.begin_step(self._events.now)
+        self._busy = seconds is not None
+        if seconds is not None:
+            self._observer.decided(self.engine)
+            self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
+
+    def _end_step(self) -> None:
+        for run in self.engine.end_step(self._events.now):
+            self._observer.done(run)
+        self._begin_step()
+
+    def _end(self, endings: Iterable[Ending]) -> None:
+        for job, refusal in endings:
+            self._observer.done(self.engine.refuse(job, refusal.code, self._events.now))
+
+
+def _limits(policy: Policy) -> bool:
+    """Whether a policy ever refuses anybody; without, its bookkeeping can be saved."""
+    return (
+        policy.admission != Admission()
+        or policy.shedding.enabled
+        or any(policy.tier(level).queue != TierQueue() for level in range(policy.levels))
+    )
+
+
+def make_engine(
+    core: SchedulingCore, model: EngineModel, profile: EngineProfile, keep_seats: bool = False
+) -> Engine:
+    """The engine that a scenario describes."""
+    cost: StepCost
+    if model.kind == "paper":
+        cost = SlowestOfBatch(profile)
+    else:
+        batch = model.batch or profile.batch_terms
+        cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
+    core.set_capacity(EngineCapacity(model.seats, model.kv_blocks, model.block_size))
+    return Engine(
+        core,
+        cost,
+        BlockPool(model.kv_blocks, model.block_size),
+        seats=model.seats,
+        token_budget=None if model.kind == "paper" else model.token_budget,
+        host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
+        keep_seats=keep_seats,
+    )
