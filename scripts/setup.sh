@@ -145,7 +145,7 @@ rm -f "$stamp"
 : >"$log"
 install_torch
 step "vLLM for CPU and this project" \
-    pip install --editable ".[cpu,test,bench,train,conformance]" ./patches/vllm-metadata
+    pip install --editable ".[cpu,test,bench,profile,train,conformance]" ./patches/vllm-metadata
 remove_cuda_extras
 step "check that vLLM starts" check_engine
 fingerprint >"$stamp"

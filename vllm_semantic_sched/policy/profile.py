@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from pydantic import Field
 
 from vllm_semantic_sched.policy.batch import Batch, BatchTerms
@@ -129,6 +130,27 @@ class EngineProfile(Section):
         """Tokens of a short prefill that take about that long."""
         return int(seconds / self.alpha2)
 
+    def scaled(self, prefill: float, decode: float, load: float) -> EngineProfile:
+        """The profile of an engine that takes so many times as long for each kind of work."""
+        batch = self.batch and BatchTerms(
+            step=self.batch.step * decode,
+            per_sequence=self.batch.per_sequence * decode,
+            per_context_token=self.batch.per_context_token * decode,
+        )
+        return self.model_copy(
+            update={
+                "alpha1": self.alpha1 * prefill,
+                "alpha2": self.alpha2 * prefill,
+                "beta_load": self.beta_load * load,
+                "beta_save": self.beta_save * load,
+                "load_start": self.load_start * load,
+                "save_start": self.save_start * load,
+                "gamma1": self.gamma1 * decode,
+                "gamma2": self.gamma2 * decode,
+                "batch": batch,
+            }
+        )
+
     def beyond_range(self, max_model_len: int) -> str | None:
         """A sentence if an engine takes longer sequences than were measured; else None."""
         if self.ranges is None:
@@ -155,3 +177,13 @@ def load_profile(name_or_path: str | Path) -> EngineProfile:
     """
     data, source = read_config(name_or_path, kind="profile")
     return parse_section(EngineProfile, data, source)
+
+
+def write_profile(profile: EngineProfile, path: Path) -> None:
+    """Write a profile that `load_profile` reads.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = profile.model_dump(mode="json", exclude_none=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False, width=100), encoding="utf-8")
