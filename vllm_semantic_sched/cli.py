@@ -38,6 +38,7 @@ _COMMANDS = {
     "trace": (
         "vllm_semantic_sched.trace.command",
         "turn a server's event log into a Gantt chart, a Chrome trace and a table",
+    ),
     "profile": (
         "vllm_semantic_sched.profiling.command",
         "measure what work costs on your engine, and how well a profile predicts it",

@@ -40,6 +40,14 @@ class Capacity:
         free: int = self._manager.block_pool.get_num_free_blocks()
         return free - self._manager.watermark_blocks - starting
 
+    def tokens_held(self) -> int:
+        """About how many tokens running requests have KV of: whole blocks, O(1)."""
+        pool = self._manager.block_pool
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        groups = max(1, len(self._manager.kv_cache_config.kv_cache_groups))
+        tokens: int = used * self._scheduler.block_size // groups
+        return tokens
+
     def needed(self, request: Request) -> int:
         """Blocks for all tokens that a waiting request has so far, less what the prefix cache
         holds for it in blocks that are in use anyway."""

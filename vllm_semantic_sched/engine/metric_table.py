@@ -121,6 +121,9 @@ GAUGES = {
     "policy_hash": Metric(
         "A number that depends on every value of the policy in force; equal where it is the same."
     ),
+    "profile_scale": Metric(
+        "Time observed for prefill, decode, load by that of the engine profile.", ("kind",)
+    ),
     "length_ratio": Metric(
         "Observed by expected output tokens over about the last hundred answers."
     ),

@@ -36,6 +36,7 @@ from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
 from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.engine.step_clock import StepClock, batch_of
 from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -99,6 +100,7 @@ class SemanticScheduler(Scheduler):
         core.set_capacity(self._capacity.total(), 1 + self.num_spec_tokens)
         self._overload = Overload(self, core, self._capacity, self._counters, self._clock, logger)
         core.lifecycle.listeners.append(GuardedListener(self._overload.control, self._guard))
+        self._step_clock = StepClock()
         self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
@@ -109,6 +111,8 @@ class SemanticScheduler(Scheduler):
         if reload_on_hangup(self._live_policy.request_load):
             self._live_policy.start()
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
+        for doubt in profile.doubts(self.max_model_len):
+            logger.warning("Semantic scheduling: %s.", doubt)
 
     # vLLM's interface
 
@@ -144,7 +148,7 @@ class SemanticScheduler(Scheduler):
             self._step_limit.set(core)
         self._endings.hold()
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self._step_limit.restore()
             with self._guard("taking in admitted requests"):
@@ -152,9 +156,22 @@ class SemanticScheduler(Scheduler):
             with self._guard("ending requests"):
                 self._endings.release()
             self._counters.observe("schedule_seconds", time.perf_counter() - begin)
+        with self._guard("timing steps"):
+            batch = batch_of(
+                output, self.requests, self.num_spec_tokens, self._capacity.tokens_held()
+            )
+            self._step_clock.scheduled(output, batch, time.monotonic())
+        return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        if self._core is not None:
+            with self._guard("timing steps"):
+                step = self._step_clock.finished(scheduler_output, time.monotonic())
+                if step is not None:
+                    self._core.observe_step(*step)
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if self._core is not None:
             with self._guard("noting first tokens"):
                 self._note_first_tokens(self._core)
@@ -391,6 +408,12 @@ class SemanticScheduler(Scheduler):
         if self._live_policy is not None:
             version = self._live_policy.version
             gauges |= {"policy_version": version.number, "policy_hash": version.as_number}
+        scale = core.profile_scale
+        gauges["profile_scale"] = {
+            "prefill": scale.prefill,
+            "decode": scale.decode,
+            "load": scale.load,
+        }
         if core.length_ratio is not None:
             gauges["length_ratio"] = core.length_ratio
         return gauges

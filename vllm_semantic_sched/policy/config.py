@@ -56,6 +56,11 @@ class Policy(Section):
         "default",
         description="Engine profile (alpha, beta, gamma): a name under configs/profiles or a path.",
     )
+    correct_profile: bool = Field(
+        True,
+        description="Scale the profile's times by what the engine's steps take; each kind "
+        "(prefill, decode, load) by at most 100.",
+    )
     hints: Hints = Hints()
     preemption: Preemption = Preemption()
     retention: Retention = Retention()

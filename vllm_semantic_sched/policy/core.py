@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm_semantic_sched.policy.batch import Batch
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.cost import remaining_seconds
 from vllm_semantic_sched.policy.decision import decide_level
@@ -18,6 +19,7 @@ from vllm_semantic_sched.policy.lifecycle import Lifecycle
 from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.rank import Rank, rank_of
 from vllm_semantic_sched.policy.reservation import EngineCapacity
 from vllm_semantic_sched.policy.retention import (
@@ -53,7 +55,7 @@ class SchedulingCore:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
-        self.profile = profile
+        self._scale = ProfileScale(profile)
         self._calibration: LengthCalibration | None = None
         self.buckets = buckets
         self.fairness = Fairness(policy, profile, self._make_queue)
@@ -81,12 +83,24 @@ class SchedulingCore:
         those that were predicted or are the default one are decided anew.
         """
         self.fairness.adopt(policy, profile)
-        self.policy, self.profile = policy, profile
+        self.policy = policy
+        if profile != self._scale.given:  # else what was learned about the engine stays true
+            self._scale = ProfileScale(profile)
         self.running.step_seconds = profile.gamma2
         if self._calibration is not None:
             self._calibration.adapt = policy.length.calibrate
         # Taken from the end, so running jobs, which hold the seats, come first.
         self._outdated = [*self.waiting, *self.running]
+
+    @property
+    def profile(self) -> EngineProfile:
+        """What engine work costs, as corrected by the steps observed."""
+        return self._scale.profile
+
+    @property
+    def profile_scale(self) -> ProfileScale:
+        """The correction, and the profile as given."""
+        return self._scale
 
     @property
     def outdated(self) -> int:
@@ -326,6 +340,11 @@ class SchedulingCore:
             job.level = job.best_level = allowed
             self.lifecycle.recount(job)
 
+    def observe_step(self, batch: Batch, seconds: float) -> None:
+        """An engine step with this in it took so long; estimates follow (`ProfileScale`)."""
+        if self.policy.correct_profile:
+            self._scale.observe_step(batch, seconds)
+
     # Decisions
 
     @property
@@ -403,7 +422,8 @@ class SchedulingCore:
 
     def rank(self, job: Job) -> Rank:
         """Where a job stands by what is known of it now."""
-        return rank_of(self.policy.base, job.effective_level, self.remaining(job), job.sequence)
+        seconds = self._rank_seconds(job)
+        return rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of engine work left; above zero until the job finishes."""
@@ -444,9 +464,14 @@ class SchedulingCore:
         return WaitingQueue(self._default_rank, rules)
 
     def _store_running(self, job: Job) -> None:
-        remaining = self.remaining(job)
-        rank = rank_of(self.policy.base, job.effective_level, remaining, job.sequence)
-        self.running.add(job, rank, remaining)
+        seconds = self._rank_seconds(job)
+        rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
+        self.running.add(job, rank, seconds)
+
+    def _rank_seconds(self, job: Job) -> float:
+        # In decode steps of the profile as given: ranks that were stored before the engine turned
+        # out faster or slower stay comparable with those stored after.
+        return self.remaining(job) / self._scale.decode
 
     def _default_rank(self, job: Job) -> Rank:
         # Not job.level: buffered jobs are at the default level, and a change of the policy must not

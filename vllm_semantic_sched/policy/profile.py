@@ -151,6 +151,18 @@ class EngineProfile(Section):
             }
         )
 
+    def doubts(self, max_model_len: int) -> list[str]:
+        """What to tell who serves an engine of that many tokens by this profile; one sentence
+        each."""
+        if self.environment is None:
+            return [
+                f"the engine profile in use ({self.hardware}, {self.model}) was not measured on "
+                "this engine. Measure one with `semsched profile --output my.yaml -- MODEL "
+                "[OPTIONS]` and name it as semantic_sched.profile in --additional-config"
+            ]
+        beyond = self.beyond_range(max_model_len)
+        return [] if beyond is None else [beyond]
+
     def beyond_range(self, max_model_len: int) -> str | None:
         """A sentence if an engine takes longer sequences than were measured; else None."""
         if self.ranges is None:

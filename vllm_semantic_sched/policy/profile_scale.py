@@ -26,12 +26,13 @@ class ProfileScale:
     are equally far. O(1) per step.
 
     Attributes:
+        given: the profile that is corrected.
         profile: the profile with the factors applied; a new object when they changed noticeably.
     """
 
     def __init__(self, profile: EngineProfile) -> None:
+        self.given = profile
         self.profile = profile
-        self._measured = profile
         self._prefill = self._decode = self._load = 0.0  # logarithms
         self._applied = (0.0, 0.0, 0.0)
 
@@ -53,17 +54,17 @@ class ProfileScale:
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """A step with this in it took so long. A step of unknown length (not above zero, not
         finite) says nothing."""
-        measured = self._measured
+        given = self.given
         self._observe(
-            measured.step_prefill(batch),
-            measured.step_decode(batch) if batch.sequences else 0.0,
-            measured.step_transfer(batch),
+            given.step_prefill(batch),
+            given.step_decode(batch) if batch.sequences else 0.0,
+            given.step_transfer(batch),
             seconds,
         )
 
     def observe_load(self, tokens: int, seconds: float) -> None:
         """A load of that many tokens beside the steps took so long."""
-        self._observe(0.0, 0.0, self._measured.load(tokens), seconds)
+        self._observe(0.0, 0.0, self.given.load(tokens), seconds)
 
     def _observe(self, prefill: float, decode: float, load: float, seconds: float) -> None:
         prefill *= math.exp(self._prefill)
@@ -87,7 +88,7 @@ class ProfileScale:
         ):
             return
         self._applied = scales
-        self.profile = self._measured.scaled(self.prefill, self.decode, self.load)
+        self.profile = self.given.scaled(self.prefill, self.decode, self.load)
 
 
 def _bounded(scale: float) -> float:

@@ -120,7 +120,7 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
         return 2
     stream = check(engine, profile, pairs, args.repeats, args.statistic, args.seed + 1)
     points = _last(stream, args.repeats * len(pairs), args.quiet)
-    verdict = judge(points)
+    verdict = judge(profile, points)
     print_points(points, verdict)
     if args.output is not None:
         args.output.write_text(json.dumps(report(profile, points, verdict), indent=1) + "\n")

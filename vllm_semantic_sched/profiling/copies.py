@@ -8,7 +8,7 @@ from typing import Any
 
 # Between preempting a request and resuming it the engine computes a lot: neither side of a copy is
 # in a processor's cache then. Written before each copy, this empties them.
-_FLUSH_BYTES = 256 * 2**20
+_FLUSH_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)

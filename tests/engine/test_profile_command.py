@@ -1,0 +1,47 @@
+"""`semsched profile` on a real engine, over a tiny grid."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_semantic_sched.policy.profile import load_profile
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_profile_is_measured_written_and_read(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "tiny.yaml"
+    options = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.7 --block-size 32"
+    options += " --kv-cache-memory-bytes 268435456 --num-gpu-blocks-override 64 --max-num-seqs 4"
+    command = [sys.executable, "-m", "vllm_semantic_sched.cli", "profile", "--quiet"]
+    command += ["--output", str(path), "--max-tokens", "128", "--max-batch", "2", "--repeats", "1"]
+    result = subprocess.run(
+        [*command, "--", str(model), *options.split()],
+        env=os.environ
+        | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    profile = load_profile(path)
+    environment = profile.environment
+    assert environment is not None and profile.ranges is not None and profile.batch is not None
+    assert (environment.block_size, environment.dtype) == (32, "float32")
+    assert environment.kv_bytes_per_token == 4 * 2 * 2 * 64 * 4
+    assert profile.ranges.prefill_tokens == (16, 127)
+    assert profile.ranges.decode_batch == (1, 2)
+    assert str(model) not in path.read_text()
+    # Wide bounds: another program may be running.
+    assert 1e-4 < profile.gamma2 < 0.5
+    assert 1e-3 < profile.prefill_alone(128) < 2.0
+    assert set(profile.residuals) == {"step", "decode", "load", "save"}
+    assert path.with_suffix(".png").stat().st_size > 10_000

@@ -1,0 +1,141 @@
+"""Online correction: it finds the engine's speed, whatever single steps say."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.batch import Batch
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.profile_scale import ProfileScale
+
+PROFILE = load_profile("a100-qwen1.5-7b")
+
+
+def steps(rng: random.Random, count: int) -> list[Batch]:
+    """Decodes, prefills, both, some with a load."""
+    found = []
+    for _ in range(count):
+        batch = Batch(decodes=rng.randint(0, 8))
+        batch.context = 100 * batch.decodes
+        if not batch.decodes or rng.random() < 0.3:
+            batch.add_prefill(0, rng.randint(16, 512))
+        if rng.random() < 0.2:
+            batch.add_load(rng.randint(100, 1000))
+        found.append(batch)
+    return found
+
+
+factors = st.floats(0.05, 20.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(factors, factors, factors, st.integers(0, 99))
+def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
+    prefill, decode, load, seed
+) -> None:
+    rng = random.Random(seed)
+    truth, scale = PROFILE.scaled(prefill, decode, load), ProfileScale(PROFILE)
+    errors = []
+    for number, batch in enumerate(steps(rng, 3000)):
+        seconds = truth.step(batch) * rng.gauss(1, 0.03)
+        scale.observe_step(batch, seconds * (50 if rng.random() < 0.02 else 1))
+        if number >= 2500:
+            errors.append(abs(scale.profile.step(batch) / truth.step(batch) - 1))
+    errors.sort()
+    assert errors[len(errors) // 2] < 0.1
+    assert scale.decode == pytest.approx(decode, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 9), st.floats()), max_size=80))
+def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
+    scale = ProfileScale(PROFILE)
+    for tokens, decodes, seconds in observed * 20:
+        batch = Batch(decodes=decodes, context=decodes * 10)
+        if tokens:
+            batch.add_prefill(0, tokens)
+        scale.observe_step(batch, seconds)
+        scale.observe_load(tokens, seconds)
+    for factor in (scale.prefill, scale.decode, scale.load):
+        assert 0.0099 < factor < 101 and math.isfinite(factor)
+
+
+def test_the_bound_is_reached_and_held() -> None:
+    scale = ProfileScale(PROFILE)
+    for _ in range(1000):
+        scale.observe_step(Batch(decodes=1, context=10), 1e9)
+    assert scale.decode == pytest.approx(100, rel=0.06)
+    assert scale.prefill == scale.load == 1.0
+
+
+def test_one_interrupted_step_changes_next_to_nothing() -> None:
+    scale = ProfileScale(PROFILE)
+    scale.observe_step(Batch(decodes=1, context=10), 1e6)
+    assert scale.profile is PROFILE
+
+
+def test_loads_beside_steps_count_as_loads() -> None:
+    scale = ProfileScale(PROFILE)
+    for _ in range(300):
+        scale.observe_load(500, 3 * PROFILE.load(500))
+    assert scale.load == pytest.approx(3, rel=0.1)
+    assert scale.prefill == scale.decode == 1.0
+
+
+def core(**policy) -> SchedulingCore:
+    return SchedulingCore(parse_policy({"base": "semantic"} | policy), PROFILE)
+
+
+def observe(subject: SchedulingCore, factor: float) -> None:
+    batch = Batch(decodes=1, context=100)
+    batch.add_prefill(0, 100)
+    for _ in range(500):
+        subject.observe_step(batch, factor * PROFILE.step(batch))
+        subject.observe_step(Batch(decodes=1), factor * PROFILE.gamma2)
+
+
+def new_job(subject: SchedulingCore, prompt: int):
+    return subject.new_job(
+        "r",
+        arrival=0.0,
+        prompt_tokens=prompt,
+        max_output_tokens=100,
+        hint=Hint(1, LevelSource.HINT),
+        awaits_prediction=False,
+    )
+
+
+def test_remaining_times_and_plans_follow_the_engine_and_old_ranks_stay_comparable() -> None:
+    subject = core()
+    shorter, longer = new_job(subject, 200), new_job(subject, 400)
+    before, rank = subject.remaining(shorter), subject.rank(shorter)
+    longer.computed = 300
+    plan = subject.plan_preemption(longer)
+    observe(subject, 8.0)
+    assert subject.remaining(shorter) == pytest.approx(8 * before, rel=0.15)
+    assert subject.plan_preemption(longer).seconds == pytest.approx(8 * plan.seconds, rel=0.2)
+    # Ranked late on what turned out a slow engine, the longer job still comes after.
+    longer.computed = 0
+    assert rank < subject.rank(longer)
+    assert subject.rank(shorter).remaining == pytest.approx(rank.remaining, rel=0.15)
+
+
+def test_the_correction_can_be_switched_off() -> None:
+    subject = core(correct_profile=False)
+    observe(subject, 8.0)
+    assert subject.profile is PROFILE
+
+
+def test_what_was_learned_outlives_another_policy_but_not_another_profile() -> None:
+    subject = core()
+    observe(subject, 8.0)
+    subject.adopt(parse_policy({"base": "sjf"}), load_profile("a100-qwen1.5-7b"))
+    assert subject.profile_scale.decode > 7
+    subject.adopt(subject.policy, load_profile("a5000-qwen1.5-7b"))
+    assert subject.profile_scale.decode == 1.0

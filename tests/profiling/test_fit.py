@@ -1,0 +1,104 @@
+"""Fits: known coefficients are found again in noisy times with outliers."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.batch import Batch
+from vllm_semantic_sched.profiling.fit import (
+    fit_line,
+    fit_nonnegative,
+    fit_steps,
+    merge_decodes,
+    reduce_steps,
+)
+from vllm_semantic_sched.profiling.live_engine import Step
+
+factors = st.floats(0.1, 10.0)
+
+
+def prefill(start: int, end: int) -> Batch:
+    batch = Batch()
+    batch.add_prefill(start, end)
+    return batch
+
+
+def batches() -> list[Batch]:
+    found = [prefill(0, 16 * 2**n) for n in range(8)]
+    found += [prefill(2048 * n, 2048 * (n + 1)) for n in range(4)]
+    for sequences in (1, 4, 16, 64):
+        for context in (32, 128, 512, 2048, 8192):
+            found.append(Batch(decodes=sequences, context=sequences * context))
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(factors, factors, factors, factors, factors, st.integers(0, 99))
+def test_coefficients_of_steps_are_found_among_noise_and_outliers(
+    step, sequence, context, linear, square, seed
+) -> None:
+    random = np.random.default_rng(seed)
+    true = np.array([5e-3 * step, 4e-4 * sequence, 1e-6 * context, 2e-4 * linear, 4e-8 * square])
+    steps = []
+    for batch in batches():
+        work = (1, batch.sequences, batch.context, batch.prefill_tokens, batch.prefill_squares)
+        seconds = float(true @ np.array(work)) * random.normal(1, 0.02)
+        # Every eighth step was interrupted.
+        interrupted = random.random() < 0.125
+        steps.append(Step(batch, seconds * (random.uniform(2, 10) if interrupted else 1)))
+    fit = fit_steps(steps)
+    terms = fit.batch
+    assert all(
+        value >= 0
+        for value in (terms.step, terms.per_sequence, terms.per_context_token, fit.alpha1)
+    )
+    # A coefficient that hides behind another cannot be told; what a step takes can.
+    for batch in batches():
+        work = (1, batch.sequences, batch.context, batch.prefill_tokens, batch.prefill_squares)
+        fitted = (
+            terms.step
+            + terms.per_sequence * work[1]
+            + terms.per_context_token * work[2]
+            + fit.alpha2 * work[3]
+            + fit.alpha1 * work[4]
+        )
+        assert fitted == pytest.approx(float(true @ np.array(work)), rel=0.2)
+    assert fit.alpha1 == pytest.approx(true[4], rel=0.25)
+    assert fit.residual.median < 0.1
+
+
+@settings(deadline=None)
+@given(st.floats(1e-5, 1e-3), st.floats(1e-7, 1e-5), st.integers(0, 99))
+def test_a_line_is_found_among_outliers(start, slope, seed) -> None:
+    random = np.random.default_rng(seed)
+    tokens = [32 * 2**n for n in range(9)] * 3
+    seconds = [(start + slope * count) * random.normal(1, 0.02) for count in tokens]
+    for place in random.choice(len(tokens), 3, replace=False):
+        seconds[place] *= 20
+    fit = fit_line(tokens, seconds)
+    for count in (32, 512, 8192):
+        assert fit.start + fit.slope * count == pytest.approx(start + slope * count, rel=0.1)
+
+
+def test_no_coefficient_is_negative_where_the_best_one_would_be() -> None:
+    # Falling times: a free fit has a negative slope.
+    coefficients, _ = fit_nonnegative([(1, 1), (1, 2), (1, 3)], [3.0, 2.0, 1.0])
+    assert (coefficients > 0).all()
+    assert coefficients[1] < 1e-3
+
+
+def test_repeats_are_reduced_step_by_step() -> None:
+    runs = [[Step(prefill(0, 8), seconds), Step(prefill(8, 9), 1.0)] for seconds in (1.0, 9.0, 2.0)]
+    other = [Step(prefill(0, 9), 0.1)]  # cut otherwise
+    assert [step.seconds for step in reduce_steps([*runs, other], "median")] == [2.0, 1.0]
+    assert [step.seconds for step in reduce_steps([*runs, other], "fastest")] == [1.0, 1.0]
+
+
+def test_only_full_decode_steps_count_as_decodes() -> None:
+    mixed = Batch(decodes=2, context=20)
+    mixed.add_prefill(0, 5)
+    steps = [Step(mixed, 5.0), Step(Batch(decodes=1, context=9), 0.1)]
+    steps += [Step(Batch(decodes=2, context=20 + n), 1.0 + n) for n in range(3)]
+    assert merge_decodes(steps, "median") == Step(Batch(decodes=2, context=21), 2.0)
+    assert merge_decodes([Step(prefill(0, 5), 1.0)], "median") is None
