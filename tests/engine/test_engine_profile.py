@@ -1,0 +1,93 @@
+"""The engine profile in the scheduler: what is said about it, and how steps correct it."""
+
+import logging
+import time
+
+import pytest
+import yaml
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import (
+    build_scheduler,
+    make_request,
+    model_output,
+)
+from vllm_semantic_sched.policy.profile import load_profile
+
+pytestmark = pytest.mark.engine
+
+STEP_SECONDS = 0.01
+
+
+@pytest.fixture
+def build(tmp_path, caplog):
+    """Builds a scheduler with a profile; returns it and the warnings of this package."""
+
+    def make(**profile):
+        caplog.set_level(logging.WARNING)
+        logging.getLogger("vllm").propagate = True
+        policy, path = tmp_path / "policy.yaml", tmp_path / "profile.yaml"
+        policy.write_text("predictor: {enabled: false}\n")
+        fields = load_profile("default").model_dump(mode="json", exclude_none=True) | profile
+        path.write_text(yaml.safe_dump(fields))
+        settings = {"policy": str(policy), "profile": str(path)}
+        caplog.clear()
+        scheduler = build_scheduler(SemanticScheduler, semantic_sched=settings, max_num_seqs=4)
+        said = [r.getMessage() for r in caplog.records if r.name == "vllm.semantic_sched"]
+        return scheduler, said
+
+    return make
+
+
+def measured(longest: int) -> dict:
+    return {
+        "environment": {
+            "date": "2026-11-21T12:00:00+00:00",
+            "vllm": "0.32.0",
+            "torch": "2.13.0",
+            "device": "cpu",
+            "dtype": "float32",
+            "kv_dtype": "auto",
+            "block_size": 16,
+            "kv_bytes_per_token": 4096,
+            "token_budget": 2048,
+            "max_model_len": longest,
+            "options": "MODEL",
+            "statistic": "median of 5",
+        },
+        "ranges": {
+            "prefill_tokens": [16, longest],
+            "decode_context": [32, longest],
+            "decode_batch": [1, 4],
+            "transfer_tokens": [16, longest],
+        },
+    }
+
+
+def test_a_profile_that_was_not_measured_is_told_once_with_the_way_out(build) -> None:
+    _, said = build()
+    assert len(said) == 1
+    assert "semsched profile" in said[0] and "--additional-config" in said[0]
+
+
+def test_a_profile_that_reaches_too_short_is_told_once_with_both_figures(build) -> None:
+    scheduler, said = build(**measured(300))
+    assert len(said) == 1
+    assert "300" in said[0] and str(scheduler.max_model_len) in said[0]
+    _, said = build(**measured(scheduler.max_model_len))
+    assert said == []
+
+
+def test_estimates_follow_the_time_that_steps_take(build) -> None:
+    scheduler, _ = build(**measured(8192))  # a decode step of it: 13.3 ms
+    for number in range(4):
+        scheduler.add_request(make_request(f"r{number}", output_tokens=400))
+    scale = scheduler._core.profile_scale
+    for _ in range(60):
+        step = scheduler.schedule()
+        time.sleep(STEP_SECONDS / 2)
+        scheduler.update_from_output(step, model_output(scheduler, step))
+    expected = STEP_SECONDS / 2 / scale.given.gamma2
+    assert scale.decode == pytest.approx(expected, rel=0.4)
+    assert scheduler._core.profile.gamma2 == pytest.approx(scale.given.gamma2 * scale.decode)
+    assert scheduler._counters.total("policy_errors") == 0
