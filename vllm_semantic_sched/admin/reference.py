@@ -42,6 +42,7 @@ TRACES = {
     "tiers[].drop": Trace((Code.DROPPED,), ("refused_total",)),
     "default_level": Trace((), ("requests_total", "unpredicted_requests")),
     "profile": Trace((), ("policy_hash",)),
+    "correct_profile": Trace((), ("profile_scale",)),
     "hints": Trace((), ("requests_total", "invalid_hints_total")),
     "preemption": Trace((), ("preemptions_total", "admission_preemptions_total")),
     "retention": Trace((), ("recomputed_tokens_total", "loaded_tokens_total")),
