@@ -14,6 +14,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -47,6 +48,8 @@ def build_scheduler(
     max_num_batched_tokens: int = 8192,
     semantic_sched: dict[str, Any] | None = None,
     async_scheduling: bool = False,
+    prefix_caching: bool = False,
+    kv_transfer_config: KVTransferConfig | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
     """A scheduler as the engine core builds it.
@@ -58,7 +61,7 @@ def build_scheduler(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         model_config = ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
-    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
+    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
     cache_config.num_gpu_blocks = num_blocks
     vllm_config = VllmConfig(
         model_config=model_config,
@@ -74,6 +77,7 @@ def build_scheduler(
             **scheduler_options,
         ),
         additional_config={"semantic_sched": semantic_sched or {}},
+        kv_transfer_config=kv_transfer_config,
     )
     # Set late: vLLM turns it off where the platform has no use for it, as on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling

@@ -50,9 +50,9 @@ COUNTERS = {
     "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
     "invalid_dedup_keys": Metric("Keys for deduplication that cannot be used; served without."),
     "preemptions": Metric(
-        "Preemptions by what happened to the KV (recompute, swap) and why (urgent: a more urgent "
-        "request took the seat; reservation: it sat on reserved capacity; kv_shortage: the KV "
-        "cache was full; reset: the cache was reset).",
+        "Preemptions by what happened to the KV (recompute, swap, partial; drop: the request was "
+        "ended) and why (urgent: a more urgent request took the seat; reservation: it sat on "
+        "reserved capacity; kv_shortage: the KV cache was full; reset: the cache was reset).",
         ("kind", "reason"),
     ),
     "admission_preemptions": Metric(
@@ -64,8 +64,22 @@ COUNTERS = {
     "capped_requests": Metric(
         "Requests served at a lower level because their tenant had its part of the top levels."
     ),
-    "recomputed_tokens": Metric("Tokens whose KV a preemption gave up: computed once more."),
-    "loaded_tokens": Metric("Tokens whose KV came back from the host."),
+    "preempted_tokens": Metric("Tokens whose KV victims held when they were preempted."),
+    "saved_tokens": Metric("Tokens of victims whose KV was copied to the host."),
+    "loaded_tokens": Metric("Tokens of victims whose KV came back from the host."),
+    "found_tokens": Metric("Tokens of victims whose KV was still in the device's prefix cache."),
+    "recomputed_tokens": Metric("Tokens of victims whose KV had to be computed again."),
+    "abandoned_tokens": Metric("Tokens of victims that ended before they got a seat again."),
+    "lost_copies": Metric("Host copies given up because the prefix cache was reset."),
+    "thrashing": Metric("Preemptions of requests that had got few tokens since the last one."),
+    "copy_seconds": Metric(
+        "Seconds of saves and loads, by the engine profile and as measured.", ("copy", "source")
+    ),
+    "resume_seconds": Metric(
+        "Seconds from a victim's new seat, or the start of its load, to its next token, by the "
+        "engine profile (alone) and as measured (in whole engine steps, with all that run).",
+        ("kind", "source"),
+    ),
     "policy_reloads": Metric(
         "Times that the policy file was read again: adopted, unchanged or refused.", ("result",)
     ),
@@ -115,6 +129,9 @@ GAUGES = {
     "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
     "predictor_queue": Metric("Prompts that wait for the predictor."),
     "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),
+    "host_pool_usage": Metric("Share of the host pool that holds KV."),
+    "host_pool_fragmentation": Metric("Share of its free part outside the longest free run."),
+    "host_copies": Metric("Waiting requests that have KV on the host."),
     "policy_version": Metric(
         "1 for the policy that the server started with, one more for each that replaced it."
     ),

@@ -110,7 +110,9 @@ class SemanticRequestQueue(RequestQueue):
         if self._members.pop(request.request_id, None) is None or not self._ordered_by_core:
             return
         try:
-            from_core(self._jobs[request.request_id], self._queue)
+            job = self._jobs.get(request.request_id)
+            if job is not None:  # else it has ended, and the core has taken it out
+                from_core(job, self._queue)
         except Exception:
             self._fall_back("taking a request out of the queue")
 

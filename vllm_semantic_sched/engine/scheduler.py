@@ -32,6 +32,7 @@ from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.outcome import end_of
 from vllm_semantic_sched.engine.overload import Overload
 from vllm_semantic_sched.engine.prediction import PredictionFeed
+from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
@@ -41,13 +42,19 @@ from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.refusal import Refusal
-from vllm_semantic_sched.policy.retention import PreemptionPlan
+from vllm_semantic_sched.policy.refusal import Code, Refusal
+from vllm_semantic_sched.policy.retention import PreemptionKind, PreemptionPlan
 from vllm_semantic_sched.policy.room import Room, choose_evictions
 from vllm_semantic_sched.policy.tenants import read_tenant
 
 # Under vLLM's own logger, so that its handlers and levels apply.
 logger = logging.getLogger("vllm.semantic_sched")
+
+_DROPPED = Refusal(
+    Code.DROPPED,
+    "The request was ended to make room for more urgent ones: preempting it once more would have "
+    "cost more than starting over.",
+)
 
 
 class SemanticScheduler(Scheduler):
@@ -101,6 +108,7 @@ class SemanticScheduler(Scheduler):
         self._overload = Overload(self, core, self._capacity, self._counters, self._clock, logger)
         core.lifecycle.listeners.append(GuardedListener(self._overload.control, self._guard))
         self._step_clock = StepClock()
+        self._preemptions = Preemptions(self, core, self._counters, logger)
         self._step_limit = StepLimit(self, self._capacity, self._jobs, self._observe)
         self._predictions = PredictionFeed(
             core, self._jobs, self.structured_output_manager, self._counters, logger
@@ -175,12 +183,17 @@ class SemanticScheduler(Scheduler):
         if self._core is not None:
             with self._guard("noting first tokens"):
                 self._note_first_tokens(self._core)
+            with self._guard("timing resumptions"):
+                self._preemptions.watch()
             with self._guard("telling clients of refused requests"):
                 self._endings.deliver(outputs)
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         before, self._preempting_for = self._preempting_for, "reset"
+        if self._core is not None:
+            with self._guard("dropping host copies"):
+                self._preemptions.lose_copies(self._jobs)
         try:
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
@@ -232,20 +245,29 @@ class SemanticScheduler(Scheduler):
                     self._event_log.close()
         super().shutdown()
 
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False, **kwargs: Any
+    ) -> None:
+        plan: PreemptionPlan | None = None
         if self._core is not None:
             with self._guard("preempting a request"):
-                job = self._jobs[request.request_id]
-                plan = self._plan(self._core, job)
-                given_up = job.computed - plan.on_device - plan.saved
-                self._counters.add("recomputed_tokens", count=given_up)
-                self._core.preempt(job, plan, reason=self._preempting_for)
-        super()._preempt_request(request, *args, **kwargs)
+                # Stale output is dropped when the cache is reset: KV is not to be kept then.
+                plan = self._preemptions.preempt(
+                    self._jobs[request.request_id],
+                    request,
+                    keep=not drop_stale_output,
+                    reason=self._preempting_for,
+                )
+        super()._preempt_request(request, timestamp, drop_stale_output, **kwargs)
+        if plan is not None and plan.kind is PreemptionKind.DROP:
+            with self._guard("dropping a request"):
+                self.refuse(request.request_id, _DROPPED)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._core is not None:
             with self._guard("finishing a request"):
                 job = self._jobs.pop(request.request_id, None)
+                self._preemptions.finished(request)
                 if job is not None:
                     self._predictions.cancel(job)
                     job.generated = request.num_output_tokens
@@ -308,13 +330,11 @@ class SemanticScheduler(Scheduler):
             ready=lambda job: capacity.is_ready(requests[job.request_id]),
             needed_blocks=lambda job: capacity.needed(requests[job.request_id]),
             freeable_blocks=self._freed_at_once,
-            preemption_seconds=lambda job: self._plan(core, job).seconds,
+            preemption_seconds=lambda job: (
+                self._preemptions.plan(job, requests[job.request_id]).seconds
+            ),
         ):
             self._evict(requests[victim.request_id], "urgent")
-
-    def _plan(self, core: SchedulingCore, job: Job) -> PreemptionPlan:
-        self._observe(job)
-        return core.plan_preemption(job)
 
     def _keep_reservations(self, core: SchedulingCore) -> None:
         """Preempt what has grown into a hard reservation."""
@@ -357,6 +377,7 @@ class SemanticScheduler(Scheduler):
                 job = self._jobs[request.request_id]
                 self._observe(job)
                 core.start(job)
+                self._preemptions.resumed(request)
             self._insert(core, request)
 
     def _revise(self, core: SchedulingCore, jobs: list[Job]) -> None:
@@ -403,6 +424,7 @@ class SemanticScheduler(Scheduler):
             **self._overload.gauges(),
             **self._predictions.gauges(),
             **report_fairness(core, self._counters),
+            **self._preemptions.gauges(),
             "unpredicted_requests": core.waiting.buffered,
         }
         if self._live_policy is not None:

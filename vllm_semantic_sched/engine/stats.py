@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,22 +30,23 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._totals: Counter[tuple[str, Labels]] = Counter()
-        self._added: Counter[tuple[str, Labels]] = Counter()
+        self._totals: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._added: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self._observed: dict[tuple[str, Labels], _Observations] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}  # as sent
         self._next_message = 0.0
 
-    def add(self, name: str, label: str | Labels = (), count: int = 1) -> None:
+    def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
         """Add to a counter."""
-        key = name, _labels(label)
-        self._totals[key] += count
-        self._added[key] += count
+        if count:  # what never happened is not reported
+            key = name, _labels(label)
+            self._totals[key] += count
+            self._added[key] += count
 
-    def raise_to(self, name: str, total: int, label: str | Labels = ()) -> None:
+    def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
         """Take over a counter that is counted elsewhere."""
         more = total - self._totals[name, _labels(label)]
-        if more > 0:  # what never happened is not reported
+        if more > 0:
             self.add(name, label, more)
 
     def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
@@ -56,7 +57,7 @@ class Counters:
             observed = self._observed[key] = _Observations(name)
         observed.add(value)
 
-    def total(self, name: str, label: str | Labels | None = None) -> int:
+    def total(self, name: str, label: str | Labels | None = None) -> float:
         """A counter; over all labels if none is given."""
         if label is not None:
             return self._totals[name, _labels(label)]

@@ -1,0 +1,290 @@
+"""Runs one engine through preemptions of all kinds; a process of its own, started by
+test_kv_swap.py, with the scheduler and the worker in reach.
+
+    python swap_engine.py MODEL POLICY ENGINE_OPTIONS(JSON) REPORT SCENARIO...
+
+Every scenario answers the same prompts. Blocks that nobody holds, and those just saved, are filled
+with a large number before each forward pass, unless the prefix cache may still read them.
+"""
+
+import json
+import random
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
+
+POISON = 1.0e4
+WORDS = [f"{a}{b}" for a in ("river", "stone", "green", "door") for b in ("a", "b", "way", "less")]
+
+
+class SwapEngine:
+    """An offline engine whose requests lose their seats at random."""
+
+    def __init__(self, model: str, policy: str, options: dict) -> None:
+        from vllm import LLM
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = {
+            "kv_connector": "SemanticSwapConnector",
+            "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_gib": 0.05},
+        }
+        if options.pop("inside_multi_connector", False):
+            connector = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [connector]},
+            }
+        options = {
+            "scheduler_cls": "vllm_semantic_sched.SemanticScheduler",
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_num_seqs": 8,
+            "max_model_len": 320,
+            "block_size": 32,
+            "num_gpu_blocks_override": 26,
+            "kv_cache_memory_bytes": 2**28,
+            "gpu_memory_utilization": 0.7,
+            "disable_log_stats": True,
+            "kv_transfer_config": connector,
+            "additional_config": {"semantic_sched": {"policy": policy}},
+        } | options
+        self.llm = LLM(model, **options)
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.swap = self.scheduler._preemptions._connector
+        self.ledger = self.swap.ledger
+        group = get_kv_transfer_group()
+        self.worker = getattr(group, "sub_connectors", [group])[0]
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.caching = self.scheduler.kv_cache_manager.enable_caching
+        self.block_total = self.pool.get_num_free_blocks()
+        chance = random.Random(7)
+        shared = " ".join(chance.choice(WORDS) for _ in range(40)) if self.caching else ""
+        self.prompts = [
+            f"{shared} {' '.join(chance.choice(WORDS) for _ in range(chance.randint(8, 60)))}"
+            for _ in range(14)
+        ]
+
+    def answer_alone(self, logprobs: int | None = None, tokens: int = 50) -> list[list[int]]:
+        """The answers without any preemption: one request at a time."""
+        return [
+            list(
+                self.llm.generate([prompt], self.params(tokens), use_tqdm=False)[0]
+                .outputs[0]
+                .token_ids
+            )
+            for prompt in self.prompts
+        ]
+
+    def params(self, tokens: int = 50, **more):
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
+
+    def set(self, mode: str, max_stall: float = 1e9, host_blocks: int | None = None) -> None:
+        """Put another retention policy in force, and another size of the host pool."""
+        from vllm_semantic_sched.engine.host_pool import HostPool
+
+        core = self.scheduler._core
+        retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
+        core.policy = core.policy.model_copy(update={"retention": retention})
+        assert self.ledger.pool.used == 0
+        self.ledger.pool = HostPool(host_blocks or self.swap._slots)
+
+    def chaos(self, every: int = 3, seed: int = 0, also=lambda step, names: None) -> dict:
+        """Answer all prompts at once, and preempt a random running request every few steps."""
+        chance = random.Random(seed)
+        scheduler, counters = self.scheduler, self.scheduler._counters
+        before = dict(counters._totals)
+        names = [f"{seed}-{index}" for index in range(len(self.prompts))]
+        for name, prompt in zip(names, self.prompts, strict=True):
+            self.engine.add_request(name, prompt, self.params())
+        answers: dict[str, list[int]] = {}
+        step = forced = 0
+        while self.engine.has_unfinished_requests():
+            step += 1
+            assert step < 5000, "the engine makes no progress"
+            running = [r for r in scheduler.running if scheduler._request_blocks_can_be_freed(r)]
+            if step % every == 0 and running:
+                scheduler._evict(chance.choice(running), "urgent")
+                forced += 1
+            also(step, names)
+            for output in self.engine.step():
+                if output.finished:
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+        self.engine.step()
+        totals = {
+            "_".join((name, *labels)): total - before.get((name, labels), 0)
+            for (name, labels), total in counters._totals.items()
+        }
+        return {
+            "forced": forced,
+            "answers": [answers.get(name) for name in names],
+            "counters": totals,
+            "host_blocks_left": self.ledger.pool.used,
+            "device_blocks_left": self.block_total - self.pool.get_num_free_blocks(),
+            "jobs_left": len(scheduler._jobs),
+        }
+
+    def poison(self, blocks: list[int]) -> None:
+        import torch
+
+        for region in self.worker._backend._device:
+            region.view(torch.float32)[blocks] = POISON
+
+    @contextmanager
+    def poisoning(self):
+        """Poison what nobody holds, after the saves of each step and before its loads."""
+        handle = self.worker.handle_preemptions
+
+        def handle_and_poison(metadata) -> None:
+            saved = [block for save in metadata.orders.saves for block in save.device]
+            handle(metadata)
+            free = [block.block_id for block in self.pool.blocks if block.ref_cnt == 0]
+            self.poison(sorted({*saved, *free}))
+
+        if self.caching:
+            yield
+        else:
+            with patch.object(self.worker, "handle_preemptions", handle_and_poison):
+                yield
+
+    # Scenarios
+
+    def alone(self) -> dict:
+        answers = self.answer_alone()
+        return {"answers": answers, "distinct": len({t for answer in answers for t in answer})}
+
+    def recompute(self) -> dict:
+        self.set("recompute")
+        return self.chaos(seed=1)
+
+    def sync(self) -> dict:
+        self.set("swap")
+        return self.chaos(seed=2)
+
+    def beside(self) -> dict:
+        self.set("swap", max_stall=0.0)
+        return self.chaos(seed=3)
+
+    def partial(self) -> dict:
+        self.set("swap", host_blocks=6)
+        return self.chaos(seed=4)
+
+    def partial_beside(self) -> dict:
+        self.set("swap", max_stall=0.0, host_blocks=3)
+        return self.chaos(seed=5)
+
+    def optimal(self) -> dict:
+        self.set("optimal", max_stall=0.02, host_blocks=12)
+        return self.chaos(seed=6)
+
+    def aborts(self) -> dict:
+        """Every tenth step one request is cancelled that is away, or is being loaded."""
+        self.set("swap", max_stall=0.0)
+        cancelled: list[str] = []
+
+        def abort(step: int, names: list[str]) -> None:
+            away = [*self.ledger._held] if step % 20 else [*self.ledger._loading]
+            if step % 10 == 0 and away and len(cancelled) < 6:
+                self.engine.abort_request([away[0]], internal=True)
+                cancelled.append(away[0])
+
+        report = self.chaos(seed=7, also=abort)
+        return report | {"cancelled": len(cancelled)}
+
+    def resets(self) -> dict:
+        """The prefix cache is reset with requests running, or the connector's alone."""
+        self.set("swap")
+        lost: list[int] = []
+
+        def reset(step: int, names: list[str]) -> None:
+            if step % 20 == 0:
+                lost.append(len(self.ledger))
+                assert self.scheduler.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=True
+                )
+                assert len(self.ledger) == 0
+            elif step % 20 == 10:
+                assert self.scheduler.reset_connector_cache()
+                assert len(self.ledger) == 0
+
+        return self.chaos(seed=8, also=reset) | {"lost": sum(lost)}
+
+    def without_loading(self) -> dict:
+        """Negative control."""
+        self.set("swap")
+        with patch.object(self.worker._backend, "load", lambda device, host: None):
+            return self.chaos(seed=2)
+
+    def saving_too_late(self) -> dict:
+        """Negative control: saves after the forward pass that reuses the blocks."""
+        self.set("swap")
+        worker, held_back = self.worker, []
+
+        def hold_back(metadata) -> None:
+            held_back.extend(metadata.orders.saves)
+            metadata.orders.saves.clear()
+
+        def save_now() -> None:
+            while held_back:
+                save = held_back.pop()
+                worker._backend.save(save.device, save.host)
+
+        with (
+            patch.object(worker, "handle_preemptions", hold_back),
+            patch.object(worker, "wait_for_save", save_now),
+        ):
+            return self.chaos(seed=2)
+
+    def logprobs(self) -> dict:
+        """One request alone, never preempted, swapped ten times, recomputed ten times: top
+        log-probabilities as exact numbers."""
+
+        def run(mode: str | None) -> list:
+            if mode is not None:
+                self.set(mode)
+            name, found, step = f"logprobs {mode}", [], 0
+            self.engine.add_request(name, self.prompts[0], self.params(60, logprobs=3))
+            while self.engine.has_unfinished_requests():
+                step += 1
+                if mode is not None and step % 6 == 0 and self.scheduler.running:
+                    self.scheduler._evict(self.scheduler.running[0], "urgent")
+                for output in self.engine.step():
+                    found = output.outputs[0].logprobs
+            return [
+                sorted((token, entry.logprob.hex()) for token, entry in position.items())
+                for position in found
+            ]
+
+        never = run(None)
+
+        def equal(mode: str) -> int:
+            return sum(a == b for a, b in zip(run(mode), never, strict=True))
+
+        return {"positions": len(never), "swap": equal("swap"), "recompute": equal("recompute")}
+
+
+def main() -> None:
+    model, policy, options, report, *scenarios = sys.argv[1:]
+    engine = SwapEngine(model, policy, json.loads(options))
+    results = {}
+    with engine.poisoning():
+        for scenario in scenarios:
+            results[scenario] = getattr(engine, scenario)()
+            engine.scheduler.reset_prefix_cache()
+    results["engine"] = {
+        "scheduler": type(engine.scheduler).__name__,
+        "caching": engine.caching,
+        "groups": len(engine.scheduler.kv_cache_config.kv_cache_groups),
+        "connector": type(engine.scheduler.connector).__name__,
+        "policy_errors": engine.scheduler._counters.total("policy_errors"),
+    }
+    with open(report, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The host pool: no slot twice, none lost, runs as long as can be had."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.engine.host_pool import HostPool
+
+actions = st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60)
+
+
+@given(st.integers(0, 64), actions)
+def test_slots_are_handed_out_once_and_all_come_back(slots, actions) -> None:
+    pool = HostPool(slots)
+    held: list[list[range]] = []
+    for take, number in actions:
+        if take:
+            taken = pool.take(number)
+            assert (taken is None) == (number > slots - sum(map(len, _slots(held))))
+            if taken is not None:
+                assert sum(map(len, taken)) == number
+                held.append(taken)
+        elif held:
+            pool.give_back(held.pop(number % len(held)))
+        used = [slot for slots_of_one in _slots(held) for slot in slots_of_one]
+        assert len(set(used)) == len(used) == pool.used
+        assert set(used) <= set(range(slots))
+        assert 0.0 <= pool.fragmentation < 1.0
+    for taken in held:
+        pool.give_back(taken)
+    assert (pool.free, pool.fragmentation) == (slots, 0.0)
+    assert pool.take(slots) == ([range(slots)] if slots else [])
+
+
+def _slots(held: list[list[range]]) -> list[list[int]]:
+    return [[slot for run in taken for slot in run] for taken in held]
+
+
+def test_the_shortest_run_that_fits_is_taken_and_pieces_only_if_none_does() -> None:
+    pool = HostPool(20)
+    first, second, third = pool.take(4), pool.take(6), pool.take(8)
+    assert (first, second, third) == ([range(4)], [range(4, 10)], [range(10, 18)])
+    pool.give_back(second)  # free: 4 to 9 and 18 to 19
+    assert pool.fragmentation == 0.25
+    assert pool.take(2) == [range(18, 20)]
+    pool.give_back(first)  # free: 0 to 9
+    assert pool.take(3) == [range(3)]
+    pool.give_back(third)
+    assert pool.take(15) == [range(3, 18)]
+    assert pool.take(1) is None

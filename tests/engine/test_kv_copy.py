@@ -1,0 +1,158 @@
+"""Copies of KV blocks: bytes arrive, whatever the layout; CUDA's order of events, faked."""
+
+import pytest
+import torch
+
+from vllm_semantic_sched.engine.kv_copy import (
+    CpuCopies,
+    CudaCopies,
+    UnsupportedLayout,
+    block_regions,
+)
+
+BLOCKS, HEADS, TOKENS, SIZE = 10, 2, 4, 6
+
+
+def layer_cache(layout: str, kernel_blocks: int = 1) -> torch.Tensor:
+    """A layer's cache [blocks, heads, tokens, size] stored in some order of these dimensions."""
+    shape = {"B": BLOCKS * kernel_blocks, "H": HEADS, "N": TOKENS // kernel_blocks, "C": SIZE}
+    stored = torch.randn([shape[dimension] for dimension in layout])
+    return stored.permute([layout.index(dimension) for dimension in "BHNC"])
+
+
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_blocks_come_back_from_the_host_bit_by_bit(layout, kernel_blocks, dtype) -> None:
+    caches = [layer_cache(layout, kernel_blocks).to(dtype) for _ in range(3)]
+    before = [cache.clone() for cache in caches]
+    copies = CpuCopies(block_regions([*caches, caches[0]], BLOCKS), slots=8)
+    assert len(copies._host) == 3  # a layer that shares storage is copied once
+    copies.save([7, 2, 5], [range(4, 6), range(0, 1)])
+    for cache in caches:
+        cache.fill_(0)
+    copies.load([1, 3, 9], [range(4, 6), range(0, 1)])
+    for cache, old in zip(caches, before, strict=True):
+        blocks = cache.unflatten(0, (BLOCKS, kernel_blocks))
+        saved = old.unflatten(0, (BLOCKS, kernel_blocks))
+        for source, target in ((7, 1), (2, 3), (5, 9)):
+            assert torch.equal(blocks[target], saved[source])
+        untouched = [block for block in range(BLOCKS) if block not in (1, 3, 9)]
+        assert not blocks[untouched].any()
+    saves, loads = copies.take_seconds()
+    assert saves > 0 < loads and copies.take_seconds() == (0.0, 0.0)
+
+
+def test_layers_within_a_block_are_told_apart() -> None:
+    """All layers' pages of a block side by side: blocks of a layer are not adjacent."""
+    stored = torch.randn(BLOCKS, 3, HEADS, TOKENS, SIZE)
+    before = stored.clone()
+    copies = CpuCopies(block_regions(stored.unbind(1), BLOCKS), slots=2)
+    copies.save([4], [range(1, 2)])
+    stored.fill_(0)
+    copies.load([6], [range(1, 2)])
+    assert torch.equal(stored[6], before[4])
+    assert not stored[[block for block in range(BLOCKS) if block != 6]].any()
+
+
+def test_a_block_in_pieces_is_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="VLLM_KV_CACHE_LAYOUT"):
+        block_regions([layer_cache("HBNC")], BLOCKS)
+
+
+def test_a_load_beside_steps_is_reported_once() -> None:
+    cache = layer_cache("BHNC")
+    copies = CpuCopies(block_regions([cache], BLOCKS), slots=2)
+    copies.load_beside("a", [1], [range(0, 1)])
+    assert (copies.finished(), copies.finished()) == ({"a"}, set())
+
+
+class FakeStream:
+    def __init__(self, log: list, name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"off {self.name}")
+
+
+class FakeEvent:
+    def __init__(self, log: list) -> None:
+        self.log, self.done = log, False
+
+    def record(self, stream: FakeStream) -> None:
+        self.log.append(f"event on {stream.name}")
+
+    def query(self) -> bool:
+        return self.done
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 250.0
+
+
+class FakeCuda:
+    """Stands for torch.cuda; copies are carried out at once, by address."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.events: list[FakeEvent] = []
+        self.current = FakeStream(self.log, "compute")
+
+    def Stream(self) -> FakeStream:
+        return FakeStream(self.log, "side")
+
+    def current_stream(self) -> FakeStream:
+        return self.current
+
+    def stream(self, stream: FakeStream) -> FakeStream:
+        return stream
+
+    def Event(self, enable_timing: bool) -> FakeEvent:
+        self.events.append(FakeEvent(self.log))
+        return self.events[-1]
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+        import ctypes
+
+        assert sources.dtype == targets.dtype == sizes.dtype == torch.int64
+        self.log.append("copy")
+        for source, target, size in zip(
+            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(target, source, size)
+
+
+def test_cuda_copies_wait_for_compute_and_compute_for_them() -> None:
+    """With a fake stream; not a proof of anything on hardware."""
+    cuda, pinned = FakeCuda(), []
+    caches = [layer_cache("BHNC"), layer_cache("BNHC")]
+    before = [cache.clone() for cache in caches]
+    copies = CudaCopies(
+        block_regions(caches, BLOCKS), 8, cuda=cuda, copy=cuda.copy, pin=pinned.append
+    )
+    assert [rows.shape[0] for rows in pinned] == [8, 8]
+    around = ["side waits for compute", "on side", "event on side", "copy", "event on side"]
+    copies.save([7, 2], [range(4, 5), range(0, 1)])
+    assert cuda.log == [*around, "off side", "compute waits for side"]
+    for cache in caches:
+        cache.fill_(0)
+    cuda.log.clear()
+    copies.load([1, 3], [range(4, 5), range(0, 1)])
+    assert cuda.log == [*around, "off side", "compute waits for side"]
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[1], old[7]) and torch.equal(cache[3], old[2])
+    cuda.log.clear()
+    copies.load_beside("a", [5], [range(4, 5)])
+    assert cuda.log == [*around, "off side"]  # compute goes on
+    assert copies.finished() == set()
+    assert copies.take_seconds() == (0.0, 0.0)  # nothing has waited for the device
+    for event in cuda.events:
+        event.done = True
+    assert (copies.finished(), copies.finished()) == ({"a"}, set())
+    assert copies.take_seconds() == (0.25, 0.5)
+    assert copies.take_seconds() == (0.0, 0.0)

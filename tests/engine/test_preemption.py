@@ -1,0 +1,307 @@
+"""The swap connector under vLLM's real scheduler, with a device of plain lists: next tokens are a
+function of the KV that a request's blocks hold, so wrong KV gives wrong answers."""
+
+import logging
+import random
+from collections import deque
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import (
+    BLOCK_SIZE,
+    build_scheduler,
+    make_request,
+    run_step,
+)
+from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.job import JobState
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 40
+init_none_hash(sha256)
+
+
+def swap_config(**extra) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="SemanticSwapConnector",
+        kv_connector_module_path="vllm_semantic_sched.engine.kv_swap",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+
+
+class FakeDevice:
+    """Executes steps in order: each token's KV stands for all tokens up to it."""
+
+    def __init__(self, scheduler: SemanticScheduler) -> None:
+        self.scheduler = scheduler
+        self.device = [[None] * BLOCK_SIZE for _ in range(BLOCKS)]
+        self.host: dict[int, list] = {}
+        self.queue: deque = deque()
+        self.loading: list = []
+
+    def schedule(self) -> None:
+        """Schedule a step; it is executed later, with what is known now."""
+        step = self.scheduler.schedule()
+        tables = {
+            name: list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+            for name in step.num_scheduled_tokens
+        }
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.queue.append((step, tables, starts, set(step.num_scheduled_tokens)))
+
+    def execute(self) -> None:
+        """Execute the oldest step and hand its output to the scheduler."""
+        step, tables, starts, names = self.queue.popleft()
+        orders = step.kv_connector_metadata.orders
+        for save in orders.saves:
+            for block, slot in zip(save.device, _slots(save), strict=True):
+                self.host[slot] = list(self.device[block])
+        for load in orders.loads:
+            self.load(load)
+        finished = {load.request_id for load in self.loading}
+        for load in self.loading:
+            self.load(load)
+        self.loading = orders.later_loads
+        sampled = {}
+        for name in names:
+            sampled[name] = self.compute(
+                name, tables[name], starts[name], step.num_scheduled_tokens[name]
+            )
+        order = list(step.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=order,
+            req_id_to_index={name: index for index, name in enumerate(order)},
+            sampled_token_ids=[sampled[name] for name in order],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=KVConnectorOutput(finished_recving=finished),
+        )
+        self.scheduler.update_from_output(step, output)
+
+    def load(self, order) -> None:
+        for block, slot in zip(order.device, _slots(order), strict=True):
+            self.device[block] = list(self.host[slot])
+
+    def compute(self, name: str, table: list[int], start: int, count: int) -> list[int]:
+        tokens = self.tokens[name]
+        for position in range(start, start + count):
+            block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            self.device[block][place] = hash(tuple(tokens[: position + 1]))
+        if start + count < len(tokens):
+            return []
+        seen = [
+            self.device[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+            for position in range(len(tokens))
+        ]
+        tokens.append(hash(tuple(seen)) % 900 + 1)
+        return [tokens[-1]]
+
+    def answer(self, requests: list[Request], steps_ahead: int, before_step) -> dict:
+        self.requests = {request.request_id: request for request in requests}
+        self.tokens = {name: list(r.prompt_token_ids) for name, r in self.requests.items()}
+        for request in requests:
+            self.scheduler.add_request(request)
+        for step in range(20_000):
+            if not self.scheduler.get_num_unfinished_requests():
+                break
+            before_step(step)
+            self.schedule()
+            if len(self.queue) > steps_ahead:
+                self.execute()
+        else:
+            raise AssertionError("no progress")
+        while self.queue or self.loading:
+            if not self.queue:
+                self.schedule()
+            self.execute()
+        return {name: list(r.output_token_ids) for name, r in self.requests.items()}
+
+
+def _slots(order) -> list[int]:
+    return [slot for run in order.host for slot in run]
+
+
+def make_requests(chance: random.Random, count: int = 12, shared: int = 0) -> list[Request]:
+    prefix = [chance.randint(1, 900) for _ in range(shared)]
+    return [
+        Request(
+            request_id=f"r{index}",
+            prompt_token_ids=prefix
+            + [chance.randint(1, 900) for _ in range(chance.randint(5, 120))],
+            sampling_params=SamplingParams(max_tokens=chance.randint(5, 60), ignore_eos=True),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        )
+        for index in range(count)
+    ]
+
+
+def expected(request: Request) -> list[int]:
+    """The answer on a device that never forgets."""
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        seen = [hash(tuple(tokens[: position + 1])) for position in range(len(tokens))]
+        tokens.append(hash(tuple(seen)) % 900 + 1)
+    return tokens[request.num_prompt_tokens :]
+
+
+@pytest.fixture
+def build(tmp_path):
+    def make(mode: str = "swap", max_stall: float = 1e9, host_blocks: int = 100, **options):
+        path = tmp_path / "policy.yaml"
+        path.write_text(
+            "predictor: {enabled: false}\n"
+            f"retention: {{mode: {mode}, max_stall: {max_stall}}}\n"
+            "preemption: {max_per_request: 1000}\n"
+        )
+        options = {"kv_transfer_config": swap_config()} | options
+        scheduler = build_scheduler(
+            SemanticScheduler,
+            max_num_seqs=6,
+            num_blocks=BLOCKS,
+            semantic_sched={"policy": str(path)},
+            max_num_batched_tokens=100,
+            **options,
+        )
+        if scheduler._preemptions._connector is not None:
+            scheduler._preemptions._connector.ledger.pool = HostPool(host_blocks)
+        return scheduler
+
+    return make
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("max_stall", [1e9, 0.0, 0.3])
+@pytest.mark.parametrize("host_blocks", [100, 7])
+def test_answers_do_not_depend_on_preemptions(
+    build, asynchronous, caching, max_stall, host_blocks
+) -> None:
+    scheduler = build(
+        max_stall=max_stall,
+        host_blocks=host_blocks,
+        async_scheduling=asynchronous,
+        prefix_caching=caching,
+    )
+    chance = random.Random(host_blocks)
+    requests = make_requests(chance, shared=40 if caching else 0)
+    forced = 0
+
+    def preempt(step: int) -> None:
+        nonlocal forced
+        running = [r for r in scheduler.running if scheduler._request_blocks_can_be_freed(r)]
+        # An answer has to get on between two preemptions.
+        if step % (5 if asynchronous else 2) == 0 and running:
+            scheduler._evict(chance.choice(running), "urgent")
+            forced += 1
+
+    answers = FakeDevice(scheduler).answer(requests, int(asynchronous), preempt)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    assert forced > 15
+    total = scheduler._counters.total
+    back = sum(total(f"{what}_tokens") for what in ("loaded", "found", "recomputed", "abandoned"))
+    assert total("loaded_tokens") > 0
+    assert total("preempted_tokens") == back
+    if host_blocks == 7:
+        assert total("recomputed_tokens") > 0 < total("preemptions", ("partial", "urgent"))
+    assert total("policy_errors") == 0
+    assert scheduler._preemptions._connector.ledger.pool.used == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+    assert not scheduler._preemptions._away and not scheduler._preemptions._returning
+
+
+def warnings_at_start(make) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.semantic_sched")
+    logger.addHandler(handler)
+    try:
+        make()
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if "computed again" in line]
+
+
+def test_why_nothing_is_swapped_is_said_once_at_start(build) -> None:
+    assert warnings_at_start(build) == []
+    (line,) = warnings_at_start(lambda: build(kv_transfer_config=None))
+    assert "without the swap connector" in line
+    assert warnings_at_start(lambda: build(mode="recompute", kv_transfer_config=None)) == []
+    (line,) = warnings_at_start(lambda: build(kv_transfer_config=swap_config(host_gib=1e-10)))
+    assert "host_gib" in line
+
+
+def test_without_a_connector_every_plan_recomputes(build) -> None:
+    scheduler = build(kv_transfer_config=None)
+    add_and_preempt(scheduler, "a", times=2)
+    assert scheduler._counters.total("preemptions", ("recompute", "urgent")) == 2
+    assert scheduler._counters.total("saved_tokens") == 0
+
+
+def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
+    scheduler.add_request(make_request(name, output_tokens=50, **fields))
+    for _ in range(times):
+        for _ in range(3):
+            run_step(scheduler)
+        if name in scheduler.requests:
+            scheduler._evict(scheduler.requests[name], "urgent")
+
+
+def test_a_mistyped_pool_size_is_named() -> None:
+    with pytest.raises(PolicyError, match=r"kv_connector_extra_config.*host_gb.*'host_gib'"):
+        build_scheduler(SemanticScheduler, kv_transfer_config=swap_config(host_gb=4))
+
+
+def test_a_reset_cache_forgets_all_copies(build) -> None:
+    scheduler = build()
+    add_and_preempt(scheduler, "a", times=1)
+    job = scheduler._jobs["a"]
+    assert (job.swapped, job.state) == (22, JobState.SWAPPED)
+    before = scheduler._core.remaining(job)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert (job.swapped, job.state) == (0, JobState.WAITING)
+    assert scheduler._core.remaining(job) > before
+    assert scheduler._counters.total("lost_copies") == 1
+    assert scheduler._preemptions._connector.ledger.pool.used == 0
+
+
+def test_prompts_whose_logprobs_are_wanted_are_computed_again(build) -> None:
+    """vLLM forbids them to read any cache."""
+    scheduler = build()
+    request = make_request("a", output_tokens=50)
+    request.skip_reading_prefix_cache = True
+    scheduler.add_request(request)
+    run_step(scheduler)
+    scheduler._evict(request, "urgent")
+    assert scheduler._counters.total("preemptions", ("recompute", "urgent")) == 1
+
+
+def test_a_request_that_is_not_worth_another_preemption_is_ended(tmp_path) -> None:
+    path = tmp_path / "drop.yaml"
+    path.write_text(
+        "predictor: {enabled: false}\nlevels: 2\ndefault_level: 1\nretention: {mode: recompute}\n"
+        "stage: {protected_level: 0}\nhints: {most_urgent_level: 0}\n"
+        "tiers: [{name: gold}, {name: bronze, drop: true}]\n"
+    )
+    scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+    add_and_preempt(scheduler, "a", times=9, prompt_tokens=600)
+    total = scheduler._counters.total
+    assert total("refused", ("dropped", "bronze")) == 1
+    assert total("preemptions", ("drop", "urgent")) == 1
+    assert 1 <= total("preemptions", ("recompute", "urgent")) < 8
+    run_step(scheduler)
+    assert not scheduler.requests and total("policy_errors") == 0

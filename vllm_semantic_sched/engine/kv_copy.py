@@ -1,0 +1,247 @@
+"""Copying KV blocks between device and host: one interface, a backend per kind of device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class UnsupportedLayout(ValueError):
+    """The KV cache does not store a block as one piece of memory."""
+
+
+class CopyBackend(Protocol):
+    """Copies blocks of one worker's KV cache. A block is a row of every region; `device[i]` and
+    the i-th slot of `host` belong together."""
+
+    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
+        """Copy to the host. What the device does from now on finds the blocks free to write."""
+        ...
+
+    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
+        """Copy to the device. What the device does from now on finds the blocks filled."""
+        ...
+
+    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
+        """Copy to the device while it goes on; see `finished`."""
+        ...
+
+    def finished(self) -> set[str]:
+        """Keys of `load_beside` that have ended since the last call."""
+        ...
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that saves and loads have taken since the last call, as far as known."""
+        ...
+
+
+def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
+    """A KV cache as bytes: one tensor [num_blocks, bytes of a block] per piece of memory.
+    Layers that share storage (groups of a hybrid model) come up once.
+
+    Args:
+        caches: per layer, as vLLM registers them; kernel blocks may be smaller than blocks.
+
+    Raises:
+        UnsupportedLayout: a block of some layer is not one piece of memory.
+    """
+    from vllm.v1.kv_cache_interface import group_kernel_blocks
+
+    regions: dict[tuple[int, int, int], torch.Tensor] = {}
+    for cache in caches:
+        blocks = group_kernel_blocks(cache, num_blocks)
+        size = blocks.element_size()
+        page = blocks[0].numel() * size
+        span = sum(
+            (length - 1) * stride
+            for length, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True)
+        )
+        if (span + 1) * size != page:
+            raise UnsupportedLayout(
+                f"a KV block of shape {tuple(blocks.shape[1:])} and strides "
+                f"{tuple(blocks.stride()[1:])} is not one piece of memory; set "
+                "VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC, or leave the connector out"
+            )
+        stride = blocks.stride(0) * size
+        place = (blocks.data_ptr(), stride, page)
+        if place not in regions:
+            raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
+            raw.set_(
+                blocks.untyped_storage(),
+                blocks.storage_offset() * size,
+                (num_blocks, page),
+                (stride, 1),
+            )
+            regions[place] = raw
+    return list(regions.values())
+
+
+def _as_words(region: torch.Tensor) -> torch.Tensor:
+    """The same bytes in the widest type that fits, which torch copies faster."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        size = dtype.itemsize
+        if not any(n % size for n in (region.shape[1], region.stride(0), region.data_ptr())):
+            return region.view(dtype)
+    return region
+
+
+class CpuCopies:
+    """Device and host are the same memory: whole rows, by torch, at once."""
+
+    def __init__(self, regions: Sequence[torch.Tensor], slots: int) -> None:
+        self._device = [_as_words(region) for region in regions]
+        self._host = [
+            torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self._device
+        ]
+        self._finished: set[str] = set()
+        self._save_seconds = self._load_seconds = 0.0
+
+    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
+        start = time.perf_counter()
+        for rows, run in _pieces(device, host):
+            for source, target in zip(self._device, self._host, strict=True):
+                torch.index_select(source, 0, rows, out=target[run.start : run.stop])
+        self._save_seconds += time.perf_counter() - start
+
+    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
+        start = time.perf_counter()
+        for rows, run in _pieces(device, host):
+            for target, source in zip(self._device, self._host, strict=True):
+                target.index_copy_(0, rows, source[run.start : run.stop])
+        self._load_seconds += time.perf_counter() - start
+
+    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
+        # A thread would take the cores from the forward pass that it runs beside.
+        self.load(device, host)
+        self._finished.add(key)
+
+    def finished(self) -> set[str]:
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_seconds(self) -> tuple[float, float]:
+        taken = self._save_seconds, self._load_seconds
+        self._save_seconds = self._load_seconds = 0.0
+        return taken
+
+
+def _pieces(device: Sequence[int], host: Sequence[range]) -> Iterable[tuple[torch.Tensor, range]]:
+    done = 0
+    for run in host:
+        yield torch.tensor(device[done : done + len(run)], dtype=torch.int64), run
+        done += len(run)
+
+
+class CudaCopies:
+    """Pinned host memory, one side stream, vLLM's batched block copy; never waits on the host.
+
+    NOT YET RUN ON HARDWARE: written from vLLM's sources and tested with a fake stream only.
+
+    The side stream waits for the work queued so far, because that may still write the blocks to
+    be copied, and except for loads beside steps the work queued next waits for it.
+
+    Args:
+        cuda: `torch.cuda`, or what a test puts in its place.
+        copy: vLLM's `swap_blocks_batch(sources, targets, sizes)`: addresses and bytes, int64.
+        pin: makes host memory fit for copies that do not wait.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[torch.Tensor],
+        slots: int,
+        cuda: Any = torch.cuda,
+        copy: Any = None,
+        pin: Any = None,
+    ) -> None:
+        self._device = list(regions)
+        self._cuda = cuda
+        self._copy = copy or _batched_copy()
+        self._stream = cuda.Stream()
+        self._host = []
+        for region in regions:
+            rows = torch.empty((slots, region.shape[1]), dtype=torch.uint8)
+            (pin or _pin)(rows)
+            self._host.append(rows)
+        self._beside: dict[str, Any] = {}
+        self._timed: list[tuple[bool, Any, Any]] = []
+
+    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
+        self._run(device, host, saving=True)
+        self._cuda.current_stream().wait_stream(self._stream)
+
+    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
+        self._run(device, host, saving=False)
+        self._cuda.current_stream().wait_stream(self._stream)
+
+    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
+        self._beside[key] = self._run(device, host, saving=False)
+
+    def finished(self) -> set[str]:
+        finished = {key for key, done in self._beside.items() if done.query()}
+        for key in finished:
+            del self._beside[key]
+        return finished
+
+    def take_seconds(self) -> tuple[float, float]:
+        seconds = {True: 0.0, False: 0.0}
+        pending = []
+        for saving, begin, end in self._timed:
+            if end.query():
+                seconds[saving] += begin.elapsed_time(end) / 1000
+            else:
+                pending.append((saving, begin, end))
+        self._timed = pending
+        return seconds[True], seconds[False]
+
+    def _run(self, device: Sequence[int], host: Sequence[range], saving: bool) -> Any:
+        """Queue a copy on the side stream; the event at its end."""
+        slots = torch.tensor([slot for run in host for slot in run], dtype=torch.int64)
+        blocks = torch.tensor(device, dtype=torch.int64)
+        on_device, on_host, sizes = [], [], []
+        for region, rows in zip(self._device, self._host, strict=True):
+            on_device.append(region.data_ptr() + blocks * region.stride(0))
+            on_host.append(rows.data_ptr() + slots * rows.stride(0))
+            sizes.append(torch.full_like(blocks, region.shape[1]))
+        ends = torch.cat(on_device), torch.cat(on_host)
+        sources, targets = ends if saving else ends[::-1]
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            begin.record(self._stream)
+            self._copy(sources, targets, torch.cat(sizes))
+            end.record(self._stream)
+        self._timed.append((saving, begin, end))
+        return end
+
+
+def _batched_copy() -> Any:
+    from vllm import _custom_ops
+
+    return _custom_ops.swap_blocks_batch
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    # torch's own pinned allocations take up to twice the memory: they are powers of two.
+    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+    pin_tensor(tensor)
+
+
+def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
+    """The backend for the device that the regions are on.
+
+    Raises:
+        UnsupportedLayout: there is none.
+    """
+    kind = regions[0].device.type
+    if kind == "cpu":
+        return CpuCopies(regions, slots)
+    if kind == "cuda":
+        return CudaCopies(regions, slots)
+    raise UnsupportedLayout(
+        f"KV swap knows CPU and CUDA devices, not {kind!r}; leave the connector out"
+    )

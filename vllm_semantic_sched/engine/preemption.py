@@ -1,0 +1,222 @@
+"""What becomes of victims' KV in the engine: the host's room, saves, and what it all came to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.kv_swap import SemanticSwapConnector
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.cost import loads_beside_steps
+from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class _Away:
+    """A preempted request. `held`: tokens of which it had KV."""
+
+    plan: PreemptionPlan
+    held: int
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A request that has a seat again, and since when it is being brought back."""
+
+    plan: PreemptionPlan
+    held: int
+    since: float
+
+
+class Preemptions:
+    """Carries out the plans of preemptions and counts what they cost.
+
+    Without a usable swap connector every plan recomputes; why is logged once, at start.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        core: SchedulingCore,
+        counters: Counters,
+        logger: logging.Logger,
+    ) -> None:
+        self._scheduler = scheduler
+        self._core = core
+        self._counters = counters
+        self._connector, problem = _usable_connector(scheduler)
+        if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
+            logger.warning(
+                "Semantic scheduling: KV of preempted requests is computed again, because %s.",
+                problem,
+            )
+        if self._connector is not None:
+            self._connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
+                tokens, core.profile, core.policy.retention.max_stall
+            )
+            if scheduler.connector is self._connector:
+                # vLLM holds blocks back from a connector whose loads a step in flight could
+                # overwrite. Here all copies are queued behind the steps before them; and while
+                # blocks are held back nobody could be preempted.
+                scheduler.defer_block_free = False
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._one_table = len(groups) == 1 and isinstance(
+            groups[0].kv_cache_spec, FullAttentionSpec
+        )
+        self._away: dict[str, _Away] = {}
+        self._returning: dict[str, _Returning] = {}
+
+    def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
+        """What preempting a running request would do; brings the job up to date.
+
+        Args:
+            keep: whether its KV may be used later.
+        """
+        job.generated = request.num_output_tokens
+        # Tokens in flight are counted as computed, but their KV is not there yet.
+        job.computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        room = self._host_room(request, job.computed) if keep else None
+        return self._core.plan_preemption(job, room, can_drop=keep)
+
+    def preempt(self, job: Job, request: Request, keep: bool, reason: str) -> PreemptionPlan:
+        """Plan a preemption and begin it, while the request's blocks are still its own.
+
+        Args:
+            keep: whether its KV may be used later.
+            reason: for the record (`policy.lifecycle.Transition`).
+
+        Returns:
+            What has become of it.
+        """
+        plan = self.plan(job, request, keep)
+        held = job.computed
+        if plan.saved:
+            assert self._connector is not None
+            end = plan.on_device + plan.saved
+            size = self._scheduler.hash_block_size
+            if not self._connector.save(request, plan.on_device, end, size):
+                plan = self.plan(job, request, keep=False)
+        count = self._counters.add
+        if self._core.preempt(job, plan, reason):
+            count("thrashing")
+        count("preempted_tokens", count=held)
+        if plan.saved:
+            count("saved_tokens", count=plan.saved)
+            count("copy_seconds", ("save", "predicted"), plan.save_seconds)
+        self._returning.pop(request.request_id, None)
+        self._away[request.request_id] = _Away(plan, held)
+        return plan
+
+    def resumed(self, request: Request) -> None:
+        """A request got a seat in the step just scheduled."""
+        away = self._away.pop(request.request_id, None)
+        if away is None:
+            return
+        loaded = self._connector and self._connector.ledger.take_loaded(request.request_id)
+        there = min(away.held, max(0, request.num_computed_tokens - request.num_in_flight_tokens))
+        count = self._counters.add
+        tokens = min(loaded.tokens, there) if loaded else 0
+        count("loaded_tokens", count=tokens)
+        count("found_tokens", count=there - tokens)
+        count("recomputed_tokens", count=away.held - there)
+        count("copy_seconds", ("load", "predicted"), self._core.profile.load(tokens))
+        since = loaded.at if loaded else time.monotonic()
+        self._returning[request.request_id] = _Returning(away.plan, away.held, since)
+
+    def watch(self) -> None:
+        """Note which requests are again where they were. Call once a step."""
+        for request_id, back in list(self._returning.items()):
+            request = self._scheduler.requests.get(request_id)
+            if request is None:
+                del self._returning[request_id]
+            elif request.num_computed_tokens - request.num_in_flight_tokens > back.held:
+                del self._returning[request_id]
+                kind = back.plan.kind.value
+                elapsed = time.monotonic() - back.since
+                predicted = back.plan.resume_seconds
+                self._counters.add("resume_seconds", (kind, "predicted"), predicted)
+                self._counters.add("resume_seconds", (kind, "measured"), elapsed)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended."""
+        away = self._away.pop(request.request_id, None)
+        if away is not None:
+            self._counters.add("abandoned_tokens", count=away.held)
+        self._returning.pop(request.request_id, None)
+
+    def lose_copies(self, jobs: dict[str, Job]) -> None:
+        """Forget all host copies; the requests will be computed again."""
+        if self._connector is None:
+            return
+        for request_id in self._connector.ledger.release_all():
+            self._counters.add("lost_copies")
+            self._core.lose_copy(jobs[request_id])
+
+    def gauges(self) -> dict[str, float]:
+        """State of the host pool; brings measured seconds up to date."""
+        if self._connector is None:
+            return {}
+        for what, seconds in self._connector.measured.items():
+            self._counters.raise_to("copy_seconds", seconds, (what, "measured"))
+        pool = self._connector.ledger.pool
+        return {
+            "host_pool_usage": pool.used / pool.slots,
+            "host_pool_fragmentation": pool.fragmentation,
+            "host_copies": len(self._connector.ledger),
+        }
+
+    def _host_room(self, request: Request, held: int) -> HostRoom | None:
+        connector = self._connector
+        if connector is None or request.skip_reading_prefix_cache:
+            return None
+        free = connector.ledger.pool.free
+        block_size = self._scheduler.block_size
+        if self._one_table:
+            return HostRoom(block_size, free, on_device=self._shared(request, held))
+        # With several block tables or windows a part is of no use: all must fit.
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        needed = sum(not block.is_null for group in blocks for block in group)
+        enough = -(-held // block_size)
+        return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
+
+    def _shared(self, request: Request, held: int) -> int:
+        """Tokens at the start of a request in blocks that others hold as well."""
+        manager = self._scheduler.kv_cache_manager
+        if not manager.enable_caching:
+            return 0
+        size = self._scheduler.block_size
+        blocks = manager.get_blocks(request.request_id).blocks[0]
+        tokens = 0
+        for block in blocks:
+            if block.ref_cnt < 2 or block.block_hash is None or tokens + size > held:
+                break
+            tokens += size
+        return tokens
+
+
+def _usable_connector(
+    scheduler: Scheduler,
+) -> tuple[SemanticSwapConnector | None, str | None]:
+    """The swap connector, alone or among others, or why there is none to use."""
+    connector = scheduler.connector
+    members = [connector, *getattr(connector, "sub_connectors", ())]
+    ours = next((one for one in members if isinstance(one, SemanticSwapConnector)), None)
+    if ours is None:
+        return None, "the server was started without the swap connector (docs/preemption.md)"
+    if ours.unsupported is not None:
+        return None, ours.unsupported
+    if scheduler.requires_kv_delivery:
+        return None, "another KV connector has to deliver KV and forbids to keep it"
+    if not ours.ledger.pool.slots:
+        return None, "host_gib of the swap connector is less than one KV block"
+    return ours, None

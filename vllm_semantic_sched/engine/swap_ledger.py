@@ -1,0 +1,243 @@
+"""Which request has how much KV on the host, and what is to be copied in the next step.
+
+The scheduler's half of the swap connector, without vLLM: requests are ids, KV is block numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_semantic_sched.engine.host_pool import HostPool
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Blocks to copy: `device[i]` and the i-th slot of `host` belong together."""
+
+    request_id: str
+    device: list[int]
+    host: list[range]
+
+
+@dataclass(slots=True)
+class Orders:
+    """What the workers do in one step, in this order: saves before anything is overwritten,
+    loads before the forward pass, later loads beside it."""
+
+    saves: list[Transfer] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)
+    later_loads: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """KV of tokens `start` to `end` of a request on the host.
+
+    Attributes:
+        still_valid: whether the request's tokens are those that were saved.
+        slots: per KV cache group, by position in the block table.
+        taken: the same slots as the pool handed them out.
+    """
+
+    start: int
+    end: int
+    still_valid: Callable[[], bool]
+    slots: tuple[dict[int, int], ...]
+    taken: list[range]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that was ordered: tokens, and seconds on the monotonic clock."""
+
+    tokens: int
+    at: float
+
+
+class SwapLedger:
+    """Host copies of preempted requests.
+
+    Slots whose load has been ordered are free again only in the step after (before a step: the
+    workers have copied them by then) or when the workers report the load (beside steps).
+
+    Args:
+        block_sizes: tokens per block, by KV cache group.
+        null_block: the block number that stands for none.
+
+    Attributes:
+        loads_beside: whether so many tokens are loaded beside the engine's steps.
+    """
+
+    def __init__(self, pool: HostPool, block_sizes: Sequence[int], null_block: int = 0) -> None:
+        self.pool = pool
+        self.loads_beside: Callable[[int], bool] = lambda tokens: False
+        self._block_sizes = tuple(block_sizes)
+        self.null_block = null_block
+        self._held: dict[str, HostCopy] = {}
+        self._loading: dict[str, HostCopy] = {}
+        self._spent: list[HostCopy] = []
+        self._loaded: dict[str, Loaded] = {}
+        self._orders = Orders()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def loading(self) -> int:
+        """Loads beside steps that the workers have not reported."""
+        return len(self._loading)
+
+    def save(
+        self,
+        request_id: str,
+        blocks: Sequence[Sequence[int]],
+        start: int,
+        end: int,
+        still_valid: Callable[[], bool],
+    ) -> bool:
+        """Order KV of tokens `start` to `end` to be saved in the coming step.
+
+        Args:
+            blocks: the request's block table, by group.
+            start: first token, at the beginning of a block.
+
+        Returns:
+            False if the pool is too small; nothing is ordered then.
+        """
+        self.release(request_id)
+        positions = [
+            [
+                position
+                for position in range(start // size, -(-end // size))
+                if table[position] != self.null_block
+            ]
+            for table, size in zip(blocks, self._block_sizes, strict=True)
+        ]
+        taken = self.pool.take(sum(map(len, positions)))
+        if taken is None:
+            return False
+        slots = (slot for run in taken for slot in run)
+        copy = HostCopy(
+            start,
+            end,
+            still_valid,
+            tuple({position: next(slots) for position in group} for group in positions),
+            taken,
+        )
+        device = [
+            table[position]
+            for table, group in zip(blocks, positions, strict=True)
+            for position in group
+        ]
+        self._held[request_id] = copy
+        self._orders.saves.append(Transfer(request_id, device, taken))
+        return True
+
+    def loadable(self, request_id: str, on_device: int, tokens: int) -> tuple[int | None, bool]:
+        """Tokens after the first `on_device` whose KV can be loaded, and whether beside steps.
+        Changes nothing. None: not before its save is under way.
+
+        Args:
+            tokens: tokens that the request has; the last one is always computed.
+        """
+        copy = self._held.get(request_id)
+        if copy is None or on_device < copy.start or not copy.still_valid():
+            return 0, False
+        if any(save.request_id == request_id for save in self._orders.saves):
+            return None, False
+        count = min(copy.end, tokens - 1) - on_device
+        return (count, self.loads_beside(count)) if count > 0 else (0, False)
+
+    def admitted(
+        self, request_id: str, blocks: Sequence[Sequence[int]], count: int, tokens: int
+    ) -> None:
+        """A request got its blocks: order the load of `count` tokens as `loadable` said, or
+        forget the copy if nothing of it is used.
+
+        Args:
+            blocks: the request's new block table, by group.
+        """
+        copy = self._held.pop(request_id, None)
+        if copy is None:
+            return
+        if count == 0:
+            self._discard(request_id, copy)
+            return
+        end = min(copy.end, tokens - 1)
+        device: list[int] = []
+        host: list[int] = []
+        for table, size, slots in zip(blocks, self._block_sizes, copy.slots, strict=True):
+            for position in range((end - count) // size, -(-end // size)):
+                # Blocks before a sliding window are absent on either side and never read.
+                if position in slots and table[position] != self.null_block:
+                    device.append(table[position])
+                    host.append(slots[position])
+        transfer = Transfer(request_id, device, _runs(host))
+        self._loaded[request_id] = Loaded(count, time.monotonic())
+        if self.loads_beside(count):
+            self._orders.later_loads.append(transfer)
+            self._loading[request_id] = copy
+        else:
+            self._orders.loads.append(transfer)
+            self._spent.append(copy)
+
+    def take_orders(self, overwritten: Iterable[int] = ()) -> Orders:
+        """What the workers do in the coming step.
+
+        Args:
+            overwritten: blocks that they may write before they save; saves of those are given up.
+        """
+        for block in set(overwritten):
+            for save in [save for save in self._orders.saves if block in save.device]:
+                self.release(save.request_id)
+        orders, self._orders = self._orders, Orders()
+        for copy in self._spent:
+            self.pool.give_back(copy.taken)
+        self._spent = []
+        return orders
+
+    def take_loaded(self, request_id: str) -> Loaded | None:
+        """The load last ordered for a request, once."""
+        return self._loaded.pop(request_id, None)
+
+    def load_finished(self, request_ids: Iterable[str]) -> None:
+        """The workers have loaded these beside steps; ids of others are ignored."""
+        for request_id in request_ids:
+            copy = self._loading.pop(request_id, None)
+            if copy is not None:
+                self.pool.give_back(copy.taken)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request's copy, if there is one. A load in flight goes on."""
+        self._loaded.pop(request_id, None)
+        copy = self._held.pop(request_id, None)
+        if copy is not None:
+            self._discard(request_id, copy)
+
+    def release_all(self) -> list[str]:
+        """Forget all copies; the ids of the requests that had one."""
+        lost = list(self._held)
+        for request_id in lost:
+            self.release(request_id)
+        return lost
+
+    def _discard(self, request_id: str, copy: HostCopy) -> None:
+        # A save that the workers do not know of yet must not write into slots of somebody else.
+        saves = self._orders.saves
+        self._orders.saves = [save for save in saves if save.request_id != request_id]
+        self.pool.give_back(copy.taken)
+
+
+def _runs(slots: Sequence[int]) -> list[range]:
+    runs: list[range] = []
+    for slot in slots:
+        if runs and runs[-1].stop == slot:
+            runs[-1] = range(runs[-1].start, slot + 1)
+        else:
+            runs.append(range(slot, slot + 1))
+    return runs
