@@ -44,11 +44,15 @@ def test_what_is_told_is_never_behind_and_settled_in_the_end(lives, per_step) ->
 
 
 def test_the_fixed_time_of_a_step_is_shared_by_those_that_run() -> None:
-    seconds: list[float] = []
-    meter = Meter(PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
-    meter.start(make_job(computed=100))
-    meter.start(make_job(computed=100))
-    assert seconds[0] - seconds[1] == pytest.approx(AHEAD * PROFILE.gamma2 / 2)
+    charged = {}
+    meter = Meter(PROFILE, charged.__setitem__, lambda job, tokens: None)
+    first, second = make_job(computed=100), make_job(computed=100)
+    meter.start(first)
+    meter.start(second)
+    first.generated = second.generated = 10
+    meter.stop(first)
+    meter.stop(second)
+    assert charged[second] - charged[first] == pytest.approx(10 * PROFILE.gamma2 / 2)
 
 
 def test_a_prefill_that_was_cut_short_is_not_charged_whole() -> None:

@@ -31,15 +31,17 @@ class Crowd:
     it in a process of its own.
 
     Args:
-        policy: of SemanticScheduler; None for vLLM's own scheduler.
+        policy: of SemanticScheduler, by name or path; None for vLLM's own scheduler.
+        tenants: how many take turns in asking.
 
     Raises:
         RuntimeError: the scheduler did not run exactly `running` requests.
     """
 
-    def __init__(self, policy: str | None, running: int, waiting: int) -> None:
+    def __init__(self, policy: str | None, running: int, waiting: int, tenants: int = 1) -> None:
         self._random = random.Random(0)
         self._count = 0
+        self._tenants = tenants
         self.scheduler = build_scheduler(
             Scheduler if policy is None else SemanticScheduler,
             max_num_seqs=running,
@@ -68,6 +70,7 @@ class Crowd:
             prompt_tokens=_PROMPT_TOKENS,
             output_tokens=_OUTPUT_TOKENS,
             urgency=self._random.randint(1, 4) if level is None else level,
+            tenant=f"tenant {self._count % self._tenants}",
         )
 
     def answer(self, step: SchedulerOutput, finish_one: bool = False) -> ModelRunnerOutput:

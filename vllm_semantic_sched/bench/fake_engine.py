@@ -104,10 +104,14 @@ def make_request(
     output_tokens: int = 20,
     urgency: Any = None,
     priority: int = 0,
+    tenant: str | None = None,
 ) -> Request:
     """A request that ends after exactly `output_tokens`."""
-    extra_args = None if urgency is None else {"urgency": urgency}
-    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args=extra_args)
+    extra_args = {"urgency": urgency, "tenant": tenant}
+    extra_args = {key: value for key, value in extra_args.items() if value is not None}
+    params = SamplingParams(
+        max_tokens=output_tokens, ignore_eos=True, extra_args=extra_args or None
+    )
     return Request(
         request_id=request_id,
         prompt_token_ids=[1 + (hash(request_id) + i) % 900 for i in range(prompt_tokens)],

@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.bench.everything import write_everything
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.crowd import Crowd
@@ -30,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
     add("--running", type=int, default=256, help="decoding requests (%(default)s)")
     add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
+    add(
+        "--everything",
+        action="store_true",
+        help="measure a policy with aging, deadlines, shares, tenants and reservations, too",
+    )
+    add("--tenants", type=int, default=100, help="tenants that ask (%(default)s)")
     add("--steps", type=int, default=400, help="timed steps (%(default)s)")
     add("--arrivals", type=int, default=2, help="new requests per step (%(default)s)")
     add("--finish-every", type=int, default=8, help="steps per finished request (%(default)s)")
@@ -40,7 +49,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; always 0."""
     sizes = [int(size) for size in args.waiting.split(",")]
     names = [_STOCK, *(name.strip() for name in args.policies.split(","))]
-    times = _measure(args, sizes, names)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: name for name in names if name != _STOCK}
+        if args.everything:
+            names.append("everything")
+            files["everything"] = str(write_everything(Path(folder)))
+        times = _measure(args, sizes, names, files)
     figures = {
         (name, size): {part: _percentiles(times[name, size, part]) for part in _PARTS}
         for name in names
@@ -62,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    args: argparse.Namespace, sizes: Sequence[int], names: Sequence[str]
+    args: argparse.Namespace, sizes: Sequence[int], names: Sequence[str], files: dict[str, str]
 ) -> dict[tuple[str, int, str], list[float]]:
     from tqdm import tqdm
 
@@ -71,8 +85,7 @@ def _measure(
     crowds: dict[tuple[str, int], Crowd] = {}
     cases = [(name, size) for size in sizes for name in names]
     for name, size in tqdm(cases, desc="filling the queues"):
-        policy = None if name == _STOCK else name
-        crowds[name, size] = Crowd(policy, args.running, size)
+        crowds[name, size] = Crowd(files.get(name), args.running, size, args.tenants)
     # As vLLM's engine does after start: a collection would otherwise walk every request.
     gc.collect()
     gc.freeze()

@@ -30,6 +30,9 @@ from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.section import Section
 
+# Promotions in one step at most, so that a flood that grows old together does not hold one up;
+# the others follow in the next steps.
+_MOST_PER_STEP = 256
 # Sums of shares such as ten times 0.1 fall short of 1 by rounding.
 _ROUNDING = 1e-9
 
@@ -126,9 +129,9 @@ class Promotions:
 
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose time has come, and return them."""
-        promoted = []
-        while (job := self._timers.peek()) is not None and self._timers.key(job) <= now:
-            promoted.append(self._timers.pop())
+        promoted: list[Job] = []
+        for job in self._timers.pop_until(now, _MOST_PER_STEP):
+            promoted.append(job)
             waited = job.waited + now - job.entered
             # The timer has fired: rounding must not make it fire again for the same promotion.
             earned = max(job.promotions + 1, int(waited / self.knobs.interval))

@@ -8,6 +8,9 @@ from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.section import Section
 
+# Jobs looked at in one step, so that a flood of the same age does not hold it up.
+_MOST_PER_STEP = 256
+
 
 class Deadlines(Section):
     """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
@@ -62,8 +65,7 @@ class DeadlineWatch:
         """Raise the jobs whose time has come, give up on those that are too late, and return
         both."""
         moved = []
-        while (job := self._timers.peek()) is not None and self._timers.key(job) <= now:
-            self._timers.pop()
+        for job in self._timers.pop_until(now, _MOST_PER_STEP):
             raised = bool(job.hurried)
             if now < job.deadline:
                 job.hurried = self.knobs.levels

@@ -110,6 +110,7 @@ class Fairness:
         if admission is not None:
             self.overtaking.withdrawn(admission.overtook, admission.credit)
             self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
+            self.reservation.hold(job, 0)
         self.promotions.wait(job)
         self.deadlines.wait(job, self._policy.tier(job.level).slo.ttft)
 
@@ -134,7 +135,8 @@ class Fairness:
 
     def leave(self, job: Job) -> None:
         """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
-        self._taken.pop(job, None)
+        if self._taken.pop(job, None) is not None:
+            self.reservation.hold(job, 0)
         self.promotions.stop(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
@@ -182,6 +184,8 @@ class Fairness:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         self._taken[job] = _Admission(job.level, seconds, overtook, credit)
+        if self.reservation.enabled:
+            self.reservation.hold(job, job.tokens + AHEAD)
         self._account(job, job.level, seconds, first=not job.preemptions)
         self.waiting.changed()
 

@@ -66,6 +66,15 @@ class AddressableHeap(Generic[T]):
         del self._live[item]
         return item
 
+    def pop_until(self, key: Any, most: int) -> Iterator[T]:
+        """Remove and yield items under keys up to `key`, `most` of them; the heap may change in
+        between."""
+        for _ in range(most):
+            item = self.peek()
+            if item is None or self._live[item][0] > key:
+                return
+            yield self.pop()
+
     def ordered(self) -> Iterator[T]:
         """The items by rising key, lazily: the first k cost O(k log k) whatever the size.
 

@@ -1,4 +1,4 @@
-"""What running jobs use, told a little ahead of time instead of at every token."""
+"""What running jobs use, told now and then instead of at every token."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.profile import EngineProfile
 
-# Tokens told ahead. A running job comes up once in so many steps, so that 256 of them cost
+# Tokens between two visits. A running job comes up once in so many steps, so that 256 of them cost
 # four visits a step.
 AHEAD = 64
 
 
 @dataclass(slots=True)
 class _Stint:
-    until: int  # tokens, prompt and output, that have been told
-    price: float  # seconds per output token, as told last
+    charged: int  # tokens, prompt and output, that have been charged
     prefill: int  # tokens to compute before the first output token
     generated: int  # output tokens at the start
 
@@ -25,12 +24,12 @@ class _Stint:
 class Meter:
     """Follows jobs while they have a seat.
 
-    A job is visited before it can have outgrown what was told about it, so a user of these
-    figures is never behind: KV told is at least KV held. What was told too much is taken back
-    when the job leaves.
+    A job is visited before it can have outgrown what was told about it: KV told is never less
+    than KV held, by up to `AHEAD` tokens more. Engine time is charged once it was used.
 
     Args:
-        charge: told engine seconds that a job uses, negative to take back.
+        charge: told engine seconds that a job used; negative for a prefill that was charged on
+            admission and did not come about.
         hold: told the tokens of KV that a job holds at most from now on, 0 when it leaves.
 
     Attributes:
@@ -59,19 +58,21 @@ class Meter:
 
     def start(self, job: Job) -> None:
         """A job got a seat; its admission has been charged."""
-        self._stints[job] = _Stint(job.tokens, 0.0, job.tokens, job.generated)
+        self._stints[job] = _Stint(job.tokens, job.tokens, job.generated)
         self._tell(job)
 
     def stop(self, job: Job) -> None:
         """A job left its seat; its `generated` and `computed` are up to date."""
-        stint = self._stints.pop(job, None)
-        if stint is not None:
-            self._due.discard(job)
-            unused = (stint.until - job.tokens) * stint.price
-            if job.generated == stint.generated and job.computed < stint.prefill:
-                unused += self.profile.prefill(job.computed, stint.prefill)
-            self._charge(job, -unused)
-            self._hold(job, 0)
+        stint = self._stints.get(job)
+        if stint is None:
+            return
+        seconds = self._decode_seconds(job, stint)
+        if job.generated == stint.generated and job.computed < stint.prefill:
+            seconds -= self.profile.prefill(job.computed, stint.prefill)
+        del self._stints[job]
+        self._due.discard(job)
+        self._charge(job, seconds)
+        self._hold(job, 0)
 
     def step(self, observe: Callable[[Job], None]) -> None:
         """One engine step has passed.
@@ -86,10 +87,12 @@ class Meter:
 
     def _tell(self, job: Job) -> None:
         stint = self._stints[job]
-        used = (job.tokens - stint.until) * stint.price  # negative: told and not used
-        # A decode step's fixed time is shared by those that run in it.
-        stint.price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / len(self._stints)
-        stint.until = job.tokens + AHEAD
-        self._charge(job, used + AHEAD * stint.price)
-        self._hold(job, stint.until)
+        self._charge(job, self._decode_seconds(job, stint))
+        stint.charged = job.tokens
+        self._hold(job, job.tokens + AHEAD)
         self._due.push(job, self._step + max(1, AHEAD // self.tokens_per_step))
+
+    def _decode_seconds(self, job: Job, stint: _Stint) -> float:
+        # A decode step's fixed time is shared by those that run in it.
+        price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / len(self._stints)
+        return (job.tokens - stint.charged) * price
