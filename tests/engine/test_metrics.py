@@ -98,12 +98,16 @@ def test_counters_and_gauges_reach_the_page_under_their_engine() -> None:
     engines = [next(_engines), next(_engines)]
     for engine, count in zip(engines, (1, 2), strict=True):
         counters = Counters()
+        counters.start_at_zero(["a"])
         counters.add("preemptions", ("recompute", "urgent"), count)
         publish(counters, SemanticStatLogger(None, engine), {"running_requests": {"a": count}})
     for engine, count in zip(map(str, engines), (1, 2), strict=True):
         labels = {"kind": "recompute", "reason": "urgent"}
         assert published(engine, "preemptions_total", **labels) == count
         assert published(engine, "running_requests", tier="a") == count
+        assert published(engine, "ended_requests_total", tier="a", outcome="failed") == 0
+        assert published(engine, "predictor_restarts_total") == 0
+        assert published(engine, "e2e_latency_seconds_count", tier="a") == 0
 
 
 def test_names_are_unique_and_say_their_unit() -> None:

@@ -50,8 +50,8 @@ def files(wheel: Path) -> set[str]:
 
 
 def test_wheel_holds_every_shipped_config(files: set[str]):
-    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
-    assert "configs/ems.yaml" in shipped
+    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.*")}
+    assert {"configs/ems.yaml", "configs/monitoring/grafana.json"} <= shipped
     assert {f"vllm_semantic_sched/{path}" for path in shipped} <= files
 
 

@@ -6,7 +6,12 @@ a tenant or a text.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.retention import PreemptionKind
 
 
 class Metric(NamedTuple):
@@ -15,11 +20,20 @@ class Metric(NamedTuple):
     Attributes:
         labels: beside `engine`, which all have.
         buckets: upper bounds, rising, of a histogram; the last bucket is added.
+        values: of each label that is no tier, as far as they are known beforehand.
     """
 
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+
+    def series(self, tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """The combinations of label values that are known beforehand. Prometheus sees no increase
+        from absence to 1, so they are there from the start."""
+        values = iter(self.values)
+        known = [tiers if label == "tier" else next(values, ()) for label in self.labels]
+        return itertools.product(*known)
 
 
 _SECONDS = (
@@ -28,13 +42,23 @@ _SECONDS = (
 _STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
 _RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 5.0, 10.0)
 
+_KINDS = tuple(kind.value for kind in PreemptionKind)
+
 COUNTERS = {
-    "requests": Metric("Requests by what was known of their urgency on arrival.", ("level_from",)),
+    "requests": Metric(
+        "Requests by what was known of their urgency on arrival.",
+        ("level_from",),
+        values=(("hint", "priority", "default"),),
+    ),
     "ended_requests": Metric(
-        "Requests by how they ended: completed, failed, cancelled, refused.", ("tier", "outcome")
+        "Requests by how they ended: completed, failed, cancelled, refused.",
+        ("tier", "outcome"),
+        values=(("completed", "failed", "cancelled", "refused"),),
     ),
     "refused": Metric(
-        "Requests ended without their answer, by the code that the client got.", ("code", "tier")
+        "Requests ended without their answer, by the code that the client got.",
+        ("code", "tier"),
+        values=(tuple(code.value for code in Code),),
     ),
     "predictions": Metric("Urgency levels read from prompts.", ("level",)),
     "failed_predictions": Metric(
@@ -54,6 +78,7 @@ COUNTERS = {
         "ended) and why (urgent: a more urgent request took the seat; reservation: it sat on "
         "reserved capacity; kv_shortage: the KV cache was full; reset: the cache was reset).",
         ("kind", "reason"),
+        values=(_KINDS, ("urgent", "reservation", "kv_shortage", "reset")),
     ),
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."
@@ -73,15 +98,20 @@ COUNTERS = {
     "lost_copies": Metric("Host copies given up because the prefix cache was reset."),
     "thrashing": Metric("Preemptions of requests that had got few tokens since the last one."),
     "copy_seconds": Metric(
-        "Seconds of saves and loads, by the engine profile and as measured.", ("copy", "source")
+        "Seconds of saves and loads, by the engine profile and as measured.",
+        ("copy", "source"),
+        values=(("save", "load"), ("predicted", "measured")),
     ),
     "resume_seconds": Metric(
         "Seconds from a victim's new seat, or the start of its load, to its next token, by the "
         "engine profile (alone) and as measured (in whole engine steps, with all that run).",
         ("kind", "source"),
+        values=(_KINDS[:-1], ("predicted", "measured")),
     ),
     "policy_reloads": Metric(
-        "Times that the policy file was read again: adopted, unchanged or refused.", ("result",)
+        "Times that the policy file was read again: adopted, unchanged or refused.",
+        ("result",),
+        values=(("adopted", "unchanged", "refused"),),
     ),
     "policy_errors": Metric(
         "Exceptions in the scheduler's own code; stock order was used instead.", ("doing",)
@@ -90,10 +120,12 @@ COUNTERS = {
     "event_log_dropped": Metric(
         "Transitions that the event log lacks: its queue was full, or its file not writable.",
         ("reason",),
+        values=(("queue_full", "not_writable"),),
     ),
 }
 
 GAUGES = {
+    "tier_info": Metric("1; says which level a tier is.", ("tier", "level")),
     "pressure": Metric("How scarce resources are: 0 none, 1 warning, 2 critical."),
     "resource_use": Metric(
         "Use of each resource by what there is: kv, seats and queue as predicted, step by the "

@@ -14,6 +14,7 @@ class RequestMetrics:
     def __init__(self, core: SchedulingCore, counters: Counters) -> None:
         self._core = core
         self._counters = counters
+        counters.start_at_zero(core.policy.tier_names)
 
     def moved(self, transition: Transition) -> None:
         """Count a transition."""
@@ -40,6 +41,7 @@ class RequestMetrics:
         lifecycle = self._core.lifecycle
         names = self._core.policy.tier_names
         return {
+            "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
             "waiting_requests": {n: lifecycle.waiting(level) for level, n in enumerate(names)},
             "running_requests": {n: lifecycle.running(level) for level, n in enumerate(names)},
             "longest_wait_seconds": {

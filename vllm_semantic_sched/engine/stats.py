@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.engine.metric_table import HISTOGRAMS
+from vllm_semantic_sched.engine.metric_table import COUNTERS, HISTOGRAMS
 
 # vLLM's SchedulerStats drops unknown fields on its way between the processes, but this one of
 # its dictionaries keeps any string as a key.
@@ -18,7 +18,7 @@ _MARK = '{"semsched":'
 _INTERVAL = 0.25
 
 Labels = tuple[str, ...]
-Gauges = Mapping[str, float | Mapping[str, float]]
+Gauges = Mapping[str, float | Mapping[Any, float]]
 """Values by name, or by name and label (several labels: a tuple)."""
 
 
@@ -36,12 +36,20 @@ class Counters:
         self._gauges: dict[tuple[str, Labels], float] = {}  # as sent
         self._next_message = 0.0
 
+    def start_at_zero(self, tiers: Sequence[str]) -> None:
+        """Report what has not happened yet, as far as its labels are known."""
+        for name, metric in COUNTERS.items():
+            for labels in metric.series(tiers):
+                self.add(name, labels, 0)
+        for name, metric in HISTOGRAMS.items():
+            for labels in metric.series(tiers):
+                self._observed[name, labels] = _Observations(name)
+
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
         """Add to a counter."""
-        if count:  # what never happened is not reported
-            key = name, _labels(label)
-            self._totals[key] += count
-            self._added[key] += count
+        key = name, _labels(label)
+        self._totals[key] += count
+        self._added[key] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
         """Take over a counter that is counted elsewhere."""

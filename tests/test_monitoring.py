@@ -1,0 +1,123 @@
+"""The shipped Grafana dashboard and Prometheus alert rules: form, queries, names of metrics."""
+
+import re
+from itertools import combinations
+
+import pytest
+from monitoring import DASHBOARD, RULES, panel_queries, rule_queries, selectors
+
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+
+QUERIES = [*panel_queries(), *rule_queries()]
+
+
+def known_series() -> dict[str, set[str]]:
+    """Name on the page: labels beside `engine`."""
+    series = {f"semsched:{name}_total": set(metric.labels) for name, metric in COUNTERS.items()}
+    series |= {f"semsched:{name}": set(metric.labels) for name, metric in GAUGES.items()}
+    for name, metric in HISTOGRAMS.items():
+        series[f"semsched:{name}_bucket"] = {*metric.labels, "le"}
+        series[f"semsched:{name}_sum"] = series[f"semsched:{name}_count"] = set(metric.labels)
+    return series
+
+
+@pytest.mark.parametrize(("title", "query"), QUERIES, ids=[title for title, _ in QUERIES])
+def test_queries_parse_and_read_metrics_that_there_are(title, query) -> None:
+    known = known_series()
+    found = selectors(query)
+    assert found
+    for name, labels in found:
+        assert name in known, name
+        assert set(labels) <= known[name] | {"engine"}
+    grouped = re.findall(r"(?:by|on) \(([^)]*)\)", query)
+    every = set().union(*(known[name] for name, _ in found))
+    for labels in grouped:
+        assert {label.strip() for label in labels.split(",")} <= every | {
+            "engine",
+            "instance",
+            "job",
+        }
+
+
+def test_a_parser_that_takes_anything_would_prove_nothing() -> None:
+    with pytest.raises(ValueError):
+        selectors("sum by (tier (semsched:waiting_requests)")
+
+
+def test_a_counter_is_read_by_its_increase_and_legends_name_labels_that_are_left() -> None:
+    for title, query in QUERIES:
+        for name in re.findall(r"semsched:\w+_total", query):
+            increase = re.search(rf"(rate|increase)\({name}", query)
+            assert increase or "policy_errors" in name, title
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            grouped = re.search(r"by \(([^)]*)\)", target["expr"])
+            left = {label.strip() for label in grouped[1].split(",")} if grouped else set()
+            assert shown <= left, panel["title"]
+
+
+def test_the_dashboard_has_what_grafana_needs() -> None:
+    assert {"title", "uid", "panels", "templating", "schemaVersion", "time"} <= set(DASHBOARD)
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["type"] in ("row", "stat", "timeseries")
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        apart = (
+            one["x"] + one["w"] <= other["x"]
+            or other["x"] + other["w"] <= one["x"]
+            or one["y"] + one["h"] <= other["y"]
+            or other["y"] + other["h"] <= one["y"]
+        )
+        assert apart, (one, other)
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource", "engine"}
+
+
+def test_what_an_operator_has_to_see_is_on_the_dashboard() -> None:
+    shown = {name for _, query in panel_queries() for name, _ in selectors(query)}
+    ending = re.compile(r"_(total|bucket|sum|count)$")
+    shown = {ending.sub("", name.removeprefix("semsched:")) for name in shown}
+    assert shown >= {
+        *("waiting_requests", "running_requests", "longest_wait_seconds", "ended_requests"),
+        *("refused", "preemptions", "recomputed_tokens", "loaded_tokens", "slo_compliance"),
+        *("slo_headroom", "fair_share_deviation", "reservation_free_seats", "pressure"),
+        *("prediction_latency_seconds", "prediction_batch_size", "failed_predictions"),
+        *("cached_predictions", "predictor_up", "length_error_ratio", "predictions"),
+        *("schedule_seconds", "policy_errors", "policy_version", "event_log_dropped"),
+        *("time_to_first_token_seconds", "queueing_delay_seconds", "e2e_latency_seconds"),
+    }
+
+
+def test_the_rules_have_what_prometheus_needs() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"Semsched[A-Za-z]+", rule["alert"])
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+        text = " ".join(rule["annotations"].values())
+        assert re.findall(
+            r"{{ *\$(?:labels\.\w+|value)(?: \| humanize\w*)? *}}", text
+        ) == re.findall(r"{{[^}]*}}", text)
+
+
+@pytest.mark.parametrize(
+    ("alert", "threshold"),
+    [
+        ("SemschedManyPreemptions", "* 60 > 20"),
+        ("SemschedTopTierPromiseBroken", "< 0.995"),
+        ("SemschedStarvation", "longest_wait_seconds"),
+        ("SemschedPredictorDown", "predictor_up == 0"),
+        ("SemschedOwnErrors", "policy_errors_total"),
+    ],
+)
+def test_the_alerts_that_an_operator_is_promised(alert, threshold) -> None:
+    (expression,) = [rule["expr"] for rule in RULES if rule["alert"] == alert]
+    assert threshold in expression
