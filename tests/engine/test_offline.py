@@ -14,9 +14,11 @@ SCRIPT = textwrap.dedent(
     """
     import json, sys
     from vllm import LLM, SamplingParams
+    from vllm_semantic_sched import refusal_of
 
     llm = LLM(
         sys.argv[1],
+        additional_config={"semantic_sched": {"policy": sys.argv[2]}},
         scheduler_cls="vllm_semantic_sched.SemanticScheduler",
         dtype="float32", enforce_eager=True, max_num_seqs=2, gpu_memory_utilization=0.7,
         kv_cache_memory_bytes=2**28, num_gpu_blocks_override=64, block_size=32,
@@ -29,6 +31,9 @@ SCRIPT = textwrap.dedent(
         for hint in hints
     ]
     answers = llm.generate(["tell me about rain"] * len(hints), params, use_tqdm=False)
+    same = SamplingParams(max_tokens=5, ignore_eos=True, extra_args={"dedup_key": "k"})
+    older, newer = llm.generate(["first", "second"], same, use_tqdm=False)
+    refusal = refusal_of(older)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     counters = scheduler._counters
     print(json.dumps({
@@ -37,12 +42,16 @@ SCRIPT = textwrap.dedent(
         "predicted": counters.total("predictions"),
         "errors": counters.total("policy_errors"),
         "left": len(scheduler._jobs),
+        "refused": [refusal.code.value, older.outputs[0].finish_reason, older.finished],
+        "served": [refusal_of(newer), len(newer.outputs[0].token_ids)],
     }))
     """
 )
 
 
-def test_hints_and_predictions_work_offline_and_invalid_hints_are_served(model) -> None:
+def test_hints_predictions_and_refusals_work_offline(model, tmp_path) -> None:
+    policy = tmp_path / "mine.yaml"
+    policy.write_text("dedup: {enabled: true}\n")
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the script
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,7 +60,7 @@ def test_hints_and_predictions_work_offline_and_invalid_hints_are_served(model) 
         "VLLM_NO_USAGE_STATS": "1",
     }
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model)],
+        [sys.executable, "-c", SCRIPT, str(model), str(policy)],
         env=environment,
         capture_output=True,
         text=True,
@@ -65,3 +74,5 @@ def test_hints_and_predictions_work_offline_and_invalid_hints_are_served(model) 
     assert report["predicted"] > 0
     assert report["errors"] == 0
     assert report["left"] == 0
+    assert report["refused"] == ["superseded", "error", True]
+    assert report["served"] == [None, 5]

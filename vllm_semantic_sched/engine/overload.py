@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,18 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.overload import Ending, OverloadControl
+from vllm_semantic_sched.policy.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
 # vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
 _PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
+
+# One of several answers to a prompt.
+_ANSWER = re.compile(r"\d+_(?P<parent>.*)")
+_MOST_ANSWERS = 128
+_REMEMBERED = 256
 
 
 class Overload:
@@ -46,6 +53,7 @@ class Overload:
         self._counters = counters
         self._clock = clock
         self._logger = logger
+        self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
         total = capacity.total()
         self.control = OverloadControl(
             core,
@@ -56,6 +64,10 @@ class Overload:
     def arrived(self, request: Request, job: Job) -> None:
         """A request is in the queue; it, or others because of it, may end."""
         if not self._scheduler.can_refuse(request):
+            return
+        answer = _ANSWER.fullmatch(request.request_id)
+        if answer and (refusal := self._refused_parents.get(answer["parent"])) is not None:
+            self._end([(job, refusal)])
             return
         key = self._dedup_key(request)
         origin = _PART.fullmatch(request.request_id)
@@ -111,6 +123,17 @@ class Overload:
     def _end(self, endings: Iterable[Ending]) -> None:
         for job, refusal in endings:
             self._scheduler.refuse(job.request_id, refusal)
+            if answer := _ANSWER.fullmatch(job.request_id):
+                self._end_other_answers(answer["parent"], refusal)
+
+    def _end_other_answers(self, parent: str, refusal: Refusal) -> None:
+        """vLLM tells the client of the refusal when all answers have ended: end the others too,
+        and those that are still on their way here."""
+        self._refused_parents[parent] = refusal
+        if len(self._refused_parents) > _REMEMBERED:
+            self._refused_parents.popitem(last=False)
+        for number in range(_MOST_ANSWERS):
+            self._scheduler.refuse(f"{number}_{parent}", refusal)
 
     def _free_seats(self) -> int:
         if self._scheduler.pause_state is not PauseState.UNPAUSED:

@@ -1,0 +1,190 @@
+"""Overload in vLLM's scheduler, without a model."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, model_output
+from vllm_semantic_sched.policy.refusal import Code, Refusal
+
+pytestmark = pytest.mark.engine
+
+BASE = {"levels": 3, "default_level": 1, "predictor": {"enabled": False}}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    def build(policy: dict, **options):
+        path = tmp_path_factory.mktemp("policy") / "policy.yaml"
+        path.write_text(json.dumps(BASE | policy))
+        settings = {"policy": str(path)}
+        return build_scheduler(SemanticScheduler, semantic_sched=settings, **options)
+
+    return build
+
+
+def add(scheduler, *names: str, extra=None, **fields) -> None:
+    for name in names:
+        request = make_request(name, **fields)
+        if extra is not None:
+            request.sampling_params.extra_args = extra
+        scheduler.add_request(request)
+
+
+def step(scheduler) -> dict[str, Code]:
+    """One engine step; who was told of a refusal in it, and its code."""
+    arranged = scheduler.schedule()
+    outputs = scheduler.update_from_output(arranged, model_output(scheduler, arranged))
+    told = {}
+    for output in (output for each in outputs.values() for output in each.outputs):
+        if output.finish_reason == FinishReason.ERROR:
+            told[output.request_id] = Refusal.from_text(output.stop_reason).code
+    return told
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_does_not_fit_into_the_queue_is_told_in_the_next_step(build, async_scheduling) -> None:
+    policy = {"admission": {"queue": {"requests": 2}}}
+    scheduler = build(policy, max_num_seqs=2, async_scheduling=async_scheduling)
+    add(scheduler, "a", "b", "c", "d", "e", urgency=1, output_tokens=30)
+    assert step(scheduler) == {"e": Code.OVER_CAPACITY}
+    add(scheduler, "urgent", urgency=0)
+    assert step(scheduler) == {"d": Code.OVER_CAPACITY}
+    assert scheduler._counters.total("refused", ("over_capacity", "1")) == 2
+    assert scheduler._counters.total("policy_errors") == 0
+
+
+def test_parts_of_one_client_request_have_one_origin(build) -> None:
+    scheduler = build({"dedup": {"enabled": True}}, max_num_seqs=1)
+    add(scheduler, "running", output_tokens=50)
+    step(scheduler)
+    key = {"dedup_key": "k"}
+    parts = ["cmpl-7f3a-0-0a1b2c3d", "cmpl-7f3a-1-ffffffff", "0_cmpl-7f3a-2-11111111"]
+    add(scheduler, *parts, extra=key)
+    assert step(scheduler) == {}
+    add(scheduler, "cmpl-7f3b-0-22222222", extra=key)
+    assert set(step(scheduler)) == set(parts)
+
+
+def test_where_one_of_several_answers_is_refused_all_end(build) -> None:
+    scheduler = build({"admission": {"queue": {"requests": 2}}}, max_num_seqs=1)
+    add(scheduler, "running", output_tokens=50)
+    step(scheduler)
+    answers = [f"{number}_cmpl-7f3a-0-0a1b2c3d" for number in range(4)]
+    add(scheduler, *answers)
+    assert step(scheduler) == dict.fromkeys(answers, Code.OVER_CAPACITY)
+    add(scheduler, "0_cmpl-other", "1_cmpl-other")
+    assert step(scheduler) == {}
+
+
+def test_a_key_that_cannot_be_used_is_counted_and_the_request_served(build) -> None:
+    scheduler = build({"dedup": {"enabled": True}})
+    for number, key in enumerate([7, "", "x" * 500, ["a"]]):
+        add(scheduler, f"r{number}", extra={"dedup_key": key})
+    assert step(scheduler) == {}
+    assert scheduler._counters.total("invalid_dedup_keys") == 4
+
+
+def test_requests_that_cannot_be_told_are_not_refused(build) -> None:
+    scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
+    add(scheduler, "running", "waiting", output_tokens=50)
+    step(scheduler)
+    request = make_request("session")
+    request.resumable = True
+    scheduler.add_request(request)
+    assert step(scheduler) == {}
+    assert "session" in scheduler.requests
+
+
+def test_an_error_in_our_code_lets_the_request_in(build) -> None:
+    scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
+    scheduler._overload.control.arrive = lambda *args: 1 / 0
+    add(scheduler, "a", "b", "c")
+    while scheduler.get_num_unfinished_requests():
+        assert step(scheduler) == {}
+    assert scheduler._counters.total("policy_errors", "admitting a request") == 3
+
+
+def test_pressure_shedding_and_promises_are_reported(build) -> None:
+    tiers = [{"name": "premium", "slo": {"ttft": 10.0}}, {"name": "b"}, {"name": "c"}]
+    scheduler = build({"tiers": tiers, "pressure": {"hold": 0.0}}, max_num_seqs=1)
+    add(scheduler, "a", "b", "c", "d", urgency=0)
+    step(scheduler)
+    step(scheduler)
+    gauges = scheduler._overload.gauges()
+    assert gauges["resource_use"]["seats"] == 4.0
+    assert gauges["slo_compliance"] == {"premium": 1.0}
+    assert 0.5 < gauges["slo_headroom"]["premium"] <= 1.0
+    assert gauges["queued_tokens"]["premium"] > 0
+
+
+CHAOS = {
+    "preemption": {"min_level_gap": 1},
+    "admission": {"queue": {"requests": 3, "tokens": 400, "timeout": 5.0}},
+    "dedup": {"enabled": True, "running": "end"},
+    "shedding": {"enabled": True, "waiting": "end"},
+    "tiers": [
+        {"name": "premium", "slo": {"ttft": 1.0}},
+        {"name": "standard", "queue": {"requests": 2, "timeout": 2.0}},
+        {"name": "background", "shed_order": 1},
+    ],
+}
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 2), st.sampled_from([None, None, "k"])),
+        st.tuples(st.just("abort"), st.integers(0, 30), st.none()),
+        st.tuples(st.just("step"), st.sampled_from([0.01, 0.3, 2.0]), st.none()),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> None:
+    scheduler = build(CHAOS, max_num_seqs=2, num_blocks=12, async_scheduling=async_scheduling)
+    clock = SimpleNamespace(now=0.0)
+    scheduler._clock._seconds = lambda: clock.now
+    rounds = iter(range(10**6))
+
+    @settings(max_examples=60, deadline=None)
+    @given(ACTIONS)
+    def run(actions) -> None:
+        begin, sent, aborted, told = next(rounds), [], set(), {}
+
+        def one_step(seconds: float) -> None:
+            clock.now += seconds
+            for name, code in step(scheduler).items():
+                assert name not in told and name not in aborted
+                told[name] = code
+
+        for what, number, key in actions:
+            if what == "add":
+                sent.append(f"{begin}/{len(sent)}x")
+                extra = {"urgency": number} | ({"dedup_key": key} if key else {})
+                add(scheduler, sent[-1], extra=extra, prompt_tokens=30, output_tokens=12)
+            elif what == "abort" and number < len(sent) and sent[number] in scheduler.requests:
+                aborted.add(sent[number])
+                scheduler.finish_requests(sent[number], RequestStatus.FINISHED_ABORTED)
+            elif what == "step":
+                one_step(number)
+        for _ in range(500):
+            if not scheduler.has_requests():
+                break
+            one_step(0.05)
+        assert not scheduler.requests and not scheduler._jobs
+        account, load = scheduler._overload.control.account, scheduler._overload.control.load
+        assert not account.all.requests and not sum(load.outstanding())
+        assert not len(scheduler._overload.control._dedup)
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert scheduler._counters.total("policy_errors") == 0
+        clock.now += 100.0  # what this round has measured leaves the windows
+
+    run()
