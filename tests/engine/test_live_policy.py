@@ -88,6 +88,20 @@ def test_a_file_that_cannot_be_used_leaves_the_old_policy_in_force(
     assert reload(scheduler)["result"] == "adopted"
 
 
+def test_an_error_in_our_code_is_no_success(scheduler, file, monkeypatch) -> None:
+    def fail(*args):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(scheduler._core, "adopt", fail)
+    file.write_text(HINTS_ONLY + "default_level: 4\n")
+    commands.run(scheduler, "load_policy").result(timeout=10)
+    add(scheduler, "a", output_tokens=2)
+    run_step(scheduler)
+    assert scheduler._counters.total("policy_errors") == 1
+    report = commands.run(scheduler, "adopt_policy")
+    assert (report["result"], report["version"]) == ("refused", 1)
+
+
 def test_no_step_waits_for_the_file(scheduler, monkeypatch) -> None:
     live = scheduler._live_policy
     load, begun = live._load, []

@@ -79,6 +79,8 @@ class LivePolicy:
         """
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
+            # Stands if the next line raises.
+            self._report = {"result": "refused", "reason": "an exception; see the server's log"}
             self._report = self._decide(loaded)
             self._counters.add("policy_reloads", self._report["result"])
         return self._report | {
