@@ -8,7 +8,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 import vllm_semantic_sched
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import build_scheduler
+from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.clock import ServiceClock
 
 pytestmark = pytest.mark.engine
@@ -59,3 +59,26 @@ def test_no_decision_reads_the_time_of_day() -> None:
                 continue
             code = path.read_text("utf-8")
             assert not re.search(r"\btime\.time\(|datetime\.now|utcnow", code), path.name
+
+
+def test_no_queue_timeout_fires_for_a_pause(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("predictor: {enabled: false}\nadmission: {queue: {timeout: 10}}\n")
+    scheduler = build_scheduler(
+        SemanticScheduler, semantic_sched={"policy": str(path)}, max_num_seqs=1
+    )
+    scheduler._clock._seconds = seconds = Seconds()
+    for name in "ab":
+        scheduler.add_request(make_request(name, output_tokens=100))
+    run_step(scheduler)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    seconds.now += 3600
+    scheduler.add_request(make_request("c", output_tokens=100))
+    seconds.now += 3600
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    run_step(scheduler)
+    assert set(scheduler.requests) == {"a", "b", "c"}
+    seconds.now += 11
+    run_step(scheduler)
+    assert set(scheduler.requests) == {"a"}
+    assert scheduler._counters.total("policy_errors") == 0
