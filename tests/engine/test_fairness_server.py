@@ -86,7 +86,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another(server, by) -> None:
 def test_premium_finds_its_reserved_seat_free_under_full_load(server) -> None:
     before = metric(server, "semsched:preemptions_total")
     with ThreadPoolExecutor(40) as pool:
-        flood = [pool.submit(complete, server, max_tokens=150) for _ in range(40)]
+        flood = [pool.submit(complete, server, max_tokens=120) for _ in range(30)]
         time.sleep(0.3)
         busy = server.get_text("/metrics")
         _, end = complete(server, urgency=0)
