@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from monitoring import panel_queries, rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -192,3 +193,54 @@ def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_complete
     scheduler.finish_requests(["gone", "stopped", "other"], RequestStatus.FINISHED_ABORTED)
     assert scheduler._counters.total("ended_requests", ("silver", "cancelled")) == 2
     assert scheduler._counters.total("ended_requests", ("silver", "completed")) == 1
+
+
+EVERYTHING = """
+predictor: {enabled: false}
+tiers:
+  - {name: a, slo: {ttft: 30}, share: 0.4, reserve: {seats: 1, mode: soft}}
+  - {name: b}
+  - {name: c}
+  - {name: d}
+  - {name: e}
+fair_share: {enabled: true}
+"""
+# Of the predictor, of KV on the host, of estimates that need either, and of errors.
+ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")
+
+
+def test_every_panel_and_rule_reads_series_that_a_scheduler_reports(tmp_path) -> None:
+    """All the series, with their labels; tests/engine/test_monitoring.py asks a real server."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(EVERYTHING)
+    scheduler = build_scheduler(
+        SemanticScheduler, max_num_seqs=2, semantic_sched={"policy": str(path)}
+    )
+    logger = SemanticStatLogger(None, engine := next(_engines))
+    make_stats, sizes = scheduler.make_stats, []
+
+    def publish_stats(*args, **kwargs):
+        stats = make_stats(*args, **kwargs)
+        sizes.append(sum(map(len, stats.num_kv_fetch_reqs_by_stage)))
+        logger.record(stats)
+        return stats
+
+    scheduler.make_stats = publish_stats
+    for number in range(10):
+        scheduler.add_request(make_request(str(number), urgency=number % 5))
+    while scheduler.get_num_unfinished_requests():
+        run_step(scheduler)
+    there: dict[str, list[dict[str, str]]] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.labels.get("engine") == str(engine):
+                there.setdefault(sample.name, []).append(sample.labels)
+    for title, query in [*panel_queries(), *rule_queries()]:
+        for name, labels in selectors(query):
+            if not name.removeprefix("semsched:").startswith(ELSEWHERE):
+                assert any(labels.items() <= own.items() for own in there.get(name, ())), (
+                    title,
+                    name,
+                )
+    assert max(sizes) < 20_000 and sorted(sizes)[len(sizes) // 2] < 2000
+    assert scheduler._counters.total("policy_errors") == 0

@@ -413,7 +413,10 @@ class SemanticScheduler(Scheduler):
     def _note_first_tokens(self, core: SchedulingCore) -> None:
         """O(requests that were admitted and have no token yet)."""
         for job in list(core.lifecycle.starting):
-            if self.requests[job.request_id].num_output_tokens:
+            request = self.requests.get(job.request_id)
+            if request is None:  # an error in between: its end was not noted
+                del core.lifecycle.starting[job]
+            elif request.num_output_tokens:
                 core.lifecycle.first_token(job)
 
     def _gauges(self, core: SchedulingCore) -> Gauges:

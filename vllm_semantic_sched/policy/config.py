@@ -112,7 +112,11 @@ class Policy(Section):
 
     def tier(self, level: int) -> Tier:
         """The tier of a level; one without promises or limits if the policy names none."""
-        return self.tiers[level] if self.tiers else Tier(name=str(level))
+        return self._by_level[level]
+
+    @cached_property
+    def _by_level(self) -> tuple[Tier, ...]:
+        return self.tiers or tuple(Tier(name=str(level)) for level in range(self.levels))
 
     @cached_property
     def tier_names(self) -> tuple[str, ...]:
