@@ -23,7 +23,6 @@ def test_codes_have_the_statuses_that_clients_know() -> None:
         "tenant_over_share": 429,
         "queue_timeout": 408,
         "dropped": 503,
-        "overloaded": 503,
     }
 
 

@@ -19,7 +19,6 @@ class Code(enum.Enum):
     TENANT_OVER_SHARE = "tenant_over_share"
     QUEUE_TIMEOUT = "queue_timeout"
     DROPPED = "dropped"
-    OVERLOADED = "overloaded"
 
     @property
     def status(self) -> int:
@@ -32,7 +31,7 @@ class Code(enum.Enum):
         return self is not Code.SUPERSEDED
 
 
-_STATUS = {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503, Code.OVERLOADED: 503}
+_STATUS = {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503}
 _TYPE = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 FINISH_REASON = "error"
