@@ -61,7 +61,7 @@ def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
         if tokens:
             batch.add_prefill(0, tokens)
         scale.observe_step(batch, seconds)
-        scale.observe_load(tokens, seconds)
+        scale.observe_copies(scale.profile.load(tokens), seconds)
     for factor in (scale.prefill, scale.decode, scale.load):
         assert 0.0099 < factor < 101 and math.isfinite(factor)
 
@@ -80,10 +80,10 @@ def test_one_interrupted_step_changes_next_to_nothing() -> None:
     assert scale.profile is PROFILE
 
 
-def test_loads_beside_steps_count_as_loads() -> None:
+def test_copies_scale_loads_and_saves_only() -> None:
     scale = ProfileScale(PROFILE)
     for _ in range(300):
-        scale.observe_load(500, 3 * PROFILE.load(500))
+        scale.observe_copies(scale.profile.load(500), 3 * PROFILE.load(500))
     assert scale.load == pytest.approx(3, rel=0.1)
     assert scale.prefill == scale.decode == 1.0
 

@@ -73,6 +73,7 @@ class Preemptions:
         self._one_table = len(groups) == 1 and isinstance(
             groups[0].kv_cache_spec, FullAttentionSpec
         )
+        self._expected_copies = self._seen_copies = 0.0  # seconds: since the last look, in all
         self._away: dict[str, _Away] = {}
         self._returning: dict[str, _Returning] = {}
 
@@ -113,6 +114,7 @@ class Preemptions:
         if plan.saved:
             count("saved_tokens", count=plan.saved)
             count("copy_seconds", ("save", "predicted"), plan.save_seconds)
+            self._expected_copies += plan.save_seconds
         self._returning.pop(request.request_id, None)
         self._away[request.request_id] = _Away(plan, held)
         return plan
@@ -129,7 +131,9 @@ class Preemptions:
         count("loaded_tokens", count=tokens)
         count("found_tokens", count=there - tokens)
         count("recomputed_tokens", count=away.held - there)
-        count("copy_seconds", ("load", "predicted"), self._core.profile.load(tokens))
+        load_seconds = self._core.profile.load(tokens)
+        count("copy_seconds", ("load", "predicted"), load_seconds)
+        self._expected_copies += load_seconds
         since = loaded.at if loaded else time.monotonic()
         self._returning[request.request_id] = _Returning(away.plan, away.held, since)
 
@@ -168,12 +172,21 @@ class Preemptions:
             return {}
         for what, seconds in self._connector.measured.items():
             self._counters.raise_to("copy_seconds", seconds, (what, "measured"))
+        self._correct_profile(sum(self._connector.measured.values()))
         pool = self._connector.ledger.pool
         return {
             "host_pool_usage": pool.used / pool.slots,
             "host_pool_fragmentation": pool.fragmentation,
             "host_copies": len(self._connector.ledger),
         }
+
+    def _correct_profile(self, measured: float) -> None:
+        """Tell the profile what copies have taken since the last look, all workers' reports being
+        in; `measured` in seconds, in all."""
+        seconds = measured - self._seen_copies
+        if seconds > 0.0 and self._expected_copies > 0.0:
+            self._core.observe_copies(self._expected_copies, seconds)
+            self._expected_copies, self._seen_copies = 0.0, measured
 
     def _host_room(self, request: Request, held: int) -> HostRoom | None:
         connector = self._connector

@@ -345,6 +345,11 @@ class SchedulingCore:
         if self.policy.correct_profile:
             self._scale.observe_step(batch, seconds)
 
+    def observe_copies(self, expected: float, seconds: float) -> None:
+        """Copies of KV that should have taken `expected` seconds by `profile` took so long."""
+        if self.policy.correct_profile:
+            self._scale.observe_copies(expected, seconds)
+
     # Decisions
 
     @property

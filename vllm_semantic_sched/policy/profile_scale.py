@@ -62,9 +62,9 @@ class ProfileScale:
             seconds,
         )
 
-    def observe_load(self, tokens: int, seconds: float) -> None:
-        """A load of that many tokens beside the steps took so long."""
-        self._observe(0.0, 0.0, self.given.load(tokens), seconds)
+    def observe_copies(self, expected: float, seconds: float) -> None:
+        """Copies that should take `expected` seconds by `profile` took so long."""
+        self._observe(0.0, 0.0, expected / self.load, seconds)
 
     def _observe(self, prefill: float, decode: float, load: float, seconds: float) -> None:
         prefill *= math.exp(self._prefill)
