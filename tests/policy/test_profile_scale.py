@@ -53,6 +53,7 @@ def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
     assert scale.decode == pytest.approx(decode, rel=0.2)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 9), st.floats()), max_size=80))
 def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
     scale = ProfileScale(PROFILE)
