@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-a-time", type=int, default=40, help="requests under way (%(default)s)")
     add("--seats", type=int, default=8, help="max_num_seqs (%(default)s)")
     add("--blocks", type=int, default=40, help="KV blocks of 32 tokens (%(default)s)")
+    add(
+        "--host-gib",
+        type=float,
+        default=0.003,
+        help="host memory for KV of preempted requests; 0: it is computed again (%(default)s: "
+        "often full)",
+    )
     add("--seed", type=int, default=0)
 
 
@@ -70,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         log=args.output / "server.log",
         seats=args.seats,
         num_blocks=args.blocks,
-        scheduler_args=server_arguments(policy),
+        scheduler_args=server_arguments(policy, args.host_gib),
     )
     with VllmServer(config) as server:
         report = disturb(server, policy, args.requests, args.cases, args.at_a_time, args.seed)
@@ -78,10 +85,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def server_arguments(policy: Path) -> tuple[str, ...]:
+def server_arguments(policy: Path, host_gib: float = 0.0) -> tuple[str, ...]:
     """Arguments of a server that can be disturbed."""
     settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
-    return (*OURS, *MIDDLEWARE, "--additional-config", settings)
+    arguments = (*OURS, *MIDDLEWARE, "--additional-config", settings)
+    if not host_gib:
+        return arguments
+    swap = {
+        "kv_connector": "SemanticSwapConnector",
+        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": host_gib},
+    }
+    return (*arguments, "--kv-transfer-config", json.dumps(swap))
 
 
 def disturb(
