@@ -97,6 +97,7 @@ class SwapEngine:
         """Answer all prompts at once, and preempt a random running request every few steps."""
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler._counters
+        scheduler._preemptions.gauges()  # takes over what the workers measured
         before = dict(counters._totals)
         names = [f"{seed}-{index}" for index in range(len(self.prompts))]
         for name, prompt in zip(names, self.prompts, strict=True):
@@ -115,6 +116,7 @@ class SwapEngine:
                 if output.finished:
                     answers[output.request_id] = list(output.outputs[0].token_ids)
         self.engine.step()
+        scheduler._preemptions.gauges()
         totals = {
             "_".join((name, *labels)): total - before.get((name, labels), 0)
             for (name, labels), total in counters._totals.items()

@@ -9,10 +9,12 @@ from types import FrameType
 
 from vllm_semantic_sched.bench import (
     chaos_command,
+    kv_copy,
     model_command,
     overhead,
     prediction_latency,
     predictor,
+    retention,
     run_command,
     simulator,
 )
@@ -22,6 +24,8 @@ _COMMANDS = {
     "overhead": (overhead, "time of schedule() with many waiting requests"),
     "predictor": (predictor, "cost of a prediction, alone and beside a busy engine"),
     "prediction-latency": (prediction_latency, "what a slower predictor costs the requests"),
+    "retention": (retention, "what plans of preemption cost under load"),
+    "kv-copy": (kv_copy, "speed of KV swap's copies against a plain copy"),
     "simulator": (simulator, "time and memory of the simulator as runs grow"),
     "chaos": (chaos_command, "disturb a real server in every way at once and see what holds"),
     "make-model": (model_command, "write a small random-weight model with a real tokenizer"),

@@ -24,12 +24,13 @@ class SchedulerSpec:
     """One row of the comparison.
 
     `name` is one of `NAMES`, for the semantic ones with `@POLICY` behind it where the policy
-    is not the run's default.
+    is not the run's default. `extra_args` are further arguments of `vllm serve`.
     """
 
     name: str
     kind: str
     policy: str | None = None
+    extra_args: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -47,7 +48,7 @@ class SchedulerSpec:
         if self.policy is not None:
             config = {"semantic_sched": {"policy": self.policy}}
             args += ("--additional-config", json.dumps(config))
-        return args
+        return args + self.extra_args
 
     def body_extras(self, request: BenchRequest) -> Mapping[str, object]:
         """What the request's body tells this scheduler about the urgency."""

@@ -1,0 +1,164 @@
+"""KV swap on the real engine: answers are those of an engine that never preempts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = Path(__file__).with_name("swap_engine.py")
+POLICY = """
+predictor: {enabled: false}
+retention: {mode: swap}
+preemption: {max_per_request: 1000}
+correct_profile: false
+profile: PROFILE
+"""
+# Copies cheap enough to be the plan of least cost even for a hundred tokens.
+PROFILE = """
+hardware: any
+model: small
+source: made up
+alpha1: 0.0
+alpha2: 1.0e-4
+beta_load: 1.0e-6
+beta_save: 1.0e-6
+gamma1: 0.0
+gamma2: 3.0e-3
+"""
+PLAIN = [
+    "alone",
+    "sync",
+    "beside",
+    "partial",
+    "partial_beside",
+    "optimal",
+    "recompute",
+    "aborts",
+    "resets",
+    "without_loading",
+    "saving_too_late",
+    "logprobs",
+]
+CACHING = ["alone", "sync", "beside", "partial", "aborts", "resets"]
+UNHARMED = [
+    *(("plain", name) for name in PLAIN[1:7]),
+    *(("caching", name) for name in CACHING[1:4]),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(model, tmp_path_factory) -> dict[str, dict]:
+    """What came out of two engines: one without a prefix cache, and one with it, where the
+    connector is one of a MultiConnector."""
+    folder = tmp_path_factory.mktemp("swap")
+    policy = folder / "policy.yaml"
+    profile = folder / "profile.yaml"
+    profile.write_text(PROFILE)
+    policy.write_text(POLICY.replace("PROFILE", str(profile)))
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in reach of the script
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    engines = {
+        "plain": ({"enable_prefix_caching": False}, PLAIN),
+        "caching": ({"enable_prefix_caching": True, "inside_multi_connector": True}, CACHING),
+    }
+    reports = {}
+    for name, (options, scenarios) in engines.items():
+        report = folder / f"{name}.json"
+        arguments = [str(model), str(policy), json.dumps(options), str(report), *scenarios]
+        result = subprocess.run(
+            [sys.executable, str(SCRIPT), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        reports[name] = json.loads(report.read_text())
+    return reports
+
+
+def test_the_engines_are_what_they_should_be(reports) -> None:
+    plain, caching = reports["plain"]["engine"], reports["caching"]["engine"]
+    assert (plain["caching"], plain["connector"]) == (False, "SemanticSwapConnector")
+    assert (caching["caching"], caching["connector"]) == (True, "MultiConnector")
+    assert plain["policy_errors"] == caching["policy_errors"] == 0
+    # Else a wrong KV could go unnoticed.
+    assert reports["plain"]["alone"]["distinct"] > 300
+
+
+def test_preemptions_are_many(reports) -> None:
+    forced = [
+        run["forced"] for engine in reports.values() for run in engine.values() if "forced" in run
+    ]
+    assert sum(forced) >= 200
+
+
+@pytest.mark.parametrize(("engine", "name"), UNHARMED)
+def test_answers_are_those_without_preemption(reports, engine, name) -> None:
+    run = reports[engine][name]
+    assert run["answers"] == reports[engine]["alone"]["answers"]
+    assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("engine", "name"), UNHARMED)
+def test_every_token_held_is_loaded_found_or_computed_again(reports, engine, name) -> None:
+    counters = reports[engine][name]["counters"]
+
+    def tokens(what: str) -> float:
+        return counters.get(f"{what}_tokens", 0)
+
+    assert tokens("preempted") == tokens("loaded") + tokens("found") + tokens("recomputed") > 0
+    assert tokens("loaded") <= tokens("saved")
+    if name == "recompute":
+        assert tokens("saved") == 0
+    else:
+        assert tokens("loaded") > 0
+    if name in ("sync", "beside") and engine == "plain":
+        assert tokens("loaded") == tokens("preempted")  # nothing at all is computed again
+    if name.startswith(("partial", "optimal")):
+        assert tokens("recomputed") > 0 < counters["preemptions_partial_urgent"]
+    if engine == "caching":
+        assert tokens("found") > 0
+    if tokens("saved"):
+        assert counters["copy_seconds_save_measured"] > 0 < counters["copy_seconds_load_measured"]
+    kinds = {key: seconds for key, seconds in counters.items() if "resume_seconds" in key}
+    assert sum(kinds.values()) > 0
+
+
+@pytest.mark.parametrize("engine", ["plain", "caching"])
+def test_requests_cancelled_while_their_kv_is_away_leave_nothing(reports, engine) -> None:
+    run = reports[engine]["aborts"]
+    assert run["cancelled"] >= 3
+    assert run["answers"].count(None) == run["cancelled"]
+    for answer, alone in zip(run["answers"], reports[engine]["alone"]["answers"], strict=True):
+        assert answer in (None, alone)
+    assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("engine", ["plain", "caching"])
+def test_a_reset_cache_loses_copies_and_no_answer(reports, engine) -> None:
+    run = reports[engine]["resets"]
+    assert run["lost"] > 0
+    assert run["counters"]["recomputed_tokens"] > 0
+    assert run["answers"] == reports[engine]["alone"]["answers"]
+    assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("control", ["without_loading", "saving_too_late"])
+def test_the_comparison_notices_wrong_kv(reports, control) -> None:
+    assert reports["plain"][control]["answers"] != reports["plain"]["alone"]["answers"]
+
+
+def test_resuming_from_swap_is_exact_to_the_last_bit(reports) -> None:
+    logprobs = reports["plain"]["logprobs"]
+    assert logprobs["swap"] == logprobs["positions"] == 60
