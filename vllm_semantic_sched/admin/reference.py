@@ -45,7 +45,7 @@ TRACES = {
     "correct_profile": Trace((), ("profile_scale",)),
     "hints": Trace((), ("requests_total", "invalid_hints_total")),
     "preemption": Trace((), ("preemptions_total", "admission_preemptions_total")),
-    "retention": Trace((), ("recomputed_tokens_total", "loaded_tokens_total")),
+    "retention": Trace((), ("preemptions_total", "saved_tokens_total", "recomputed_tokens_total")),
     "stage": Trace((), ("time_to_first_token_seconds",)),
     "predictor": Trace((), ("predictor_up", "prediction_latency_seconds")),
     "predictor.max_batch": Trace((), ("prediction_batch_size",)),
