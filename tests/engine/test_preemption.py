@@ -223,6 +223,23 @@ def test_answers_do_not_depend_on_preemptions(
     assert not scheduler._preemptions._away and not scheduler._preemptions._returning
 
 
+def test_blocks_that_will_be_found_again_are_not_saved(build) -> None:
+    """The device is nearly empty: of 120 tokens only those in the last block are worth saving."""
+    scheduler = build(prefix_caching=True)
+    requests = make_requests(random.Random(1), count=1, shared=100)
+
+    def preempt(step: int) -> None:
+        if step == 6:
+            scheduler._evict(scheduler.running[0], "urgent")
+
+    answers = FakeDevice(scheduler).answer(requests, 0, preempt)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    total = scheduler._counters.total
+    assert total("preempted_tokens") > 100
+    assert 0 < total("saved_tokens") == total("loaded_tokens") < BLOCK_SIZE
+    assert total("found_tokens") == total("preempted_tokens") - total("saved_tokens")
+
+
 def warnings_at_start(make) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)

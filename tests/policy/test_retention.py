@@ -17,6 +17,7 @@ from vllm_semantic_sched.policy.retention import (
     PreemptionKind,
     Retention,
     plan_preemption,
+    tokens_left_on_device,
 )
 
 A100 = load_profile("a100-qwen1.5-7b")
@@ -154,6 +155,12 @@ def test_paper_mode_minimises_the_papers_own_cost(prompt, decoded, beta, gamma2,
     # The formula's best is a real number, and whole tokens are kept.
     slack = gamma1 + 1e-9
     assert equation_5(plan.saved - prompt) <= best + slack + abs(gamma2 - beta)
+
+
+def test_what_stays_on_the_device_while_blocks_abound_is_not_saved() -> None:
+    assert tokens_left_on_device(64, 320, 0.6, Retention()) == 320
+    assert tokens_left_on_device(64, 320, 0.5, Retention()) == 64
+    assert tokens_left_on_device(64, 320, 1.0, Retention(survival=1.0)) == 64
 
 
 # Swap and recompute in milliseconds, as printed for Llama 3 70B (80 layers) on A100. The table

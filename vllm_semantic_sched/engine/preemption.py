@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.cost import loads_beside_steps
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
+from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan, tokens_left_on_device
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -74,6 +75,7 @@ class Preemptions:
             groups[0].kv_cache_spec, FullAttentionSpec
         )
         self._expected_copies = self._seen_copies = 0.0  # seconds: since the last look, in all
+        self._block_size: int = scheduler.block_size
         self._away: dict[str, _Away] = {}
         self._returning: dict[str, _Returning] = {}
 
@@ -192,29 +194,30 @@ class Preemptions:
         connector = self._connector
         if connector is None or request.skip_reading_prefix_cache:
             return None
-        free = connector.ledger.pool.free
-        block_size = self._scheduler.block_size
+        free, block_size = connector.ledger.pool.free, self._block_size
         if self._one_table:
-            return HostRoom(block_size, free, on_device=self._shared(request, held))
+            return HostRoom(block_size, free, on_device=self._left_on_device(request, held))
         # With several block tables or windows a part is of no use: all must fit.
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         needed = sum(not block.is_null for group in blocks for block in group)
         enough = -(-held // block_size)
         return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
 
-    def _shared(self, request: Request, held: int) -> int:
-        """Tokens at the start of a request in blocks that others hold as well."""
+    def _left_on_device(self, request: Request, held: int) -> int:
+        """Tokens at the start of a request that it will probably find in the prefix cache."""
         manager = self._scheduler.kv_cache_manager
         if not manager.enable_caching:
             return 0
-        size = self._scheduler.block_size
-        blocks = manager.get_blocks(request.request_id).blocks[0]
-        tokens = 0
-        for block in blocks:
-            if block.ref_cnt < 2 or block.block_hash is None or tokens + size > held:
-                break
-            tokens += size
-        return tokens
+        whole = manager.get_blocks(request.request_id).blocks[0][: held // self._block_size]
+        cached = list(itertools.takewhile(lambda block: block.block_hash is not None, whole))
+        shared = sum(1 for _ in itertools.takewhile(lambda block: block.ref_cnt > 1, cached))
+        pool = manager.block_pool
+        return tokens_left_on_device(
+            shared * self._block_size,
+            len(cached) * self._block_size,
+            pool.get_num_free_blocks() / pool.num_gpu_blocks,
+            self._core.policy.retention,
+        )
 
 
 def _usable_connector(

@@ -37,12 +37,31 @@ class Retention(Section):
         description="A load that takes longer than this many decode steps runs beside the "
         "engine's steps; a shorter one before a step, which waits for it.",
     )
+    survival: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="With this share of the KV blocks free, a victim's blocks are expected in the "
+        "device's prefix cache when it comes back, and are not saved; 1: never. Blocks that other "
+        "running requests share are always expected there.",
+    )
     thrash_tokens: int = Field(
         16,
         ge=1,
         description="A request preempted again before it has this many new tokens counts as "
         "thrashing.",
     )
+
+
+def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:
+    """First tokens of a victim that it will probably find on the device again.
+
+    Args:
+        shared: first tokens in blocks that other running jobs hold as well.
+        cached: first tokens in blocks that the prefix cache knows.
+        free_share: share of the KV blocks that nobody holds. The victim's are evicted after them.
+    """
+    return cached if free_share > retention.survival else shared
 
 
 class PreemptionKind(enum.Enum):
@@ -61,8 +80,8 @@ class HostRoom:
     Attributes:
         block_size: tokens in a block.
         blocks: free blocks of the host pool.
-        on_device: tokens at the victim's start whose blocks other running jobs share, so that
-            they will be found again; whole blocks.
+        on_device: tokens at the victim's start that will be found on the device again; whole
+            blocks.
         all_or_nothing: whether a part of the KV would be of no use (sliding windows).
     """
 
