@@ -42,8 +42,9 @@ def swap_config(**extra) -> KVTransferConfig:
 class FakeDevice:
     """Executes steps in order: each token's KV stands for all tokens up to it."""
 
-    def __init__(self, scheduler: SemanticScheduler) -> None:
+    def __init__(self, scheduler: SemanticScheduler, window: int | None = None) -> None:
         self.scheduler = scheduler
+        self.window = window
         self.device = [[None] * BLOCK_SIZE for _ in range(BLOCKS)]
         self.host: dict[int, list] = {}
         self.queue: deque = deque()
@@ -53,7 +54,7 @@ class FakeDevice:
         """Schedule a step; it is executed later, with what is known now."""
         step = self.scheduler.schedule()
         tables = {
-            name: list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+            name: self.scheduler.kv_cache_manager.get_block_ids(name)
             for name in step.num_scheduled_tokens
         }
         starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
@@ -95,17 +96,22 @@ class FakeDevice:
         for block, slot in zip(order.device, _slots(order), strict=True):
             self.device[block] = list(self.host[slot])
 
-    def compute(self, name: str, table: list[int], start: int, count: int) -> list[int]:
+    def compute(self, name: str, tables: list[list[int]], start: int, count: int) -> list[int]:
+        """Write the KV of `count` tokens, and read what each group's layers look at."""
         tokens = self.tokens[name]
-        for position in range(start, start + count):
-            block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self.device[block][place] = hash(tuple(tokens[: position + 1]))
+        seen = []
+        for table, window in zip(tables, (None, self.window), strict=False):
+            for position in range(start, start + count):
+                block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                if block:  # else it is behind the window already
+                    self.device[block][place] = hash(tuple(tokens[: position + 1]))
+            first = max(0, len(tokens) - window) if window else 0
+            seen += [
+                self.device[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+                for position in range(first, min(len(tokens), start + count))
+            ]
         if start + count < len(tokens):
             return []
-        seen = [
-            self.device[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-            for position in range(len(tokens))
-        ]
         tokens.append(hash(tuple(seen)) % 900 + 1)
         return [tokens[-1]]
 
@@ -149,11 +155,12 @@ def make_requests(chance: random.Random, count: int = 12, shared: int = 0) -> li
     ]
 
 
-def expected(request: Request) -> list[int]:
+def expected(request: Request, window: int | None = None) -> list[int]:
     """The answer on a device that never forgets."""
     tokens = list(request.prompt_token_ids)
     for _ in range(request.max_tokens):
         seen = [hash(tuple(tokens[: position + 1])) for position in range(len(tokens))]
+        seen += seen[max(0, len(tokens) - window) :] if window else []
         tokens.append(hash(tuple(seen)) % 900 + 1)
     return tokens[request.num_prompt_tokens :]
 
@@ -221,6 +228,32 @@ def test_answers_do_not_depend_on_preemptions(
     assert scheduler._preemptions._connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not scheduler._preemptions._away and not scheduler._preemptions._returning
+
+
+@pytest.mark.parametrize("max_stall", [1e9, 0.0])
+@pytest.mark.parametrize("caching", [False, True])
+def test_layers_with_a_sliding_window_are_kept_whole_or_not_at_all(
+    build, caching, max_stall
+) -> None:
+    window = 40
+    scheduler = build(
+        max_stall=max_stall, host_blocks=24, prefix_caching=caching, sliding_window=window
+    )
+    chance = random.Random(5)
+    requests = make_requests(chance, shared=40 if caching else 0)
+
+    def preempt(step: int) -> None:
+        if step % 3 == 0 and scheduler.running:
+            scheduler._evict(chance.choice(scheduler.running), "urgent")
+
+    answers = FakeDevice(scheduler, window).answer(requests, 0, preempt)
+    assert answers == {request.request_id: expected(request, window) for request in requests}
+    total = scheduler._counters.total
+    assert total("preemptions", ("swap", "urgent")) > 5
+    assert total("loaded_tokens") > 0 == total("preemptions", ("partial", "urgent"))
+    assert total("policy_errors") == 0
+    assert scheduler._preemptions._connector.ledger.pool.used == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
 def test_blocks_that_will_be_found_again_are_not_saved(build) -> None:

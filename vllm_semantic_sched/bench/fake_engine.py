@@ -23,7 +23,12 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -50,12 +55,14 @@ def build_scheduler(
     async_scheduling: bool = False,
     prefix_caching: bool = False,
     kv_transfer_config: KVTransferConfig | None = None,
+    sliding_window: int | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
     """A scheduler as the engine core builds it.
 
     Args:
         semantic_sched: what `--additional-config` would hold under that key.
+        sliding_window: tokens that a second kind of layers looks back; None: there is none.
         scheduler_options: further fields of vLLM's SchedulerConfig.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -84,10 +91,20 @@ def build_scheduler(
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if sliding_window is not None:
+        window = SlidingWindowSpec(
+            block_size=BLOCK_SIZE,
+            num_kv_heads=1,
+            head_size=1,
+            dtype=torch.float32,
+            sliding_window=sliding_window,
+        )
+        groups.append(KVCacheGroupSpec(["window layer"], window))
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_groups=groups,
     )
     return scheduler_class(
         vllm_config=vllm_config,
