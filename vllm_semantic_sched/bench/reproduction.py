@@ -14,7 +14,7 @@ from vllm_semantic_sched.bench import printed
 if TYPE_CHECKING:
     from vllm_semantic_sched.sim.runner import Cell
 
-_METRIC = "normalized_waiting"
+_METRIC = "waiting_per_token"
 _LEVELS = ("0", "1", "2", "3", "4", "all")
 _MODES = ("full_batching", "immediate")
 _GRID = (

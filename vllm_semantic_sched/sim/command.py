@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         textwrap.fill(f"shipped scenarios: {', '.join(shipped_names('scenario'))}", 96)
         + "\n\nexample:\n  semsched simulate --scenario paper-table1 --output results --workers 2"
+        "\n  semsched simulate --validate --output validation -- MODEL --max-num-seqs 8"
         "\n  semsched simulate --keys      (every key of a scenario file and its meaning)"
     )
     add = parser.add_argument
@@ -39,6 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT_METRIC,
         help="what the table and the picture show (default: %(default)s); the files hold all",
     )
+    add(
+        "--validate",
+        action="store_true",
+        help="compare the simulator with your real engine under four loads and three schedulers; "
+        "takes --output, --requests, and after -- the model and engine options of `vllm serve`",
+    )
+    add(
+        "--requests",
+        type=_positive,
+        default=80,
+        metavar="N",
+        help="with --validate: per load (default: %(default)s)",
+    )
+    add("engine_options", nargs="*", metavar="-- MODEL [OPTION ...]", help="with --validate")
     add("--keys", action="store_true", help="explain every key of a scenario file and exit")
     add("--quiet", action="store_true", help="no progress bar")
 
@@ -52,13 +67,44 @@ def run(args: argparse.Namespace) -> int:
         _print_keys()
         return 0
     try:
-        return _run(args)
+        return _validate(args) if args.validate else _run(args)
     except (PolicyError, TraceError, RequestTooLarge, BadOption) as error:
         print(f"semsched simulate: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"semsched simulate: {error}", file=sys.stderr)
         return 1
+
+
+def _validate(args: argparse.Namespace) -> int:
+    import json
+
+    from tqdm import tqdm
+
+    from vllm_semantic_sched.bench.validate import (
+        LOADS,
+        SCHEDULERS,
+        EngineFailed,
+        print_validation,
+        report,
+        validate,
+    )
+
+    if args.output is None or not args.engine_options:
+        raise BadOption("--validate needs --output, and after -- a model and engine options")
+    try:
+        with tqdm(total=len(SCHEDULERS), unit="scheduler", disable=args.quiet) as bar:
+            found = validate(
+                args.engine_options, args.requests, args.output, list(LOADS), bar.update
+            )
+    except EngineFailed as error:
+        print(f"semsched simulate: {error}", file=sys.stderr)
+        return 1
+    print_validation(found)
+    path = args.output / "validation.json"
+    path.write_text(json.dumps(report(found), indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+    return 0
 
 
 class BadOption(ValueError):

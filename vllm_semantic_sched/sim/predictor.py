@@ -47,26 +47,32 @@ def draw_predictions(
 ) -> Predictions:
     """What the predictor will say about the requests of a run."""
     buckets = make_buckets(model, workload.outputs)
+    clipped = model.mistakes == "clipped"
     if model.confusion:
         said = _confused(workload.levels, model.confusion, rng)
     else:
-        said = mistaken(workload.levels, levels, model.urgency_error, rng)
+        said = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
     true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
-    lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng)
+    lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
     return Predictions(said, lengths, levels, buckets)
 
 
 def mistaken(
-    classes: np.ndarray, count: int, error_rate: float, rng: np.random.Generator
+    classes: np.ndarray,
+    count: int,
+    error_rate: float,
+    rng: np.random.Generator,
+    clipped: bool = False,
 ) -> np.ndarray:
     """Classes as a predictor of that error rate gives them (paper, section 4.1).
 
     One number stands for two: the share of requests that are classified wrongly, and the mean
     distance by which those are wrong over the number of classes. A mistake goes either way with
-    equal chance where there is room for it, and to the far end where there is not.
+    equal chance; one that would leave the range stops at its end.
 
     Args:
         classes: true classes, 0 to `count` - 1.
+        clipped: let mistakes at the ends come to nothing; otherwise they go the other way.
     """
     wrong = np.zeros(len(classes), dtype=bool)
     wrong[rng.permutation(len(classes))[: round(error_rate * len(classes))]] = True
@@ -77,8 +83,8 @@ def mistaken(
     up = rng.random(len(classes)) < 0.5
     higher = np.minimum(classes + steps, count - 1)
     lower = np.maximum(classes - steps, 0)
-    # Nothing is beyond the ends: there the mistake goes the other way.
-    up = np.where(higher == classes, False, np.where(lower == classes, True, up))
+    if not clipped:
+        up = np.where(higher == classes, False, np.where(lower == classes, True, up))
     return np.where(wrong, np.where(up, higher, lower), classes)
 
 

@@ -64,6 +64,8 @@ class Replica:
         self._events = observer.events
         self._holds = settings.predictor.hold
         self._busy = False
+        self._arrival_seconds = settings.engine.arrival
+        self._taken_in = 0  # since the last step
         self._control: OverloadControl | None = None
         if _limits(core.policy):
             model = settings.engine
@@ -73,6 +75,7 @@ class Replica:
 
     def submit(self, run: Run) -> None:
         """A request arrives at the queue."""
+        self._taken_in += 1
         self.engine.submit(run)
         if self._control is not None:
             self._end(self._control.arrive(run.job, self._events.now, self.engine.free_seats))
@@ -98,6 +101,8 @@ class Replica:
         seconds = self.engine.begin_step(self._events.now)
         self._busy = seconds is not None
         if seconds is not None:
+            seconds += self._taken_in * self._arrival_seconds
+            self._taken_in = 0
             self._observer.decided(self.engine)
             self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
 

@@ -89,6 +89,11 @@ class WorkloadModel(Section):
     hints: bool = Field(
         False, description="Clients state the true level (`vllm_xargs: {urgency: N}`)."
     )
+    limits: bool = Field(
+        False,
+        description="Clients limit their answers to the length that they come to have "
+        "(`max_tokens`), which tells a policy that length. Otherwise all have one limit.",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> WorkloadModel:
@@ -122,6 +127,12 @@ class PredictorModel(Section):
     )
     length_error: float = Field(
         0.0, ge=0, le=1, description="The same for the output-length bucket."
+    )
+    mistakes: Literal["inside", "clipped"] = Field(
+        "inside",
+        description="Where a mistake would go beyond the first or last class: `inside` it goes the "
+        "other way, so that the error rate holds at the ends as well; `clipped` it stops there, "
+        "and half the mistakes about the most urgent level are none.",
     )
     confusion: tuple[tuple[float, ...], ...] = Field(
         (),
@@ -170,6 +181,9 @@ class EngineModel(Section):
     )
     batch: BatchTerms | None = Field(
         None, description="`vllm`: terms of a step in place of the profile's."
+    )
+    arrival: float = Field(
+        0.0, ge=0, description="Seconds of the engine's time that taking in a request costs."
     )
     replicas: int = Field(
         1, ge=1, description="Independent engines, each with its own queue and predictor."

@@ -150,6 +150,7 @@ class _Simulation:
     def _arrive(self, index: int) -> None:
         request = self._workload.request(index)
         settings = self.scenario.settings
+        limits = settings.workload.limits
         any_core = self._replicas[0].core
         extra_args = {"urgency": request.level} if settings.workload.hints else None
         hint = any_core.read_hints(extra_args, 0)
@@ -162,8 +163,8 @@ class _Simulation:
             str(index),
             arrival=request.arrival,
             prompt_tokens=request.prompt_tokens,
-            # One limit for all clients: it must not tell the policy the length of an answer.
-            max_output_tokens=self._longest,
+            # One limit for all clients must not tell the policy the length of an answer.
+            max_output_tokens=request.output_tokens if limits else self._longest,
             hint=hint,
             awaits_prediction=awaits,
             tenant=request.tenant,

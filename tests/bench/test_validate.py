@@ -1,0 +1,87 @@
+"""Comparison of simulator and engine, without an engine: what is compared and how it is judged."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_semantic_sched.bench.validate import (
+    LOADS,
+    SCHEDULERS,
+    Comparison,
+    Validation,
+    _prepare,
+    compare,
+)
+from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.sim.simulation import simulate
+
+COSTS = {
+    "alpha1": 1e-8,
+    "alpha2": 1e-4,
+    "batch": {"step": 5e-3, "per_sequence": 1e-4, "per_context_token": 1e-7},
+    "arrival": 2e-4,
+    "residual": 0.02,
+}
+SHAPE = {"seats": 4, "token_budget": 512, "block_size": 32, "kv_blocks": 60}
+POLICY = SCHEDULERS["semantic"] | {"predictor": {"enabled": False}}
+
+
+def _result(folder: Path, stretch: float) -> dict:
+    """What an engine would report that takes `stretch` times as long as the simulator says."""
+    from vllm_semantic_sched.bench.validate import _scenario
+
+    requests = [one | {"arrival": one["arrival"] * 2.0} for one in _prepare("spiky", 40)]
+    result = {
+        "name": "spiky",
+        "shape": SHAPE,
+        "costs": [COSTS, COSTS],
+        "requests": requests,
+        "preemptions": 3,
+    }
+    runs = simulate(_scenario(result, "semantic", POLICY, folder), "semantic").runs
+    result["served"] = [
+        [
+            run.request.arrival,
+            run.request.arrival + stretch * (run.first_token - run.request.arrival),
+            run.request.arrival + stretch * (run.finish - run.request.arrival),
+        ]
+        for run in runs
+    ]
+    return result
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.25])
+def test_the_error_is_what_the_engine_differs_by(tmp_path, stretch) -> None:
+    found, counts = compare(_result(tmp_path, stretch), "semantic", POLICY, tmp_path)
+    assert {one.level for one in found} == {"0", "1", "2", "3", "4", "all"}
+    assert all(one.error == pytest.approx(1 / stretch - 1, abs=1e-6) for one in found)
+    assert counts[0] == 3 and counts[1] > 0
+
+
+def _validation(real: tuple[float, float], simulated: tuple[float, float]) -> Validation:
+    return Validation(
+        [
+            Comparison("light", name, "0", "e2e_mean", one, other)
+            for name, one, other in zip(("FCFS", "semantic"), real, simulated, strict=True)
+        ],
+        {},
+    )
+
+
+def test_a_wrong_order_is_one_that_the_engine_shows_clearly() -> None:
+    assert _validation((2.0, 1.0), (1.9, 1.2)).wrong_orders() == []
+    assert len(_validation((2.0, 1.0), (1.0, 1.2)).wrong_orders()) == 1
+    assert _validation((1.05, 1.0), (1.0, 1.2)).wrong_orders() == []
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_each_load_comes_as_fast_as_it_says(name: str) -> None:
+    requests = _prepare(name, 400)
+    assert len(requests) == 400
+    # In units of the time that the engine needs for all of them.
+    assert requests[-1]["arrival"] == pytest.approx(1 / LOADS[name]["load"], rel=0.25)
+
+
+def test_validation_without_an_engine_is_refused(tmp_path, capsys) -> None:
+    assert main(["simulate", "--validate", "--output", str(tmp_path)]) == 2
+    assert "a model and engine options" in capsys.readouterr().err

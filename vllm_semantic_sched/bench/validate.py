@@ -1,0 +1,291 @@
+"""Does the simulator tell what a real engine does? The same loads on both, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LOADS: dict[str, dict[str, Any]] = {
+    "light": {"arrivals": "poisson", "load": 0.4},
+    "overloaded": {"arrivals": "poisson", "load": 1.6},
+    "spiky": {"arrivals": "bursts", "load": 0.8},
+    "KV-bound": {
+        "arrivals": "poisson",
+        "load": 1.1,
+        "prompt": {"kind": "uniform", "low": 150, "high": 350},
+        "output": {"kind": "uniform", "low": 40, "high": 120},
+    },
+}
+"""Names and shapes of the loads. `load`: of what the engine can do."""
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "FCFS": {"base": "fcfs"},
+    "priority": {"base": "priority", "preemption": {"enabled": False}, "stage": {"mode": "off"}},
+    "semantic": {"base": "semantic"},
+}
+"""Policies: without a predictor, as the level is a hint and the length a limit."""
+
+METRICS = ("e2e_mean", "normalized_waiting")
+TARGET = 0.15
+# Nobody can tell which of two policies is better where they differ by less.
+_DISTINCT = 0.10
+_COMMON = {"predictor": {"enabled": False}, "correct_profile": False}
+_LENGTHS = {
+    "prompt": {"kind": "uniform", "low": 16, "high": 120},
+    "output": {"kind": "uniform", "low": 8, "high": 64},
+}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class EngineFailed(RuntimeError):
+    """The real engine did not do its part. The message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A metric of one level (`all` for all) under one scheduler and load: seconds."""
+
+    load: str
+    scheduler: str
+    level: str
+    metric: str
+    real: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the real engine."""
+        return self.simulated / self.real - 1.0
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All comparisons, and (load, scheduler): preemptions on the real engine and simulated."""
+
+    comparisons: list[Comparison]
+    preemptions: dict[tuple[str, str], tuple[int, int]]
+
+    def wrong_orders(self) -> list[str]:
+        """Pairs of schedulers that the simulator puts in the wrong order, where the real engine
+        tells them apart by a tenth or more."""
+        found = {(c.load, c.level, c.metric, c.scheduler): c for c in self.comparisons}
+        wrong = []
+        for (load, level, metric, one), first in found.items():
+            for other in SCHEDULERS:
+                second = found.get((load, level, metric, other))
+                if second is None or one >= other:
+                    continue
+                apart = abs(first.real / second.real - 1.0) >= _DISTINCT
+                if apart and (first.real < second.real) != (first.simulated < second.simulated):
+                    wrong.append(f"{load}, level {level}, {metric}: {one} and {other}")
+        return wrong
+
+
+def validate(
+    options: Sequence[str], requests: int, folder: Path, loads: Sequence[str], progress: Any
+) -> Validation:
+    """Run every load under every scheduler on the real engine and in the simulator.
+
+    Args:
+        options: as after `vllm serve`.
+        requests: per load.
+        folder: gets a trace and a profile per run.
+        progress: called after each scheduler.
+
+    Raises:
+        EngineFailed: the engine did not start or ended by itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = {name: _prepare(name, requests) for name in loads}
+    comparisons: list[Comparison] = []
+    preemptions = {}
+    for scheduler, policy in SCHEDULERS.items():
+        for result in _serve(options, policy | _COMMON, prepared):
+            found, counts = compare(result, scheduler, policy | _COMMON, folder)
+            comparisons += found
+            preemptions[result["name"], scheduler] = counts
+        progress()
+    return Validation(comparisons, preemptions)
+
+
+def compare(
+    result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path
+) -> tuple[list[Comparison], tuple[int, int]]:
+    """Simulate what the real engine was given, and compare what both made of it.
+
+    Args:
+        result: see `paced_engine.run_job`.
+    """
+    from vllm_semantic_sched.sim.metrics import ALL, Recorder
+    from vllm_semantic_sched.sim.simulation import simulate
+
+    scenario = _scenario(result, scheduler, policy, folder)
+    slos = scenario.slos(scheduler)
+    simulated, real = Recorder(slos), Recorder(slos)
+    runs = simulate(scenario, scheduler).runs
+    for run, (_, first, finish) in zip(runs, result["served"], strict=True):
+        simulated.add(run)
+        run.first_token, run.finish = first, finish
+        real.add(run)
+    ours, theirs = simulated.levels(), real.levels()
+    found = [
+        Comparison(result["name"], scheduler, level, metric, row[metric], ours[level][metric])
+        for level, row in theirs.items()
+        for metric in METRICS
+    ]
+    preempted = int(ours[ALL]["recomputes"] + ours[ALL]["swaps"])
+    return found, (result["preemptions"], preempted)
+
+
+def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
+    """A load with arrivals in units of the time that the engine needs for all of it."""
+    from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
+    from vllm_semantic_sched.sim.workload import draw_workload
+
+    shape = LOADS[name]
+    model = WorkloadModel(
+        arrivals=shape["arrivals"],
+        requests=requests,
+        rate=requests * shape["load"],
+        max_burst=24,
+        gap=12 / (requests * shape["load"]),
+        prompt=Lengths(**shape.get("prompt", _LENGTHS["prompt"])),
+        output=Lengths(**shape.get("output", _LENGTHS["output"])),
+    )
+    workload = draw_workload(model, 5, np.random.default_rng([7, len(name)]))
+    return [
+        {
+            "arrival": float(workload.arrivals[index]),
+            "prompt_tokens": int(workload.prompts[index]),
+            "output_tokens": int(workload.outputs[index]),
+            "level": int(workload.levels[index]),
+        }
+        for index in range(len(workload))
+    ]
+
+
+def _serve(
+    options: Sequence[str], policy: dict[str, Any], loads: dict[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    import yaml
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        policy_file, job, out = folder / "policy.yaml", folder / "job.json", folder / "out.jsonl"
+        policy_file.write_text(yaml.safe_dump(policy))
+        job.write_text(
+            json.dumps(
+                {
+                    "options": list(options),
+                    "policy": str(policy_file),
+                    "profile": "cpu-2core-small",
+                    "loads": loads,
+                }
+            )
+        )
+        ended = subprocess.run(
+            [sys.executable, "-m", "vllm_semantic_sched.bench.paced_engine", str(job), str(out)],
+            env=os.environ | _ENVIRONMENT,
+            capture_output=True,
+            text=True,
+        )
+        if ended.returncode:
+            raise EngineFailed(f"the engine ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
+    from vllm_semantic_sched.policy.profile import load_profile, write_profile
+    from vllm_semantic_sched.sim.scenario import parse_scenarios
+
+    base = load_profile("cpu-2core-small")
+    before, after = result["costs"]
+    mean = {name: (before[name] + after[name]) / 2 for name in ("alpha1", "alpha2", "arrival")}
+    terms = {name: (before["batch"][name] + after["batch"][name]) / 2 for name in before["batch"]}
+    profile = base.model_copy(
+        update={
+            "alpha1": mean["alpha1"],
+            "alpha2": mean["alpha2"],
+            "batch": base.batch_terms.model_copy(update=terms),
+        }
+    )
+    stem = f"{result['name']}-{scheduler}"
+    profile_file, trace = folder / f"{stem}.yaml", folder / f"{stem}.jsonl"
+    write_profile(profile, profile_file)
+    trace.write_text("".join(json.dumps(request) + "\n" for request in result["requests"]))
+    content = {
+        "workload": {"arrivals": "jsonl", "path": str(trace), "hints": True, "limits": True},
+        "engine": {
+            "kind": "vllm",
+            "profile": str(profile_file),
+            "arrival": mean["arrival"],
+            **result["shape"],
+        },
+        "schedulers": {scheduler: policy},
+    }
+    return parse_scenarios(content, stem)[0]
+
+
+def report(validation: Validation) -> dict[str, Any]:
+    """Everything as a JSON document."""
+    return {
+        "comparisons": [asdict(one) | {"error": one.error} for one in validation.comparisons],
+        "preemptions": [
+            {"load": load, "scheduler": scheduler, "real": real, "simulated": simulated}
+            for (load, scheduler), (real, simulated) in validation.preemptions.items()
+        ],
+        "wrong_orders": validation.wrong_orders(),
+    }
+
+
+def print_validation(validation: Validation) -> None:
+    """A row per load and scheduler, the error of each level; and what misses the target."""
+    from rich import box
+    from rich.table import Table
+
+    from vllm_semantic_sched.bench.console import make_console
+
+    console = make_console()
+    for metric in METRICS:
+        chosen = [one for one in validation.comparisons if one.metric == metric]
+        levels = list(dict.fromkeys(one.level for one in chosen))
+        table = Table(title=f"{metric}: real s, error of the simulator", box=box.SIMPLE)
+        for name in ("load", "scheduler", *levels, "preemptions real / simulated"):
+            table.add_column(name, justify="left" if name in ("load", "scheduler") else "right")
+        for (load, scheduler), (real, simulated) in validation.preemptions.items():
+            row = {
+                one.level: f"{one.real:.3g} {one.error:+.0%}"
+                for one in chosen
+                if (one.load, one.scheduler) == (load, scheduler)
+            }
+            table.add_row(
+                load,
+                scheduler,
+                *(row.get(level, "-") for level in levels),
+                f"{real} / {simulated}",
+            )
+        console.print(table)
+    errors = [abs(one.error) for one in validation.comparisons]
+    within = sum(error <= TARGET for error in errors)
+    console.print(
+        f"{within} of {len(errors)} errors are within {TARGET:.0%}; median "
+        f"{np.median(errors):.1%}, largest {max(errors):.1%}"
+    )
+    wrong = validation.wrong_orders()
+    console.print(f"schedulers in the wrong order: {'; '.join(wrong) or 'none'}")
