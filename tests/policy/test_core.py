@@ -144,6 +144,18 @@ def test_nobody_is_preempted_for_ever() -> None:
     assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
 
 
+def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
+    tiers = [{"name": str(level), "preemptible": level != 4} for level in range(5)]
+    core = make_core(tiers=tiers)
+    batch, routine = arrive(core, "batch", 4), arrive(core, "routine", 3)
+    core.start(core.waiting.pop())
+    core.start(core.waiting.pop())
+    urgent = arrive(core, "urgent", 0)
+    assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+    assert core.victims_for(urgent, Need(2, 0), 8, lambda job: 0) == []
+    assert batch in core.running
+
+
 def test_the_clients_own_limit_bounds_the_expected_length() -> None:
     core = make_core()
     job = arrive(core, "a", 1)

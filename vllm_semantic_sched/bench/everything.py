@@ -15,7 +15,7 @@ EVERYTHING: dict[str, Any] = {
         {"name": "batch", "reserve": {"seats": 4, "mode": "soft"}},
         {"name": "background", "share": 0.05},
     ],
-    "aging": {"enabled": True, "interval": 0.5, "step": 0.25},
+    "aging": {"enabled": True, "step": 0.25},
     "deadlines": {"enabled": True},
     "fair_share": {"enabled": True, "max_levels": 2.0},
     "tenants": {"fair": True, "top": {"share": 0.5}},

@@ -387,6 +387,10 @@ class SchedulingCore:
         preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
         """See `policy.preemption.choose_victims`."""
+
+        def freeable(victim: Job) -> int | None:
+            return freeable_blocks(victim) if self.policy.tier(victim.level).preemptible else None
+
         borrowed = self.fairness.reservation.borrowed_from(job.level)
         return choose_victims(
             self.fairness.preempting_level(job.level),
@@ -394,7 +398,7 @@ class SchedulingCore:
             self.running,
             self.policy.preemption,
             max_victims,
-            freeable_blocks,
+            freeable,
             preemption_seconds,
             borrowed,
         )

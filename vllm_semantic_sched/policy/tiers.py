@@ -63,7 +63,11 @@ class Tier(Section):
         description="Under overload tiers are shed in this order, 1 first; unset: never. The most "
         "urgent tier cannot have one.",
     )
-    preemptible: bool = Field(True, description="May lose its seat to more urgent requests.")
+    preemptible: bool = Field(
+        True,
+        description="May lose its seat to more urgent requests. What has grown into a hard "
+        "reservation, or is in the way of a full KV cache, loses it all the same.",
+    )
     drop: bool = Field(
         False,
         description="May be ended, with an error that says so, where preempting it again would "
