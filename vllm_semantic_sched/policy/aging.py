@@ -32,7 +32,7 @@ from vllm_semantic_sched.policy.section import Section
 
 # Promotions in one step at most, so that a flood that grows old together does not hold one up;
 # the others follow in the next steps.
-_MOST_PER_STEP = 50
+_MOST_PER_STEP = 20
 # Sums of shares such as ten times 0.1 fall short of 1 by rounding.
 _ROUNDING = 1e-9
 

@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.section import Section
 
 # Jobs looked at in one step, so that a flood of the same age does not hold it up.
-_MOST_PER_STEP = 50
+_MOST_PER_STEP = 20
 
 
 class Deadlines(Section):
