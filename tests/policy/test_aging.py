@@ -1,6 +1,5 @@
 """Promotion by waiting time, and how often it may overtake."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
