@@ -38,6 +38,14 @@ def test_whoever_has_a_first_token_or_no_promise_is_not_watched() -> None:
     assert watch.due(0.9) == [] and not resumed.hurried
 
 
+def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
+    watch, job = DeadlineWatch(Deadlines(enabled=True)), make_job(2)
+    watch.wait(job, 4.0)
+    watch.knobs = Deadlines()
+    watch.wait(job, 4.0)  # as after a reload
+    assert watch.due(3.0) == [] and not job.hurried
+
+
 def test_nobody_is_raised_beyond_the_most_urgent_level() -> None:
     job = make_job(1, hurried=3.0)
     assert job.effective_level == 0.0 and not job.overdue

@@ -52,6 +52,7 @@ class DeadlineWatch:
         """
         if not self.knobs.enabled or ttft is None or job.generated:
             job.hurried = 0.0  # its first token is out, or none is promised
+            self._timers.discard(job)
             return
         job.deadline = job.arrival + ttft
         raise_at = job.deadline - self.knobs.before * ttft
