@@ -82,13 +82,14 @@ def add_server_arguments(parser: argparse.ArgumentParser, required: bool = True)
 
 
 def _why(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
-    text = error.read().decode(errors="replace")
-    if error.code == 404:
-        return f"the server has no {prefix}{path}; start it with {_NEEDED[prefix]}"
     if error.code == 401:
         return "the server asks for its API key: --api-key or $VLLM_API_KEY"
+    text = error.read().decode(errors="replace")
     try:
         told = json.loads(text)["error"]
-        return str(told["message"] if isinstance(told, dict) else told)
+        message = str(told["message"] if isinstance(told, dict) else told)
     except (ValueError, KeyError):
-        return f"status {error.code}: {text[:300]}"
+        message = f"status {error.code}: {text[:300]}"
+    if error.code == 404 and "not found" in message.lower():
+        return f"the server has no {prefix}{path}; start it with {_NEEDED[prefix]}"
+    return message
