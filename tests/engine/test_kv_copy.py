@@ -43,6 +43,18 @@ def test_blocks_come_back_from_the_host_bit_by_bit(layout, kernel_blocks, dtype)
     assert saves > 0 < loads and copies.take_seconds() == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("allocating", [False, True])
+@pytest.mark.parametrize("copying", [False, True])
+def test_copies_work_in_and_outside_inference_mode(allocating, copying) -> None:
+    with torch.inference_mode(allocating):
+        cache = layer_cache("BHNC")
+        copies = CpuCopies(block_regions([cache], BLOCKS), slots=1)
+    with torch.inference_mode(copying):
+        copies.save([2], [range(0, 1)])
+        copies.load([7], [range(0, 1)])
+    assert torch.equal(cache[7], cache[2])
+
+
 def test_layers_within_a_block_are_told_apart() -> None:
     """All layers' pages of a block side by side: blocks of a layer are not adjacent."""
     stored = torch.randn(BLOCKS, 3, HEADS, TOKENS, SIZE)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = Path(__file__).with_name("swap_engine.py")
 POLICY = """
 predictor: {enabled: false}
-retention: {mode: swap}
+retention: {mode: swap, survival: 1.0}
 preemption: {max_per_request: 1000}
 correct_profile: false
 profile: PROFILE

@@ -100,6 +100,7 @@ class CpuCopies:
         self._finished: set[str] = set()
         self._save_seconds = self._load_seconds = 0.0
 
+    @torch.inference_mode()  # vLLM allocates KV in this mode and may call from outside it
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
@@ -107,6 +108,7 @@ class CpuCopies:
                 torch.index_select(source, 0, rows, out=target[run.start : run.stop])
         self._save_seconds += time.perf_counter() - start
 
+    @torch.inference_mode()
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
