@@ -1,9 +1,12 @@
-"""Times copies of KV blocks between an engine worker's cache and host memory."""
+"""Times copies of KV blocks between an engine worker's cache and host memory, by the backends
+that preemption uses."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 # Between preempting a request and resuming it the engine computes a lot: neither side of a copy is
@@ -29,19 +32,16 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
     """
     import torch
 
-    caches = _distinct(worker.model_runner.kv_caches)
-    device = caches[0].device
-    on_host = device.type == "cpu"
-    generator = torch.Generator().manual_seed(seed)
-    pools = [
-        torch.empty((max(blocks), *cache.shape[1:]), dtype=cache.dtype, pin_memory=not on_host)
-        for cache in caches
-    ]
-    for pool in pools:
-        pool.zero_()
-    flush = torch.zeros(_FLUSH_BYTES, dtype=torch.uint8) if on_host else None
+    from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
 
-    def timed(copy: Any) -> float:
+    runner = worker.model_runner
+    regions = block_regions(runner.kv_caches, runner.kv_cache_config.num_blocks)
+    backend = make_backend(regions, slots=max(blocks))
+    device = regions[0].device
+    flush = torch.zeros(_FLUSH_BYTES, dtype=torch.uint8) if device.type == "cpu" else None
+    generator = torch.Generator().manual_seed(seed)
+
+    def timed(copy: Callable[[], None]) -> float:
         if flush is not None:
             flush.add_(1)
         _settle(device)
@@ -52,30 +52,17 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
 
     save: list[list[float]] = [[] for _ in blocks]
     load: list[list[float]] = [[] for _ in blocks]
-    for _ in range(repeats):
+    # One copy more than counted: the first touches host memory that is not there yet.
+    for repeat in range(repeats + 1):
         for place, count in enumerate(blocks):
-            rows = torch.randperm(caches[0].shape[0] - 1, generator=generator)[:count] + 1
-            rows = rows.to(device)
-            parts = [(cache, pool[:count]) for cache, pool in zip(caches, pools, strict=True)]
-            save[place].append(timed(lambda parts=parts, rows=rows: _save(parts, rows)))
-            load[place].append(timed(lambda parts=parts, rows=rows: _load(parts, rows)))
-    size = sum(cache[0].numel() * cache.element_size() for cache in caches)
-    return Copies(size, save, load)
-
-
-def _save(parts: list[tuple[Any, Any]], rows: Any) -> None:
-    import torch
-
-    for cache, pool in parts:
-        if pool.device == cache.device:
-            torch.index_select(cache, 0, rows, out=pool)
-        else:
-            pool.copy_(cache[rows], non_blocking=True)
-
-
-def _load(parts: list[tuple[Any, Any]], rows: Any) -> None:
-    for cache, pool in parts:
-        cache.index_copy_(0, rows, pool.to(cache.device, non_blocking=True))
+            order = torch.randperm(regions[0].shape[0] - 1, generator=generator)
+            rows, slots = (order[:count] + 1).tolist(), [range(count)]
+            saved = timed(partial(backend.save, rows, slots))
+            loaded = timed(partial(backend.load, rows, slots))
+            if repeat:
+                save[place].append(saved)
+                load[place].append(loaded)
+    return Copies(sum(region.shape[1] for region in regions), save, load)
 
 
 def _settle(device: Any) -> None:
@@ -83,8 +70,3 @@ def _settle(device: Any) -> None:
         import torch
 
         torch.cuda.synchronize(device)
-
-
-def _distinct(caches: list[Any]) -> list[Any]:
-    """One tensor per storage: layers can share theirs."""
-    return list({cache.data_ptr(): cache for cache in caches}.values())
