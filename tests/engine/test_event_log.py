@@ -13,7 +13,7 @@ from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.events import Events
+from vllm_semantic_sched.policy.events import Event, Events
 from vllm_semantic_sched.policy.job import JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
 
@@ -114,6 +114,14 @@ def test_a_full_disk_is_survived_and_counted(caplog) -> None:
     assert counters.total("event_log_dropped", "not_writable") == 300
     assert counters.total("event_log_lines") == 0
     assert len(caplog.records) == 1 and "No space left" in caplog.text
+
+
+def test_what_a_full_disk_did_not_take_is_not_kept_in_memory() -> None:
+    log = make_log("/dev/full")
+    log.close()
+    log._file.stream = log._file._open()
+    log._write([Event.of(transition(1), time.time())])
+    assert log._file.stream is None
 
 
 def test_the_log_goes_on_when_there_is_room_again(tmp_path, monkeypatch) -> None:

@@ -96,6 +96,16 @@ def test_the_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:
     assert any(e["ph"] == "C" for e in events)
 
 
+def test_queue_depths_are_those_of_the_waiting(log) -> None:
+    reader = LogReader(limit=10)
+    list(reader.lives(log))
+    depths = {round(moment, 1): counts for moment, counts in reader.depths}
+    assert depths[0.0] == {"tier4": 1}
+    assert depths[2.0]["tier0"] == 1
+    assert depths[3.0] == {"tier0": 0, "tier4": 2}
+    assert depths[7.0] == {"tier0": 0, "tier4": 0}
+
+
 def test_rotated_parts_are_read_from_the_oldest_on(tmp_path) -> None:
     path = tmp_path / "e.jsonl"
     for name, lines in ((".2", STORY[:4]), (".1", STORY[4:9]), ("", STORY[9:])):
