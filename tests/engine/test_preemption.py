@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.fake_engine import (
@@ -228,6 +228,36 @@ def test_answers_do_not_depend_on_preemptions(
     assert scheduler._preemptions._connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not scheduler._preemptions._away and not scheduler._preemptions._returning
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
+    build, asynchronous
+) -> None:
+    scheduler = build(max_stall=0.0, async_scheduling=asynchronous)
+    ledger = scheduler._preemptions._connector.ledger
+    chance = random.Random(3)
+    requests = make_requests(chance, count=16)
+    cancelled = {"away": [], "loading": []}
+
+    def disturb(step: int) -> None:
+        if step % 4 == 0 and scheduler.running:
+            scheduler._evict(chance.choice(scheduler.running), "urgent")
+        for where, names in (("away", ledger._held), ("loading", ledger._loading)):
+            name = next((name for name in names if name not in cancelled[where]), None)
+            if name is not None and len(cancelled[where]) < 4:
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+                cancelled[where].append(name)
+
+    answers = FakeDevice(scheduler).answer(requests, int(asynchronous), disturb)
+    gone = {name for names in cancelled.values() for name in names}
+    assert len(cancelled["away"]) == len(cancelled["loading"]) == 4, cancelled
+    for request in requests:
+        if request.request_id not in gone:
+            assert answers[request.request_id] == expected(request)
+    assert scheduler._counters.total("policy_errors") == 0
+    assert ledger.pool.used == ledger.loading == 0 and not scheduler.requests
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
 @pytest.mark.parametrize("max_stall", [1e9, 0.0])
