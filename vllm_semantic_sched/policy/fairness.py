@@ -176,6 +176,11 @@ class Fairness:
     # What it adds up to
 
     @property
+    def steady(self) -> bool:
+        """Whether who may preempt whom depends on nothing but who waits and who runs."""
+        return not self._metered
+
+    @property
     def _metered(self) -> bool:
         policy = self._policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled

@@ -65,6 +65,8 @@ class Engine:
         self._decoding = Decoding(pool)
         self._chunks: dict[Job, int] = {}
         self._swapped_out: list[int] = []
+        # Nothing was to be decided, and nothing has come, gone or moved since.
+        self._same_again = False
 
     # Requests
 
@@ -84,11 +86,13 @@ class Engine:
             )
         self._runs[run.job] = run
         self.waiting[request.level] += 1
+        self._same_again = False
         self.core.enqueue(run.job, self.core.waiting)
 
     def predicted(self, run: Run) -> None:
         """The prediction for a submitted request has come back."""
         self._decoding.observe(run)
+        self._same_again = False
         self.core.predicted(run.job, run.prediction)
         if run.job in self.core.running:
             self._reposition(run.job)
@@ -96,6 +100,7 @@ class Engine:
     def refuse(self, job: Job, code: Code, now: float) -> Run:
         """The policy ends a request before it is complete."""
         run = self._runs.pop(job)
+        self._same_again = False
         self._decoding.observe(run)
         if job in self.core.running:
             self._leave(run, now, code.value)
@@ -176,11 +181,13 @@ class Engine:
     def _nothing_to_decide(self) -> bool:
         """Whether all that the step can do is go on decoding. Most steps are like that, and
         asking the policy core all its questions in them would double a simulation's time."""
-        if self._prefilling:
-            return False
-        core = self.core
-        full = len(self.running) >= self.seats
-        return core.waiting.peek() is None or (full and not core.wants_room)
+        if not self._same_again or not self.core.fairness.steady:
+            core = self.core
+            full = len(self.running) >= self.seats
+            self._same_again = not self._prefilling and (
+                core.waiting.peek() is None or (full and not core.wants_room)
+            )
+        return self._same_again
 
     def _make_room(self, now: float) -> None:
         core = self.core
@@ -312,6 +319,7 @@ class Engine:
 
     def _leave(self, run: Run, now: float, kind: str) -> None:
         """A request gives back its seat and its blocks."""
+        self._same_again = False
         self.running.remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
@@ -327,6 +335,7 @@ class Engine:
         return self.pool.needed(job.tokens)
 
     def _reposition(self, job: Job) -> None:
+        self._same_again = False
         self.running.remove(job)
         self._insert(job)
 

@@ -42,6 +42,13 @@ class EventQueue:
             raise ValueError(f"event at {time} s, but it is {self.now} s already")
         heapq.heappush(self._heap, (time, order, next(self._numbers), action))
 
+    def advance(self, time: float) -> bool:
+        """Move the clock to `time`, unless something is to happen until then; whether it moved."""
+        if self._heap and self._heap[0][0] <= time:
+            return False
+        self.now = time
+        return True
+
     def run(self) -> None:
         """Run until no event is left."""
         while self._heap:

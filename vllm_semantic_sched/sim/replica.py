@@ -96,6 +96,24 @@ class Replica:
                 self._end(self._control.revised(run.job, self._events.now, free))
 
     def _begin_step(self) -> None:
+        # As long as nothing else happens the next step follows here, past the event queue.
+        while (seconds := self._decided()) is not None:
+            end = self._events.now + seconds
+            if not self._events.advance(end):
+                self._events.at(end, Order.ENGINE, self._end_step)
+                return
+            self._finish_step()
+
+    def _end_step(self) -> None:
+        self._finish_step()
+        self._begin_step()
+
+    def _finish_step(self) -> None:
+        for run in self.engine.end_step(self._events.now):
+            self._observer.done(run)
+
+    def _decided(self) -> float | None:
+        """Let the engine decide on a step; its seconds, None if there is nothing to do."""
         if self._control is not None:
             self._end(self._control.step(self._events.now, self.engine.pool.use))
         seconds = self.engine.begin_step(self._events.now)
@@ -104,12 +122,7 @@ class Replica:
             seconds += self._taken_in * self._arrival_seconds
             self._taken_in = 0
             self._observer.decided(self.engine)
-            self._events.at(self._events.now + seconds, Order.ENGINE, self._end_step)
-
-    def _end_step(self) -> None:
-        for run in self.engine.end_step(self._events.now):
-            self._observer.done(run)
-        self._begin_step()
+        return seconds
 
     def _end(self, endings: Iterable[Ending]) -> None:
         for job, refusal in endings:

@@ -1,0 +1,81 @@
+"""The paper's figures and tables in shape, and the report that sets them beside the printed
+numbers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_semantic_sched.bench import printed, reproduction
+from vllm_semantic_sched.sim import scenario as scenario_module
+from vllm_semantic_sched.sim.predictor import mistaken
+from vllm_semantic_sched.sim.runner import Task, run_task
+from vllm_semantic_sched.sim.scenario import load_scenarios
+
+METRIC = "waiting_per_token"
+
+
+def _levels(name: str, scheduler: str = "semantic", **changes: Any) -> list[dict[str, float]]:
+    """Waiting per token by level, per cell of a sweep; means over three repeats."""
+    fields = {key.replace("__", "."): value for key, value in changes.items()}
+    cells = []
+    for one in load_scenarios(name, fields):
+        runs = [run_task(Task(one, scheduler, repeat)).levels for repeat in range(3)]
+        cells.append({level: np.mean([run[level][METRIC] for run in runs]) for level in runs[0]})
+    return cells
+
+
+def test_table_1_is_met_where_the_load_decides() -> None:
+    (cell,) = _levels(
+        "paper-table1-script",
+        sweep=[{"predictor.latency": [0.01], "workload.max_burst": [16]}],
+    )
+    for level in "234":
+        assert cell[level] == pytest.approx(printed.TABLE_1[int(level)][5], rel=0.35)
+    waits = [cell[str(level)] for level in range(5)]
+    assert waits == sorted(waits)
+
+
+def test_a_worse_urgency_predictor_costs_level_0_as_much_as_printed() -> None:
+    low, high = _levels("paper-fig2a", sweep=[{"predictor.urgency_error": [0.1, 0.9]}])
+    assert 2.5 <= high["0"] / low["0"] <= 4.9
+    assert high["0"] == pytest.approx(printed.FIGURE_2A["0"][1], rel=0.35)
+
+
+def test_a_worse_length_predictor_leaves_level_0_alone() -> None:
+    low, high = _levels("paper-fig2b", sweep=[{"predictor.length_error": [0.1, 0.9]}])
+    assert high["0"] == pytest.approx(low["0"], rel=0.25)
+    assert high["3"] > low["3"] and high["4"] > low["4"]
+
+
+def test_in_a_spike_semantic_is_ahead_of_hpjf_sjf_and_fcfs() -> None:
+    spike = {"sweep": [{"workload.max_burst": [20]}], "workload__bursts": 30}
+    waits = [
+        _levels("paper-fig2c", scheduler, **spike)[0]["0"]
+        for scheduler in ("semantic", "HPJF", "SJF", "FCFS")
+    ]
+    assert waits == sorted(waits)
+    assert waits[3] > 3 * waits[0]
+
+
+def test_clipped_mistakes_about_the_ends_are_half_as_many() -> None:
+    ends = np.zeros(4000, dtype=int)
+    said = mistaken(ends, 5, 0.8, np.random.default_rng(2), clipped=True)
+    assert np.mean(said != ends) == pytest.approx(0.4, abs=0.03)
+    assert said.min() == 0
+
+
+def test_the_report_has_every_figure_and_table(monkeypatch) -> None:
+    load = scenario_module.load_scenarios
+
+    def small(name: str, changes: dict[str, Any] | None = None) -> Any:
+        less: dict[str, Any] = {"repeats": 1, "workload.requests": 12}
+        return load(name, less | (changes or {}))
+
+    monkeypatch.setattr(scenario_module, "load_scenarios", small)
+    text = "\n".join(reproduction.report(reproduction.run_grid(workers=1)))
+    for name in ("table1", "table1-script", "table2", "table2-script"):
+        assert f"`paper-{name}`" in text
+    for figure in ("2a", "2b", "2c", "2d", "3", "4", "5"):
+        assert f"`paper-fig{figure}`" in text
+    assert "| + SLO |" in text and "/ 4.57 |" in text and "nan" not in text
