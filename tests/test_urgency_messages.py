@@ -1,8 +1,11 @@
 """The hand-written evaluation messages are usable: enough of each level and kind, none twice."""
 
 import csv
+import re
 from collections import Counter
 from pathlib import Path
+
+from vllm_semantic_sched.predict.data import written_messages
 
 MESSAGES = Path(__file__).parent / "data" / "urgency_messages.csv"
 # What makes a message hard to read; "calm" is something grave told calmly, "child" is a child
@@ -49,3 +52,16 @@ def test_what_asks_for_no_help_has_the_last_level():
             assert row["level"] == "4", row["text"]
         if row["kind"] == "calm":
             assert row["level"] in "01", row["text"]
+
+
+def test_no_written_training_message_resembles_one_of_these():
+    def fives(text: str) -> set[tuple[str, ...]]:
+        words = re.sub(r"\W+", " ", text.lower()).split()
+        return {tuple(words[at : at + 5]) for at in range(len(words) - 4)}
+
+    evaluated = set().union(*(fives(row["text"]) for row in messages()))
+    texts = {row["text"].casefold() for row in messages()}
+    for split in ("train", "validation"):
+        for example in written_messages(split):
+            assert example.text.casefold() not in texts
+            assert len(fives(example.text) & evaluated) < 2, example.text

@@ -1,5 +1,6 @@
 """The training mixture: messages with a level, prompts with a length, and both combined."""
 
+import csv
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from vllm_semantic_sched.datasets import (
     instruction_pairs,
     ktas_visits,
     medical_questions,
+    split_of,
     triage_visits,
 )
 from vllm_semantic_sched.predict import render, voices
@@ -34,6 +36,9 @@ _PLAIN_VISITS = 32_000
 # Visits of each level in other voices. Whoever writes so is no sample of any emergency
 # department, and a head trained on the survey's proportions would call nothing level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
+# Messages written one by one, with the variety that wordings put together from parts lack.
+_WRITTEN_MESSAGES = Path(__file__).with_name("written_messages.csv")
+_WRITTEN = 8000
 _MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
 _HARMLESS = 3600
 _FRAMED = 3600
@@ -67,6 +72,7 @@ class Sources:
     ktas: tuple[KtasVisit, ...]
     prompts: tuple[TextLength, ...]
     questions: tuple[TextLength, ...]
+    written: tuple[Example, ...] = ()
 
     @classmethod
     def read(cls, root: Path, split: Split) -> "Sources":
@@ -76,6 +82,7 @@ class Sources:
             ktas=tuple(ktas_visits(root)),
             prompts=tuple(pair for pair in instruction_pairs(root) if pair.split == split),
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
+            written=tuple(written_messages(split)),
         )
 
     @property
@@ -84,10 +91,22 @@ class Sources:
         return [pair.output_tokens for pair in (*self.prompts, *self.questions)]
 
 
+def written_messages(split: Split) -> list[Example]:
+    """Messages written by hand for training, four fifths of them; the others are all in the
+    validation split, for the set that predictors are tested on is another one."""
+    with _WRITTEN_MESSAGES.open(encoding="utf-8", newline="") as file:
+        rows = [Example(row["text"], int(row["level"])) for row in csv.DictReader(file)]
+    if split == "test":
+        return []
+    return [row for row in rows if (split_of(row.text) == "train") == (split == "train")]
+
+
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 80,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 90,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
+    for written in _sample(sources.written, _WRITTEN * scale, rng):
+        examples.append(Example(noisy(written.text, rng), written.level))
     for wording, count in zip(WORDINGS, _MESSAGES_PER_LEVEL, strict=True):
         for _ in range(round(count * scale)):
             examples.append(_message_example(wording.level, rng))
