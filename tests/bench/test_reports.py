@@ -12,7 +12,7 @@ from rich.console import Console
 from vllm_semantic_sched.bench import cli, report
 from vllm_semantic_sched.bench.asks import ask_source
 from vllm_semantic_sched.bench.client import ClientConfig, Record, request_body
-from vllm_semantic_sched.bench.compare import RunPlan, _counters, end_token
+from vllm_semantic_sched.bench.compare import RunPlan, end_token, read_counters
 from vllm_semantic_sched.bench.load import WorkloadConfig
 from vllm_semantic_sched.bench.metrics import Difference, IdleModel
 from vllm_semantic_sched.bench.results import Comparison, MixResult, Round
@@ -171,7 +171,7 @@ def test_counters_sum_labels_and_ignore_the_rest():
         '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'
         'vllm:num_preemptions_total{engine="1"} 4.0\nsemsched:errors_total 1.0\nother 9.0\n'
     )
-    assert _counters(text) == {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0}
+    assert read_counters(text) == {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0}
 
 
 def test_a_model_without_an_end_token_is_refused(tmp_path, capsys):

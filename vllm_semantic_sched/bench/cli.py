@@ -9,6 +9,7 @@ from types import FrameType
 
 from vllm_semantic_sched.bench import (
     chaos_command,
+    flood,
     kv_copy,
     model_command,
     overhead,
@@ -18,6 +19,7 @@ from vllm_semantic_sched.bench import (
     retention,
     run_command,
     simulator,
+    tiers,
 )
 
 _COMMANDS = {
@@ -29,6 +31,8 @@ _COMMANDS = {
     "reproduction": (reproduction, "the paper's figures and tables beside the printed numbers"),
     "retention": (retention, "what plans of preemption cost under load"),
     "simulator": (simulator, "time and memory of the simulator as runs grow"),
+    "tiers": (tiers, "premium, standard and background traffic under overload"),
+    "flood": (flood, "one tenant floods the server while another goes on as before"),
     "chaos": (chaos_command, "disturb a real server in every way at once and see what holds"),
     "make-model": (model_command, "write a small random-weight model with a real tokenizer"),
 }

@@ -65,7 +65,8 @@ class ClientConfig:
     """How requests are sent.
 
     `max_tokens` is the same for every request and at least as large as the longest answer, so
-    that it gives no length away. `eos_token` is the model's end token.
+    that it gives no length away. `eos_token` is the model's end token. With `stop_after`, what is
+    unanswered so many seconds after the start is given up.
     """
 
     url: str
@@ -74,6 +75,7 @@ class ClientConfig:
     request_seconds: float = 900.0
     record_margins: bool = False
     progress: str | None = None
+    stop_after: float | None = None
 
 
 def request_body(
@@ -109,14 +111,22 @@ async def send_open_loop(
 
     Errors are recorded in the request's record; none is raised and none is dropped.
     """
+    records = [_new_record(request, request.arrival) for request in requests]
     async with _session(config) as session:
         start = time.perf_counter()
         with _progress(len(requests), config) as bar:
             tasks = [
-                asyncio.create_task(_send_at(request, start, session, config, extras, bar))
-                for request in requests
+                asyncio.create_task(_send_at(record, request, start, session, config, extras, bar))
+                for record, request in zip(records, requests, strict=True)
             ]
-            return list(await asyncio.gather(*tasks))
+            _, given_up = await asyncio.wait(tasks, timeout=config.stop_after)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    for record in records:
+        if record.finish is None and record.error is None:
+            record.error = "unanswered when the run ended"
+    return records
 
 
 async def send_one_by_one(
@@ -162,18 +172,17 @@ def _new_record(request: BenchRequest, arrival: float) -> Record:
 
 
 async def _send_at(
+    record: Record,
     request: BenchRequest,
     start: float,
     session: aiohttp.ClientSession,
     config: ClientConfig,
     extras: BodyExtras,
     bar: tqdm,  # type: ignore[type-arg]
-) -> Record:
-    record = _new_record(request, request.arrival)
+) -> None:
     await asyncio.sleep(start + request.arrival - time.perf_counter())
     await _send(record, request, start, session, config, extras)
     bar.update()
-    return record
 
 
 async def _send(

@@ -236,14 +236,14 @@ class _Usage:
         # Guest time is part of user time and would count twice.
         total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
         return cls(
-            counters=_counters(server.get_text("/metrics")),
+            counters=read_counters(server.get_text("/metrics")),
             ours={**server.cpu_seconds(), "client": own.user + own.system},
             machine_busy=total - idle,
             machine_total=total,
         )
 
 
-def _counters(metrics: str) -> dict[str, float]:
+def read_counters(metrics: str) -> dict[str, float]:
     """vLLM's preemptions and every plain counter of the scheduler, summed over labels."""
     values: dict[str, float] = {}
     for line in metrics.splitlines():

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 def add_plan_arguments(
     parser: argparse.ArgumentParser, requests: int, max_burst: int, overload: float
 ) -> None:
-    """Declare model, output folder, load and shape of the server; the arguments are defaults."""
-    load, shape = WorkloadConfig(), ServerConfig(Path(), Path())
+    """Declare server, load and policy; the arguments are defaults."""
+    load = WorkloadConfig()
+    add_server_arguments(parser)
     add = parser.add_argument
-    add("--model", required=True, type=Path, help="model folder (see `bench make-model`)")
-    add("--output", required=True, type=Path, help="folder for results, pictures and logs")
     add("--policy", default="ems", help="of the semantic schedulers: a name or a YAML file")
     add("--requests", type=int, default=requests, help="per mix (default: %(default)s)")
     add(
@@ -49,6 +48,14 @@ def add_plan_arguments(
         help="run every scheduler so many times, in reversed order every second time, and pool "
         "the records: use 2 or more where the machine's speed drifts (%(default)s)",
     )
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare model, output folder and shape of the server."""
+    shape = ServerConfig(Path(), Path())
+    add = parser.add_argument
+    add("--model", required=True, type=Path, help="model folder (see `bench make-model`)")
+    add("--output", required=True, type=Path, help="folder for results, pictures and logs")
     add("--seats", type=int, default=shape.seats, help="max_num_seqs (%(default)s)")
     add("--blocks", type=int, default=shape.num_blocks, help="KV blocks; 0: vLLM's choice")
     add("--block-size", type=int, default=shape.block_size, help="tokens a block (%(default)s)")
@@ -66,6 +73,20 @@ def add_nice_argument(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="process priority of servers and client; below 0, for figures that other programs "
         "disturb less, needs root",
+    )
+
+
+def make_server(args: argparse.Namespace) -> ServerConfig:
+    """The server that the options describe."""
+    return ServerConfig(
+        model=args.model,
+        log=args.output / "server.log",
+        seats=args.seats,
+        num_blocks=args.blocks or None,
+        block_size=args.block_size,
+        stream_interval=args.stream_interval,
+        nice=args.nice,
+        extra_args=tuple(shlex.split(args.server_args)),
     )
 
 
@@ -90,18 +111,8 @@ def make_plan(
         seed=args.seed,
         max_output_tokens=args.max_output,
     )
-    server = ServerConfig(
-        model=args.model,
-        log=args.output / "server.log",
-        seats=args.seats,
-        num_blocks=args.blocks or None,
-        block_size=args.block_size,
-        stream_interval=args.stream_interval,
-        nice=args.nice,
-        extra_args=tuple(shlex.split(args.server_args)),
-    )
     return RunPlan(
-        server=server,
+        server=make_server(args),
         schedulers=schedulers,
         workloads=[make_workload(replace(load, mix=mix)) for mix in mixes],
         output=args.output,
