@@ -1,5 +1,7 @@
 """Tenants: virtual counters, names, and the cap at the top levels."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,10 +9,13 @@ from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.lane import Lane
+from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.prediction import Prediction
 from vllm_semantic_sched.policy.profile import load_profile
 from vllm_semantic_sched.policy.rank import Rank
+from vllm_semantic_sched.policy.reservation import EngineCapacity
 from vllm_semantic_sched.policy.tenants import (
     ANONYMOUS,
     TopLevelCap,
@@ -63,7 +68,7 @@ def test_tenants_that_are_gone_are_forgotten_and_waiting_ones_are_not(monkeypatc
         counters.leave(str(number))
     assert len(counters._counters) <= 5 and "waiting" in counters._counters
     counters.charge("0", 1.0)  # forgotten: no trace, no error
-    assert counters.least() == "waiting"
+    assert next(counters.ordered())[1] == "waiting"
 
 
 steps = st.lists(
@@ -96,7 +101,7 @@ def test_a_lane_serves_the_tenant_that_was_served_least_by_rank(steps) -> None:
         if not model:
             continue
         if kind == "take":
-            rank, job = lane.peek()
+            rank, job = lane.peek(lambda tenant: True)
             least = min(counters[t] for t in waiting)
             assert counters[job.tenant] == least
             assert rank == min(r for j, r in model.items() if j.tenant == job.tenant)
@@ -155,3 +160,36 @@ def test_a_request_moved_down_stays_there_and_one_is_counted_once_it_is_known() 
     while core.outdated:
         core.step(lambda job: None, 0.0)
     assert unread.level == 1
+
+
+@given(
+    share=st.floats(0.1, 1.0),
+    seats=st.integers(1, 12),
+    arrivals=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60),
+)
+def test_no_tenant_holds_more_than_its_seats_and_others_pass_it(share, seats, arrivals) -> None:
+    tenants = {"fair": True, "seats": share}
+    core = SchedulingCore(parse_policy({"tenants": tenants}), load_profile("default"))
+    core.set_capacity(EngineCapacity(seats, None))
+    bound = seats if share == 1.0 else max(1, int(share * seats))
+    running, waiting = [], []
+    for tenant, ends in arrivals:
+        job = make_job(tenant=tenant)
+        core.enqueue(job, core.waiting)
+        waiting.append(job)
+        if ends and running:
+            core.finish(running.pop(0), Ending.STOPPED)
+        while len(running) < seats and (chosen := core.waiting.peek()) is not None:
+            core.take(chosen, core.waiting)
+            core.start(chosen)
+            waiting.remove(chosen)
+            running.append(chosen)
+        held = Counter(one.tenant for one in running)
+        assert all(count <= bound for count in held.values())
+        if len(running) < seats:
+            assert all(held[one.tenant] == bound for one in waiting)
+
+
+def test_a_cap_on_seats_needs_fairness() -> None:
+    with pytest.raises(PolicyError, match=r"tenants\.seats.*tenants\.fair"):
+        parse_policy({"tenants": {"seats": 0.5}})

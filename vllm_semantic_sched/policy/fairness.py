@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.preemption import Need
 from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.tenants import TopLevelGuard
+from vllm_semantic_sched.policy.tenants import TenantSeats, TopLevelGuard
 from vllm_semantic_sched.policy.waiting import QueueRules, WaitingQueue
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Fairness:
         self.fair_share = FairShare(policy.fair_share, tiers)
         self.top_levels = TopLevelGuard(policy.tenants.top)
         self.reservation = Reservation(tiers)
+        self.tenant_seats = TenantSeats(policy.tenants.seats)
         self.meter = Meter(profile, self._charge, self.reservation.hold)
         self._taken: dict[Job, _Admission] = {}
         self.waiting = make_queue(
@@ -63,6 +64,7 @@ class Fairness:
                 by_tenant=policy.tenants.fair,
                 offset=self._offset,
                 admits=self._admits,
+                tenant_may_go=self.tenant_seats.free,
                 overtaking=self.overtaking,
                 cost=self.meter.admission_seconds,
             )
@@ -78,6 +80,7 @@ class Fairness:
             PolicyError: reservations leave nothing to the other tiers.
         """
         self.reservation.set_capacity(capacity)
+        self.tenant_seats.total = capacity.seats
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
@@ -93,6 +96,7 @@ class Fairness:
         self.deadlines.knobs = policy.deadlines
         self.fair_share.adopt(policy.fair_share, tiers)
         self.top_levels.knobs = policy.tenants.top
+        self.tenant_seats.share = policy.tenants.seats
         self.meter.profile = profile
         self.waiting.changed()
 
@@ -111,6 +115,7 @@ class Fairness:
             self.overtaking.withdrawn(admission.overtook, admission.credit)
             self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
             self.reservation.hold(job, 0)
+        self.tenant_seats.leave(job)
         self.promotions.wait(job)
         self.deadlines.wait(job, self._policy.tier(job.level).slo.ttft)
 
@@ -137,6 +142,7 @@ class Fairness:
         """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
         if self._taken.pop(job, None) is not None:
             self.reservation.hold(job, 0)
+        self.tenant_seats.leave(job)
         self.promotions.stop(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
@@ -189,6 +195,7 @@ class Fairness:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         self._taken[job] = _Admission(job.level, seconds, overtook, credit)
+        self.tenant_seats.take(job)
         if self.reservation.enabled:
             self.reservation.hold(job, job.tokens + AHEAD)
         self._account(job, job.level, seconds, first=not job.preemptions)
@@ -209,4 +216,6 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return self.reservation.admits(job.level, job.tokens + AHEAD)
+        return self.tenant_seats.free(job.tenant) and self.reservation.admits(
+            job.level, job.tokens + AHEAD
+        )

@@ -63,11 +63,18 @@ class Lane:
             del self._lines[tenant]
             self.counters.leave(tenant)
 
-    def peek(self) -> tuple[Rank, Job]:
-        """The next job under its rank. There must be one."""
-        head = self._lines[self.counters.least() if self._by_tenant else ANONYMOUS].peek()
-        assert head is not None
-        return head
+    def peek(self, may_go: Callable[[str], bool]) -> tuple[Rank, Job] | None:
+        """The next job under its rank; None if there is none.
+
+        Args:
+            may_go: whether a tenant may have a seat now; others are passed over.
+        """
+        if not self._by_tenant:
+            return self._lines[ANONYMOUS].peek() if self._lines else None
+        for _, tenant in self.counters.ordered():
+            if may_go(tenant):
+                return self._lines[tenant].peek()
+        return None
 
     def ordered(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
         """The jobs in the order in which they would go if nothing else happened, lazily.

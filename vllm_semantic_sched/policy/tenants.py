@@ -1,4 +1,5 @@
-"""Tenants: fairness among them within a level, and a cap on what they may ask for at the top.
+"""Tenants: fairness among them within a level, and caps on the seats that they hold and on what
+they may ask for at the top.
 
 Fairness is that of virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
 Models, algorithm 2), counted in engine seconds: within a level the tenant that was served least
@@ -13,13 +14,14 @@ the service that they get over any such time differs by at most 2 U.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.section import Section
 
 ANONYMOUS = ""
@@ -53,7 +55,21 @@ class Tenants(Section):
         description="Within a level the tenant that was served least goes first. Requests "
         "without a tenant share one.",
     )
+    seats: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the seats that one tenant can hold, one at least: what is left is "
+        "free at once for whoever comes next. Needs `fair`; requests without a tenant share one "
+        "bound. 1: no cap.",
+    )
     top: TopLevelCap = TopLevelCap()
+
+    @model_validator(mode="after")
+    def _seats_by_tenant(self) -> Tenants:
+        if self.seats < 1.0 and not self.fair:
+            raise ValueError(f"tenants.seats: {self.seats:g} needs tenants.fair: true; valid: 1")
+        return self
 
 
 def read_tenant(extra_args: Any) -> str:
@@ -112,12 +128,6 @@ class VirtualCounters:
         if tenant in self._waiting:
             self._waiting.push(tenant, self._counters[tenant])
 
-    def least(self) -> str:
-        """The waiting tenant that was served least. There must be one."""
-        tenant = self._waiting.peek()
-        assert tenant is not None
-        return tenant
-
     def ordered(self) -> Iterator[tuple[float, str]]:
         """Counters and names of the waiting tenants, least served first; lazily."""
         for tenant in self._waiting.ordered():
@@ -130,6 +140,41 @@ class VirtualCounters:
                 self._counters.move_to_end(tenant)
             else:
                 del self._counters[tenant]
+
+
+class TenantSeats:
+    """Which tenants hold as many seats as one may.
+
+    Attributes:
+        share: of the seats, as given; may be changed.
+        total: seats of the engine; None until it is told, and then nobody is bounded.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.total: int | None = None
+        self._holders: dict[Job, str] = {}
+        self._held: Counter[str] = Counter()
+
+    def take(self, job: Job) -> None:
+        """A job has a seat; telling again changes nothing."""
+        if job not in self._holders:
+            self._holders[job] = job.tenant
+            self._held[job.tenant] += 1
+
+    def leave(self, job: Job) -> None:
+        """A job has no seat, or none any more."""
+        tenant = self._holders.pop(job, None)
+        if tenant is not None:
+            self._held[tenant] -= 1
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    def free(self, tenant: str) -> bool:
+        """Whether a tenant may take one more. At most 1 / share tenants may not at a time."""
+        if self.share >= 1.0 or self.total is None:
+            return True
+        return self._held[tenant] < max(1, int(self.share * self.total))
 
 
 class _Window:

@@ -21,6 +21,7 @@ class QueueRules:
         by_tenant: see `Lane`.
         offset: levels to add to a lane, by its level; negative goes sooner.
         admits: whether a job may have a seat now; a lane whose head may not is passed over.
+        tenant_may_go: see `Lane.peek`.
         overtaking: whether aged jobs may go before more urgent ones.
         cost: see `Lane.ordered`.
     """
@@ -29,6 +30,7 @@ class QueueRules:
     by_tenant: bool = False
     offset: Callable[[int], float] = lambda level: 0.0
     admits: Callable[[Job], bool] = lambda job: True
+    tenant_may_go: Callable[[str], bool] = lambda tenant: True
     overtaking: Overtaking | None = None
     cost: Callable[[Job], float] = lambda job: 0.0
 
@@ -156,8 +158,8 @@ class WaitingQueue:
 
     def _choose_anew(self) -> tuple[Job | None, bool]:
         admits = self._rules.admits
-        heads = [lane.peek() for lane in self._lanes.values() if lane]
-        heads = [head for head in heads if admits(head[1])]
+        nexts = (lane.peek(self._rules.tenant_may_go) for lane in self._lanes.values())
+        heads = [head for head in nexts if head is not None and admits(head[1])]
         best = min(
             ((self._key(rank, job, aged=False), job) for rank, job in heads),
             key=_first,
