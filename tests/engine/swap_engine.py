@@ -67,18 +67,14 @@ class SwapEngine:
             for _ in range(14)
         ]
 
-    def answer_alone(self, logprobs: int | None = None, tokens: int = 50) -> list[list[int]]:
+    def answer_alone(self) -> list[list[int]]:
         """The answers without any preemption: one request at a time."""
         return [
-            list(
-                self.llm.generate([prompt], self.params(tokens), use_tqdm=False)[0]
-                .outputs[0]
-                .token_ids
-            )
+            list(self.llm.generate([prompt], self.params(), use_tqdm=False)[0].outputs[0].token_ids)
             for prompt in self.prompts
         ]
 
-    def params(self, tokens: int = 50, **more):
+    def params(self, tokens: int = 40, **more):
         from vllm import SamplingParams
 
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
@@ -172,7 +168,7 @@ class SwapEngine:
         return self.chaos(seed=3)
 
     def partial(self) -> dict:
-        self.set("swap", host_blocks=6)
+        self.set("swap", host_blocks=4)
         return self.chaos(seed=4)
 
     def partial_beside(self) -> dict:
@@ -249,7 +245,7 @@ class SwapEngine:
             if mode is not None:
                 self.set(mode)
             name, found, step = f"logprobs {mode}", [], 0
-            self.engine.add_request(name, self.prompts[0], self.params(60, logprobs=3))
+            self.engine.add_request(name, self.prompts[0], self.params(logprobs=3))
             while self.engine.has_unfinished_requests():
                 step += 1
                 if mode is not None and step % 6 == 0 and self.scheduler.running:

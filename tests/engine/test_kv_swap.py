@@ -93,7 +93,7 @@ def test_the_engines_are_what_they_should_be(reports) -> None:
     assert (caching["caching"], caching["connector"]) == (True, "MultiConnector")
     assert plain["policy_errors"] == caching["policy_errors"] == 0
     # Else a wrong KV could go unnoticed.
-    assert reports["plain"]["alone"]["distinct"] > 300
+    assert reports["plain"]["alone"]["distinct"] > 250
 
 
 def test_preemptions_are_many(reports) -> None:
@@ -161,4 +161,4 @@ def test_the_comparison_notices_wrong_kv(reports, control) -> None:
 
 def test_resuming_from_swap_is_exact_to_the_last_bit(reports) -> None:
     logprobs = reports["plain"]["logprobs"]
-    assert logprobs["swap"] == logprobs["positions"] == 60
+    assert logprobs["swap"] == logprobs["positions"] == 40
