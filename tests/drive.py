@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest

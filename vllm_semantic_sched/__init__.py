@@ -5,7 +5,7 @@ vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
+from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.engine.middleware import Middleware

@@ -6,7 +6,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, model_output
-from vllm_semantic_sched.policy.refusal import Code, Refusal
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
 

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.aging import Aging, Overtaking, Promotions
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.order.aging import Aging, Overtaking, Promotions
 
 knobs = st.builds(
     Aging,

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.eviction.preemption import Need
+from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.length_calibration import Ending
-from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.preemption import Need
-from vllm_semantic_sched.policy.profile import load_profile
-from vllm_semantic_sched.policy.retention import HostRoom
 
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]

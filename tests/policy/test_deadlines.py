@@ -4,10 +4,10 @@ from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.deadlines import Deadlines, DeadlineWatch
-from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.profile import load_profile
+from vllm_semantic_sched.policy.order.deadlines import Deadlines, DeadlineWatch
 
 
 def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.decision import Decision, decide_level, expected_cost
+from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level, expected_cost
 
 LIKELIEST = Decision(rule="most_likely")
 SYMMETRIC = Decision(missed_cost=(1.0,))

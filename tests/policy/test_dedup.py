@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.dedup import BadKey, Dedup, read_key
+from vllm_semantic_sched.policy.overload.dedup import BadKey, Dedup, read_key
 
 ON = Dedup(enabled=True)
 

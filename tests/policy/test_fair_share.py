@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.fair_share import FairShare, FairShareKnobs, targets_of
-from vllm_semantic_sched.policy.tiers import Tier
+from vllm_semantic_sched.policy.order.fair_share import FairShare, FairShareKnobs, targets_of
+from vllm_semantic_sched.policy.overload.tiers import Tier
 
 KNOBS = FairShareKnobs(enabled=True, window=10.0, max_levels=2.0, tolerance=0.1)
 

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
-from vllm_semantic_sched.policy.prediction import LengthBuckets
+from vllm_semantic_sched.policy.estimates.length import (
+    expected_output_tokens,
+    expected_without_prediction,
+)
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
 
 BUCKETS = LengthBuckets(edges=(10, 50, 200), means=(5.0, 30.0, 120.0, 400.0))
 weights = st.lists(st.floats(0, 1), min_size=4, max_size=4).filter(lambda w: sum(w) > 0)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.length import expected_output_tokens
-from vllm_semantic_sched.policy.length_calibration import (
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.estimates.length_calibration import (
     Ending,
     LengthCalibration,
     nearest_non_decreasing,
 )
-from vllm_semantic_sched.policy.prediction import LengthBuckets
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
 
 TRAINED = LengthBuckets(edges=(13, 31, 61, 116, 238), means=(6.5, 20.3, 44.8, 85.0, 165.0, 450.0))
 NO_LIMIT = 10**9

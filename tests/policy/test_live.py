@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.length_calibration import Ending
 from vllm_semantic_sched.policy.live import (
     NEEDS_RESTART,
     changed_keys,
     check_live_change,
     fingerprint,
 )
-from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.profile import load_profile
 
 PROFILE = load_profile("default")
 BUCKETS = LengthBuckets(edges=(50,), means=(20.0, 400.0))

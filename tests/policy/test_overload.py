@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.length_calibration import Ending
-from vllm_semantic_sched.policy.overload import OverloadControl
-from vllm_semantic_sched.policy.pressure import PressureLevel
-from vllm_semantic_sched.policy.profile import load_profile
-from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.overload.pressure import PressureLevel
+from vllm_semantic_sched.policy.overload.refusal import Code
 
 PROFILE = load_profile("default")
 TOKENS = 100 + 50  # what a job of `World.arrive` is expected to need

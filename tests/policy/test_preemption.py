@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.preemption import Need, Preemption, choose_victims
-from vllm_semantic_sched.policy.rank import Rank
-from vllm_semantic_sched.policy.running import RunningSet
+from vllm_semantic_sched.policy.eviction.preemption import Need, Preemption, choose_victims
+from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.order.running import RunningSet
 
 
 def run(jobs) -> RunningSet:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.batch import Batch, BatchTerms
-from vllm_semantic_sched.policy.profile import (
+from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
+from vllm_semantic_sched.policy.estimates.profile import (
     Environment,
     Ranges,
     Residual,

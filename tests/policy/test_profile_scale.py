@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.batch import Batch
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.hints import Hint
+from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.profile import load_profile
-from vllm_semantic_sched.policy.profile_scale import ProfileScale
 
 PROFILE = load_profile("a100-qwen1.5-7b")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_semantic_sched import Refusal, refusal_of
-from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 @pytest.mark.parametrize("code", Code)

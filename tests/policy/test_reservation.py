@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.preemption import Need
-from vllm_semantic_sched.policy.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.tiers import Reserve, Tier
+from vllm_semantic_sched.policy.eviction.preemption import Need
+from vllm_semantic_sched.policy.order.reservation import EngineCapacity, Reservation
+from vllm_semantic_sched.policy.overload.tiers import Reserve, Tier
 
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 

@@ -9,16 +9,16 @@ from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.cost import resume_seconds
-from vllm_semantic_sched.policy.job import JobState
-from vllm_semantic_sched.policy.profile import EngineProfile, load_profile
-from vllm_semantic_sched.policy.retention import (
+from vllm_semantic_sched.policy.estimates.cost import resume_seconds
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionKind,
     Retention,
     plan_preemption,
     tokens_left_on_device,
 )
+from vllm_semantic_sched.policy.job import JobState
 
 A100 = load_profile("a100-qwen1.5-7b")
 MODES = ("optimal", "paper", "swap", "recompute", "none")

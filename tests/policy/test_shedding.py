@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.shedding import Shedder, Shedding
-from vllm_semantic_sched.policy.tiers import Tier
+from vllm_semantic_sched.policy.overload.shedding import Shedder, Shedding
+from vllm_semantic_sched.policy.overload.tiers import Tier
 
 RULES = Shedding(enabled=True)  # escalate 1 s, recover 2 s
 TIERS = (

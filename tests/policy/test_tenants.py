@@ -10,13 +10,13 @@ from jobs import make_job
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.lane import Lane
-from vllm_semantic_sched.policy.length_calibration import Ending
-from vllm_semantic_sched.policy.prediction import Prediction
-from vllm_semantic_sched.policy.profile import load_profile
-from vllm_semantic_sched.policy.rank import Rank
-from vllm_semantic_sched.policy.reservation import EngineCapacity
-from vllm_semantic_sched.policy.tenants import (
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending
+from vllm_semantic_sched.policy.estimates.prediction import Prediction
+from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.order.lane import Lane
+from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.order.reservation import EngineCapacity
+from vllm_semantic_sched.policy.order.tenants import (
     ANONYMOUS,
     TopLevelCap,
     TopLevelGuard,
@@ -60,7 +60,7 @@ def test_a_tenant_that_comes_back_gets_no_service_for_its_absence() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten_and_waiting_ones_are_not(monkeypatch) -> None:
-    monkeypatch.setattr("vllm_semantic_sched.policy.tenants._MOST_TENANTS", 3)
+    monkeypatch.setattr("vllm_semantic_sched.policy.order.tenants._MOST_TENANTS", 3)
     counters = VirtualCounters()
     counters.enter("waiting")
     for number in range(50):

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.rank import Rank
-from vllm_semantic_sched.policy.waiting import WaitingQueue
+from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
 def default_rank(job) -> Rank:

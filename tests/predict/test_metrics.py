@@ -7,7 +7,7 @@ pytest.importorskip("sklearn")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.decision import Decision
+from vllm_semantic_sched.policy.estimates.decision import Decision
 from vllm_semantic_sched.predict.metrics import (
     area_under_curve,
     confusion_matrix,

@@ -1,7 +1,7 @@
 """The check of a profile: a good one passes, a bad one does not."""
 
-from vllm_semantic_sched.policy.batch import BatchTerms
-from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.batch import BatchTerms
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.profiling.check import Point, judge, make_points
 from vllm_semantic_sched.profiling.measure import Grid, _steps_up
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.batch import Batch
+from vllm_semantic_sched.policy.estimates.batch import Batch
 from vllm_semantic_sched.profiling.fit import (
     fit_line,
     fit_nonnegative,

@@ -8,7 +8,7 @@ import pytest
 from drive import PROFILE, drive
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.meter import AHEAD
+from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 

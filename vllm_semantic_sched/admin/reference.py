@@ -11,7 +11,7 @@ from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.keys import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
-from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 class Trace(NamedTuple):

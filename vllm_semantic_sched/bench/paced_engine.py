@@ -191,8 +191,8 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         Per load: its name, the engine's shape, costs before and after it, requests with arrivals
         in seconds, what was served, preemptions.
     """
-    from vllm_semantic_sched.policy.batch import Batch
-    from vllm_semantic_sched.policy.profile import load_profile
+    from vllm_semantic_sched.policy.estimates.batch import Batch
+    from vllm_semantic_sched.policy.estimates.profile import load_profile
 
     engine = PacedEngine(job["options"], job["policy"], job["profile"])
     base = load_profile(job["profile"])

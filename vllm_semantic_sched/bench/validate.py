@@ -211,7 +211,7 @@ def _serve(
 
 
 def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
-    from vllm_semantic_sched.policy.profile import load_profile, write_profile
+    from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
     from vllm_semantic_sched.sim.scenario import parse_scenarios
 
     base = load_profile("cpu-2core-small")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.policy.refusal import Refusal
+from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """SemanticSwapConnector: takes victims' KV to host memory and back, as the policy plans it.
 
 Given to vLLM by `--kv-transfer-config`, because the workers build their part of it. What is saved
-is decided in `policy.retention`, kept account of in `engine.swap_ledger` and copied by
+is decided in `policy.eviction.retention`, kept account of in `engine.swap_ledger` and copied by
 `engine.kv_copy`; here is what vLLM calls.
 """
 

@@ -20,13 +20,13 @@ from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.policy.live import (
     PolicyVersion,
     changed_keys,
     check_live_change,
     fingerprint,
 )
-from vllm_semantic_sched.policy.profile import EngineProfile
 
 Load = Callable[[], tuple[Policy, EngineProfile]]
 

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.refusal import Code
-from vllm_semantic_sched.policy.retention import PreemptionKind
+from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
+from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 class Metric(NamedTuple):

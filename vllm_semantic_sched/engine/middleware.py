@@ -21,7 +21,7 @@ from vllm.exceptions import GenerationError
 
 from vllm_semantic_sched.engine.admin import add_routes
 from vllm_semantic_sched.engine.tenant_names import TenantNames
-from vllm_semantic_sched.policy.refusal import Refusal, refusal_of
+from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

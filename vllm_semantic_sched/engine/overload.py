@@ -1,4 +1,4 @@
-"""Carries the decisions about overload (policy/overload.py) into the scheduler."""
+"""Carries the decisions about overload (policy/overload/control.py) into the scheduler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm.v1.request import Request
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.stats import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.overload import Ending, OverloadControl
-from vllm_semantic_sched.policy.refusal import Refusal
+from vllm_semantic_sched.policy.overload.control import Ending, OverloadControl
+from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
+from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler

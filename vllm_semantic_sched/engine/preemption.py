@@ -14,9 +14,13 @@ from vllm.v1.request import Request
 from vllm_semantic_sched.engine.kv_swap import SemanticSwapConnector
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.cost import loads_beside_steps
+from vllm_semantic_sched.policy.estimates.cost import loads_beside_steps
+from vllm_semantic_sched.policy.eviction.retention import (
+    HostRoom,
+    PreemptionPlan,
+    tokens_left_on_device,
+)
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan, tokens_left_on_device
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.waiting import WaitingQueue
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
 class SemanticRequestQueue(RequestQueue):

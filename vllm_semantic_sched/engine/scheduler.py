@@ -41,11 +41,11 @@ from vllm_semantic_sched.engine.step_clock import StepClock, batch_of
 from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
+from vllm_semantic_sched.policy.eviction.room import Room, choose_evictions
 from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.refusal import Code, Refusal
-from vllm_semantic_sched.policy.retention import PreemptionKind, PreemptionPlan
-from vllm_semantic_sched.policy.room import Room, choose_evictions
-from vllm_semantic_sched.policy.tenants import read_tenant
+from vllm_semantic_sched.policy.order.tenants import read_tenant
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 # Under vLLM's own logger, so that its handlers and levels apply.
 logger = logging.getLogger("vllm.semantic_sched")

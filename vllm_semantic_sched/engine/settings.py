@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.section import Section, parse_section
 
 POLICY_VARIABLE = "SEMSCHED_POLICY"

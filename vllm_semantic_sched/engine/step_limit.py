@@ -1,4 +1,4 @@
-"""Carries the stage decisions (policy/stage.py) into one call of vLLM's schedule()."""
+"""Carries the stage decisions (policy/order/stage.py) into one call of vLLM's schedule()."""
 
 from __future__ import annotations
 

@@ -12,26 +12,26 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.admission import Admission
-from vllm_semantic_sched.policy.aging import Aging
-from vllm_semantic_sched.policy.deadlines import Deadlines
-from vllm_semantic_sched.policy.decision import Decision
-from vllm_semantic_sched.policy.dedup import Dedup
+from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.estimates.hints import Hints
+from vllm_semantic_sched.policy.estimates.length import Length
+from vllm_semantic_sched.policy.estimates.prediction import Predictor
 from vllm_semantic_sched.policy.events import Events
-from vllm_semantic_sched.policy.fair_share import FairShareKnobs
+from vllm_semantic_sched.policy.eviction.preemption import Preemption
+from vllm_semantic_sched.policy.eviction.retention import Retention
 from vllm_semantic_sched.policy.files import read_config
-from vllm_semantic_sched.policy.hints import Hints
-from vllm_semantic_sched.policy.length import Length
-from vllm_semantic_sched.policy.prediction import Predictor
-from vllm_semantic_sched.policy.preemption import Preemption
-from vllm_semantic_sched.policy.pressure import Pressure
-from vllm_semantic_sched.policy.retention import Retention
+from vllm_semantic_sched.policy.order.aging import Aging
+from vllm_semantic_sched.policy.order.deadlines import Deadlines
+from vllm_semantic_sched.policy.order.fair_share import FairShareKnobs
+from vllm_semantic_sched.policy.order.stage import Stage
+from vllm_semantic_sched.policy.order.tenants import Tenants
+from vllm_semantic_sched.policy.overload.admission import Admission
+from vllm_semantic_sched.policy.overload.dedup import Dedup
+from vllm_semantic_sched.policy.overload.pressure import Pressure
+from vllm_semantic_sched.policy.overload.shedding import Shedding
+from vllm_semantic_sched.policy.overload.slo import SloWindow
+from vllm_semantic_sched.policy.overload.tiers import Tier
 from vllm_semantic_sched.policy.section import Section, parse_section
-from vllm_semantic_sched.policy.shedding import Shedding
-from vllm_semantic_sched.policy.slo import SloWindow
-from vllm_semantic_sched.policy.stage import Stage
-from vllm_semantic_sched.policy.tenants import Tenants
-from vllm_semantic_sched.policy.tiers import Tier
 
 
 class Policy(Section):

@@ -6,31 +6,34 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm_semantic_sched.policy.batch import Batch
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.cost import remaining_seconds
-from vllm_semantic_sched.policy.decision import decide_level
-from vllm_semantic_sched.policy.fairness import Fairness
-from vllm_semantic_sched.policy.hints import Hint, read_hints
-from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.length import expected_output_tokens, expected_without_prediction
-from vllm_semantic_sched.policy.length_calibration import Ending, LengthCalibration
-from vllm_semantic_sched.policy.lifecycle import Lifecycle
-from vllm_semantic_sched.policy.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.preemption import Need, choose_victims
-from vllm_semantic_sched.policy.profile import EngineProfile
-from vllm_semantic_sched.policy.profile_scale import ProfileScale
-from vllm_semantic_sched.policy.rank import Rank, rank_of
-from vllm_semantic_sched.policy.reservation import EngineCapacity
-from vllm_semantic_sched.policy.retention import (
+from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.cost import remaining_seconds
+from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
+from vllm_semantic_sched.policy.estimates.length import (
+    expected_output_tokens,
+    expected_without_prediction,
+)
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending, LengthCalibration
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
+from vllm_semantic_sched.policy.eviction.preemption import Need, choose_victims
+from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionPlan,
     plan_preemption,
 )
-from vllm_semantic_sched.policy.running import RunningSet
-from vllm_semantic_sched.policy.stage import prefill_token_limit, prefills_that_yield
-from vllm_semantic_sched.policy.tenants import ANONYMOUS
-from vllm_semantic_sched.policy.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.lifecycle import Lifecycle
+from vllm_semantic_sched.policy.order.fairness import Fairness
+from vllm_semantic_sched.policy.order.rank import Rank, rank_of
+from vllm_semantic_sched.policy.order.reservation import EngineCapacity
+from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.order.stage import prefill_token_limit, prefills_that_yield
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
+from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
 # Jobs that get their rank anew per step after the policy has changed: about a millisecond of work,
 # so that a queue of 10,000 is in its new order after 100 steps and no step is held up.
@@ -124,7 +127,7 @@ class SchedulingCore:
         return self._calibration.ratio if self._calibration else None
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
-        """See `policy.fairness.Fairness.set_capacity`."""
+        """See `policy.order.fairness.Fairness.set_capacity`."""
         self.fairness.set_capacity(capacity, tokens_per_step)
 
     def new_queue(self) -> WaitingQueue:
@@ -132,7 +135,7 @@ class SchedulingCore:
         return self._make_queue(QueueRules(by_level=self.policy.uses_urgency))
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
-        """See `policy.hints.read_hints`."""
+        """See `policy.estimates.hints.read_hints`."""
         return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
 
     def new_job(
@@ -386,7 +389,7 @@ class SchedulingCore:
         freeable_blocks: Callable[[Job], int | None],
         preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
-        """See `policy.preemption.choose_victims`."""
+        """See `policy.eviction.preemption.choose_victims`."""
 
         def freeable(victim: Job) -> int | None:
             return freeable_blocks(victim) if self.policy.tier(victim.level).preemptible else None
@@ -414,7 +417,7 @@ class SchedulingCore:
     def prefill_token_limit(
         self, decoding_level: float | None, prefill_level: float | None
     ) -> int | None:
-        """See `policy.stage.prefill_token_limit`."""
+        """See `policy.order.stage.prefill_token_limit`."""
         if not self.policy.uses_urgency:
             return None
         return prefill_token_limit(decoding_level, prefill_level, self.policy.stage, self.profile)
@@ -422,7 +425,7 @@ class SchedulingCore:
     def prefills_that_yield(
         self, newcomer: Job, prefilling: Iterable[Job], token_budget: int
     ) -> list[Job]:
-        """See `policy.stage.prefills_that_yield`."""
+        """See `policy.order.stage.prefills_that_yield`."""
         if not self.policy.uses_urgency:
             return []
         return prefills_that_yield(newcomer, prefilling, token_budget)

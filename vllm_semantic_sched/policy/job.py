@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.errors import IllegalTransition
-from vllm_semantic_sched.policy.prediction import Prediction
-from vllm_semantic_sched.policy.rank import OVERDUE
+from vllm_semantic_sched.policy.estimates.prediction import Prediction
+from vllm_semantic_sched.policy.order.rank import OVERDUE
 
 
 class JobState(enum.Enum):

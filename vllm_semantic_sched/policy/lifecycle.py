@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 
 
 class Transition(NamedTuple):

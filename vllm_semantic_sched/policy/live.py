@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 
 # Key, or group of keys: what was built from it when the server started.
 NEEDS_RESTART = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.profile import load_profile, write_profile
+from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.profiling.live_engine import LiveEngine

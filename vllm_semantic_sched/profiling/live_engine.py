@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_semantic_sched.policy.batch import Batch
+from vllm_semantic_sched.policy.estimates.batch import Batch
 from vllm_semantic_sched.profiling.copies import Copies, time_copies
 
 
@@ -92,7 +92,7 @@ class LiveEngine:
         return self.copy([self.block_size], repeats=1).bytes_per_block // self.block_size
 
     def describe(self) -> dict[str, Any]:
-        """Fields of `policy.profile.Environment` that the engine knows."""
+        """Fields of `policy.estimates.profile.Environment` that the engine knows."""
         import torch
         import vllm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_semantic_sched.policy.batch import Batch
-from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class SlowestOfBatch:
 
 
 class SumOfTokens:
-    """A batching engine: the terms of `policy.batch`; transfers between device and host come on
-    top."""
+    """A batching engine: the terms of `policy.estimates.batch`; transfers between device and
+    host come on top."""
 
     def __init__(self, profile: EngineProfile) -> None:
         self._profile = profile

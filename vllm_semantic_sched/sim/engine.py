@@ -6,11 +6,11 @@ import bisect
 import math
 
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.length_calibration import Ending
+from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
+from vllm_semantic_sched.policy.eviction.room import Room, choose_evictions
 from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.length_calibration import Ending
-from vllm_semantic_sched.policy.refusal import Code
-from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
-from vllm_semantic_sched.policy.room import Room, choose_evictions
+from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
 from vllm_semantic_sched.sim.decoding import Decoding

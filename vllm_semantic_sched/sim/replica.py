@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from vllm_semantic_sched.policy.admission import Admission
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.overload import Ending, OverloadControl
-from vllm_semantic_sched.policy.profile import EngineProfile
-from vllm_semantic_sched.policy.reservation import EngineCapacity
-from vllm_semantic_sched.policy.tiers import TierQueue
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.order.reservation import EngineCapacity
+from vllm_semantic_sched.policy.overload.admission import Admission
+from vllm_semantic_sched.policy.overload.control import Ending, OverloadControl
+from vllm_semantic_sched.policy.overload.tiers import TierQueue
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine

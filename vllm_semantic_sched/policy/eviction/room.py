@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.policy.eviction.preemption import Need
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.preemption import Need
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.core import SchedulingCore

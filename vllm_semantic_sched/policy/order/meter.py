@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 
 # Tokens between two visits. A running job comes up once in so many steps, so that 256 of them cost
 # four visits a step.

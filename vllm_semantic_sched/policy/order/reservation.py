@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.eviction.preemption import Need
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.preemption import Need
-from vllm_semantic_sched.policy.tiers import Tier
+from vllm_semantic_sched.policy.overload.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.account import Amount, Entry, QueueAccount
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.pressure import PressureLevel
-from vllm_semantic_sched.policy.refusal import Code
+from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAccount
+from vllm_semantic_sched.policy.overload.pressure import PressureLevel
+from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.overload.tiers import Tier, TierQueue
 from vllm_semantic_sched.policy.section import Section
-from vllm_semantic_sched.policy.tiers import Tier, TierQueue
 
 # Requests that one newcomer may replace; a queue bounded in tokens may have to lose several.
 _REPLACED_AT_MOST = 16

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.account import QueueAccount
-from vllm_semantic_sched.policy.drain import DrainRate
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.pressure import PressureLevel, PressureMonitor, Use
-from vllm_semantic_sched.policy.shedding import Shedder
-from vllm_semantic_sched.policy.slo import SloMonitor
-from vllm_semantic_sched.policy.tiers import Tier
+from vllm_semantic_sched.policy.overload.account import QueueAccount
+from vllm_semantic_sched.policy.overload.drain import DrainRate
+from vllm_semantic_sched.policy.overload.pressure import PressureLevel, PressureMonitor, Use
+from vllm_semantic_sched.policy.overload.shedding import Shedder
+from vllm_semantic_sched.policy.overload.slo import SloMonitor
+from vllm_semantic_sched.policy.overload.tiers import Tier
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.config import Policy

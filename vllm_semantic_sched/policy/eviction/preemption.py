@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.running import RunningSet
+from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.section import Section
 
 # Jobs of a level among which the cheapest victim is looked for.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 
 
 @dataclass(slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.line import Line
-from vllm_semantic_sched.policy.rank import Rank
-from vllm_semantic_sched.policy.tenants import ANONYMOUS, VirtualCounters
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.order.line import Line
+from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 
 
 class Lane:

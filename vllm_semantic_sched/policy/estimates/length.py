@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.prediction import LengthBuckets
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
 from vllm_semantic_sched.policy.section import Section
 
 Estimate = Literal["mean", "median", "p90"]

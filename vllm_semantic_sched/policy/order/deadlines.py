@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 from vllm_semantic_sched.policy.section import Section
 
 # Jobs looked at in one step, so that a flood of the same age does not hold it up.

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.aging import Overtaking, Promotions
-from vllm_semantic_sched.policy.deadlines import DeadlineWatch
-from vllm_semantic_sched.policy.fair_share import FairShare
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.eviction.preemption import Need
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.meter import AHEAD, Meter
-from vllm_semantic_sched.policy.preemption import Need
-from vllm_semantic_sched.policy.profile import EngineProfile
-from vllm_semantic_sched.policy.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.tenants import TenantSeats, TopLevelGuard
-from vllm_semantic_sched.policy.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
+from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
+from vllm_semantic_sched.policy.order.fair_share import FairShare
+from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.order.reservation import EngineCapacity, Reservation
+from vllm_semantic_sched.policy.order.tenants import TenantSeats, TopLevelGuard
+from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.config import Policy

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.section import Section
 
 

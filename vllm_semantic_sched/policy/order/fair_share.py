@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from vllm_semantic_sched.policy.overload.tiers import Tier
 from vllm_semantic_sched.policy.section import Section
-from vllm_semantic_sched.policy.tiers import Tier
 
 
 class FairShareKnobs(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.rank import Rank
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.order.rank import Rank
 
 
 class RunningSet:

@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 from vllm_semantic_sched.policy.section import Section
 
 ANONYMOUS = ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.batch import Batch, BatchTerms
+from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
 from vllm_semantic_sched.policy.files import read_config
 from vllm_semantic_sched.policy.section import Section, parse_section
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.account import Entry, QueueAccount
-from vllm_semantic_sched.policy.admission import ADMITTED, Verdict, fits, over_share
-from vllm_semantic_sched.policy.dedup import DedupIndex
 from vllm_semantic_sched.policy.job import Job, JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
-from vllm_semantic_sched.policy.load import LoadMonitor
-from vllm_semantic_sched.policy.refusal import Code, Refusal
+from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
+from vllm_semantic_sched.policy.overload.admission import ADMITTED, Verdict, fits, over_share
+from vllm_semantic_sched.policy.overload.dedup import DedupIndex
+from vllm_semantic_sched.policy.overload.load import LoadMonitor
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.core import SchedulingCore
@@ -82,7 +82,7 @@ class OverloadControl:
 
         Args:
             free_seats: seats that nobody holds.
-            dedup_key, origin: see `policy.dedup`.
+            dedup_key, origin: see `policy.overload.dedup`.
         """
         self.load.look(now)
         older = []

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.aging import Overtaking
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.lane import Lane
-from vllm_semantic_sched.policy.rank import Rank
+from vllm_semantic_sched.policy.order.aging import Overtaking
+from vllm_semantic_sched.policy.order.lane import Lane
+from vllm_semantic_sched.policy.order.rank import Rank
 
 
 @dataclass(slots=True)

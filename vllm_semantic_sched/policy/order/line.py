@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.rank import Rank
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.order.rank import Rank
 
 
 class Line:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.rolling import RollingValues
+from vllm_semantic_sched.policy.overload.rolling import RollingValues
+from vllm_semantic_sched.policy.overload.tiers import Tier
 from vllm_semantic_sched.policy.section import Section
-from vllm_semantic_sched.policy.tiers import Tier
 
 MEASURES = ("ttft", "tpot", "e2e")
 """What can be promised: see `tiers.Slo`."""

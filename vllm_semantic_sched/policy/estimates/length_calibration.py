@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Sequence
 
-from vllm_semantic_sched.policy.prediction import LengthBuckets
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
 
 # Share of an error that one request corrects: falls from the first to the last of these as
 # requests come in, so that the first ones tell the rough factor and later ones are averaged.

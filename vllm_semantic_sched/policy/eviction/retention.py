@@ -13,9 +13,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.cost import resume_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.estimates.cost import resume_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.profile import EngineProfile
 from vllm_semantic_sched.policy.section import Section
 
 RetentionMode = Literal["optimal", "paper", "swap", "recompute", "none"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from vllm_semantic_sched.policy.batch import Batch
-from vllm_semantic_sched.policy.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 
 # A scale follows the engine with a memory of about 1/_RATE steps.
 _RATE = 0.05

@@ -26,8 +26,8 @@ import math
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.heap import AddressableHeap
 from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 from vllm_semantic_sched.policy.section import Section
 
 # Promotions in one step at most, so that a flood that grows old together does not hold one up;

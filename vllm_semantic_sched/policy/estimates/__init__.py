@@ -1,0 +1,1 @@
+"""What is expected of a request: urgency, output length, engine time."""

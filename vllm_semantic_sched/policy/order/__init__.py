@@ -1,0 +1,1 @@
+"""What runs next: ranks and queues, aging, deadlines, shares, tenants, reservations."""

@@ -1,0 +1,1 @@
+"""What is let in, promised, shed and refused."""
