@@ -24,37 +24,26 @@ def calibration_examples(sources: Sources, seed: int) -> list[Example]:
 
 
 def calibrate(
-    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, *parts: Sequence[Example]
-) -> None:
-    """Store in the configuration the temperature of the urgency head that fits the examples best
-    that have a level; leaves it at 1 if none has. Each part counts the same, whatever its size:
-    a network is surer of the kind of text that it has seen most of."""
-    labelled = [[one for one in part if one.level is not None] for part in parts]
-    logits = [_urgency_logits(network, tokenizer, part) for part in labelled if part]
-    levels = [torch.tensor([one.level for one in part]) for part in labelled if part]
-    if not logits:
-        return
-
-    def loss(temperature: float) -> float:
-        return sum(
-            float(torch.nn.functional.cross_entropy(rows / temperature, truth))
-            for rows, truth in zip(logits, levels, strict=True)
-        )
-
-    candidates = [0.6 + 0.05 * step for step in range(49)]
-    network.config.temperature = round(min(candidates, key=loss), 2)
-
-
-def _urgency_logits(
     network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
-) -> torch.Tensor:
+) -> None:
+    """Store in the configuration the temperature of the urgency head that fits those of
+    `examples` best that have a level; leaves it at 1 if none has."""
+    examples = [example for example in examples if example.level is not None]
+    if not examples:
+        return
     network.eval()
     logits = []
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         for start in range(0, len(examples), 64):
             texts = [example.text for example in examples[start : start + 64]]
             logits.append(network(*tokenizer.pad(tokenizer.encode(texts)))[0])
-    return torch.cat(logits).float()
+    stacked = torch.cat(logits).float()
+    levels = torch.tensor([example.level for example in examples])
+    candidates = [0.6 + 0.05 * step for step in range(49)]
+    losses = [
+        float(torch.nn.functional.cross_entropy(stacked / value, levels)) for value in candidates
+    ]
+    network.config.temperature = round(candidates[losses.index(min(losses))], 2)
 
 
 def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
