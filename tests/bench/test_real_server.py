@@ -67,6 +67,7 @@ def test_thirty_requests_end_at_their_lengths_with_diverse_output(model, tmp_pat
     assert refused[0].error and refused[0].status == 400
 
 
+@pytest.mark.study
 def test_step_times_of_all_conditions_and_a_predictor_that_works_in_one_only(model, tmp_path):
     server = ServerConfig(model, tmp_path / "server.log", seats=4, num_blocks=None)
     plan = StepTimePlan(server, rate=20, phase_seconds=3.0, cycles=1)

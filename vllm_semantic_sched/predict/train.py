@@ -159,7 +159,7 @@ def _train_all(args: argparse.Namespace) -> int:
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: save_network(network, folder, args.output),
     )
-    calibrate(network, tokenizer, calibration_examples(validation, args.seed), validation.written)
+    calibrate(network, tokenizer, calibration_examples(validation, args.seed))
     save_network(network, folder, args.output)
     print(f"saved to {args.output}")
     print(validation_table(args.output, validation, args.seed))
