@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 
 KEY = "open-sesame"
 CROWD = 10
+STORY_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ class Crowd:
         ]
 
     def _ask(self, number: int) -> None:
-        self.texts[number] = complete(self.server, f"story number {number}", 200)
+        self.texts[number] = complete(self.server, f"story number {number}", STORY_TOKENS)
 
     def __enter__(self):
         for thread in self.threads:
@@ -146,7 +147,7 @@ class Crowd:
 @pytest.fixture(scope="module")
 def calm(server) -> dict[int, str]:
     """What the crowd's requests are answered when nothing disturbs them."""
-    return {number: complete(server, f"story number {number}", 200) for number in range(CROWD)}
+    return {number: complete(server, f"story number {number}", STORY_TOKENS) for number in range(CROWD)}
 
 
 @pytest.mark.parametrize("running", ["finish", "keep"])
