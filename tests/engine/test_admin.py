@@ -147,7 +147,9 @@ class Crowd:
 @pytest.fixture(scope="module")
 def calm(server) -> dict[int, str]:
     """What the crowd's requests are answered when nothing disturbs them."""
-    return {number: complete(server, f"story number {number}", STORY_TOKENS) for number in range(CROWD)}
+    return {
+        number: complete(server, f"story number {number}", STORY_TOKENS) for number in range(CROWD)
+    }
 
 
 @pytest.mark.parametrize("running", ["finish", "keep"])

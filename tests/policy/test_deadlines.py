@@ -6,18 +6,20 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.eviction.preemption import Need
 from vllm_semantic_sched.policy.job import LevelSource
 from vllm_semantic_sched.policy.order.deadlines import Deadlines, DeadlineWatch
+from vllm_semantic_sched.policy.overload.tiers import Slo
 
 
 def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True, levels=0.5, before=0.25))
     job = make_job(2, arrival=100.0)
-    watch.wait(job, 4.0)
+    watch.wait(job, Slo(ttft=4.0))
     assert watch.due(102.9) == [] and job.effective_level == 2
     assert watch.due(103.0) == [job] and job.effective_level == 1.5
     assert watch.due(103.9) == []
-    watch.wait(job, 4.0)  # not ready in this step: it stays raised
+    watch.wait(job, Slo(ttft=4.0))  # not ready in this step: it stays raised
     assert job.effective_level == 1.5
     assert watch.due(104.0) == [job] and job.effective_level == 2
     assert watch.due(1000.0) == [] and watch.count == 1
@@ -26,29 +28,98 @@ def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:
 def test_a_step_that_comes_too_late_raises_nobody() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
     job = make_job(2)
-    watch.wait(job, 4.0)
+    watch.wait(job, Slo(ttft=4.0))
     assert watch.due(4.0) == [] and not job.hurried
 
 
 def test_whoever_has_a_first_token_or_no_promise_is_not_watched() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
     resumed, unpromised = make_job(2, generated=3, hurried=0.5), make_job(2)
-    watch.wait(resumed, 1.0)
-    watch.wait(unpromised, None)
+    watch.wait(resumed, Slo(ttft=1.0))
+    watch.wait(unpromised, Slo())
     assert watch.due(0.9) == [] and not resumed.hurried
 
 
 def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
     watch, job = DeadlineWatch(Deadlines(enabled=True)), make_job(2)
-    watch.wait(job, 4.0)
+    watch.wait(job, Slo(ttft=4.0))
     watch.knobs = Deadlines()
-    watch.wait(job, 4.0)  # as after a reload
+    watch.wait(job, Slo(ttft=4.0))  # as after a reload
     assert watch.due(3.0) == [] and not job.hurried
 
 
-def test_nobody_is_raised_beyond_the_most_urgent_level() -> None:
-    job = make_job(1, hurried=3.0)
+def test_others_are_raised_up_to_the_most_urgent_level_and_its_own_beyond_it() -> None:
+    job, urgent = make_job(1, hurried=3.0), make_job(0, hurried=0.5)
     assert job.effective_level == 0.0 and not job.overdue
+    assert urgent.effective_level < 0.0 and not urgent.overdue
+
+
+def seated(core: SchedulingCore, level: int, first_token: bool, preemptions: int = 0):
+    hint = Hint(level, LevelSource.HINT)
+    name = f"{level} {first_token} {preemptions}"
+    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    core.take(job, core.waiting)
+    core.start(job)
+    job.preemptions = preemptions
+    if first_token:
+        core.first_token(job)
+    return job
+
+
+def insistent_core(**slo) -> SchedulingCore:
+    tiers = [{"name": "premium", "slo": {"ttft": 2.0, **slo}}, {"name": "rest"}]
+    policy = {"levels": 2, "tiers": tiers, "deadlines": {"enabled": True}, "default_level": 1}
+    return SchedulingCore(
+        parse_policy(policy | {"preemption": {"max_per_request": 2}}), load_profile("default")
+    )
+
+
+def victims(core: SchedulingCore, job, seats: int = 1) -> list[str]:
+    chosen = core.victims_for(job, Need(seats=seats, blocks=0), 8, lambda victim: 1)
+    return [victim.request_id for victim in chosen]
+
+
+def test_a_tier_that_insists_takes_a_seat_of_its_own_that_has_its_first_token() -> None:
+    core = insistent_core(takes_seats=True)
+    seated(core, 0, first_token=False)
+    seated(core, 0, first_token=True, preemptions=2)
+    yields = seated(core, 0, first_token=True)
+    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    assert not core.wants_room and victims(core, job) == []
+    core.step(lambda job: None, 1.5)
+    assert core.wants_room and core.worth_preempting(job)
+    assert victims(core, job) == [yields.request_id]
+    assert victims(core, job, seats=2) == []  # nobody in vain
+    rest = seated(core, 1, first_token=False)
+    assert victims(core, job, seats=2) == [rest.request_id, yields.request_id]
+    core.step(lambda job: None, 2.0)  # too late
+    assert not core.worth_preempting(job) or victims(core, job, seats=2) == []
+
+
+def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
+    core = insistent_core()
+    seated(core, 0, first_token=True)
+    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    core.step(lambda job: None, 1.5)
+    assert not core.wants_room and victims(core, job) == []
+
+
+def test_what_the_deadline_gained_is_spent_with_the_first_token() -> None:
+    core = insistent_core(takes_seats=True)
+    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    core.step(lambda job: None, 1.5)
+    core.take(job, core.waiting)
+    core.start(job)
+    other = core.new_job("later", 0.2, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    core.enqueue(other, core.waiting)
+    core.step(lambda job: None, 1.6)
+    assert victims(core, other) == []
+    core.first_token(job)
+    assert not job.hurried and victims(core, other) == ["late"]
 
 
 def test_in_the_queue_a_near_deadline_goes_first_but_does_not_preempt() -> None:

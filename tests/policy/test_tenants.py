@@ -14,6 +14,7 @@ from vllm_semantic_sched.policy.estimates.length_calibration import Ending
 from vllm_semantic_sched.policy.estimates.prediction import Prediction
 from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.order.lane import Lane
+from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.policy.order.rank import Rank
 from vllm_semantic_sched.policy.order.reservation import EngineCapacity
 from vllm_semantic_sched.policy.order.tenants import (
@@ -190,6 +191,52 @@ def test_no_tenant_holds_more_than_its_seats_and_others_pass_it(share, seats, ar
             assert all(held[one.tenant] == bound for one in waiting)
 
 
-def test_a_cap_on_seats_needs_fairness() -> None:
-    with pytest.raises(PolicyError, match=r"tenants\.seats.*tenants\.fair"):
-        parse_policy({"tenants": {"seats": 0.5}})
+@given(
+    share=st.floats(0.2, 1.0),
+    actions=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 400), st.booleans()), max_size=40
+    ),
+)
+def test_a_tenant_is_kept_to_its_kv_even_if_its_requests_grow(share, actions) -> None:
+    core = SchedulingCore(
+        parse_policy({"tenants": {"fair": True, "kv": share}}), load_profile("default")
+    )
+    capacity = EngineCapacity(seats=8, blocks=100, block_size=16)
+    core.set_capacity(capacity)
+
+    def blocks(job) -> int:
+        return capacity.blocks_for(job.tokens + AHEAD)
+
+    def observe(job) -> None:
+        job.generated = grown.get(job, 0)
+
+    running, grown = [], {}
+    for tenant, tokens, ends in actions:
+        job = make_job(tenant=tenant, prompt_tokens=tokens)
+        core.enqueue(job, core.waiting)
+        if ends and running:
+            core.finish(running.pop(0), Ending.STOPPED)
+        while len(running) < 8 and (chosen := core.waiting.peek()) is not None:
+            core.take(chosen, core.waiting)
+            core.start(chosen)
+            running.append(chosen)
+        for one in running:
+            grown[one] = grown.get(one, 0) + 100
+        for _ in range(100):
+            core.step(observe, 0.0)
+        while (found := core.intruder()) is not None:
+            victim, reason = found
+            assert reason == "tenant_cap"
+            assert sum(one.tenant == victim.tenant for one in running) > 1
+            core.preempt(victim, core.plan_preemption(victim), "tenant_cap")
+            core.requeue(victim, core.waiting)
+            running.remove(victim)
+        for name in "abc":
+            held = [blocks(one) for one in running if one.tenant == name]
+            assert len(held) <= 1 or share == 1.0 or sum(held) <= share * 100
+
+
+@pytest.mark.parametrize("cap", ["seats", "kv"])
+def test_a_cap_needs_fairness(cap) -> None:
+    with pytest.raises(PolicyError, match=rf"tenants\.{cap}.*tenants\.fair"):
+        parse_policy({"tenants": {cap: 0.5}})

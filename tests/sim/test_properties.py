@@ -131,3 +131,15 @@ def test_no_urgent_request_waits_while_a_lesser_one_has_its_seat(scenario: Scena
 def test_a_request_that_never_fits_is_refused(scenario) -> None:
     with pytest.raises(RequestTooLarge, match="request 0 needs"):
         simulate(scenario(engine__kv_blocks=2, workload__prompt={"value": 500}), "semantic")
+
+
+@given(scenarios())
+@settings(max_examples=60)
+def test_steps_taken_at_once_come_to_the_same_as_one_by_one(scenario: Scenario) -> None:
+    one_by_one = simulate(scenario, "it", before_step=lambda engine: None)
+    at_once = simulate(scenario, "it")
+    assert at_once.steps == one_by_one.steps
+    for mine, theirs in zip(at_once.runs, one_by_one.runs, strict=True):
+        assert (mine.finish is None) == (theirs.finish is None)
+        assert mine.finish is None or abs(mine.finish - theirs.finish) < 1e-6
+        assert (mine.swaps, mine.recomputes) == (theirs.swaps, theirs.recomputes)

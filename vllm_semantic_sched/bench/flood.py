@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.bench.options import add_server_arguments, make_server
-from vllm_semantic_sched.bench.tiers import MIDDLEWARE, SPARE_TOKENS, refusal_code
+from vllm_semantic_sched.bench.tier_table import refusal_code
+from vllm_semantic_sched.bench.tiers import MIDDLEWARE, SPARE_TOKENS
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.client import Record

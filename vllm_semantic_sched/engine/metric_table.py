@@ -76,9 +76,10 @@ COUNTERS = {
     "preemptions": Metric(
         "Preemptions by what happened to the KV (recompute, swap, partial; drop: the request was "
         "ended) and why (urgent: a more urgent request took the seat; reservation: it sat on "
-        "reserved capacity; kv_shortage: the KV cache was full; reset: the cache was reset).",
+        "reserved capacity; tenant_cap: its tenant held too much KV; kv_shortage: the KV cache was "
+        "full; reset: the cache was reset).",
         ("kind", "reason"),
-        values=(_KINDS, ("urgent", "reservation", "kv_shortage", "reset")),
+        values=(_KINDS, ("urgent", "reservation", "tenant_cap", "kv_shortage", "reset")),
     ),
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."

@@ -337,11 +337,12 @@ class SemanticScheduler(Scheduler):
             self._evict(requests[victim.request_id], "urgent")
 
     def _keep_reservations(self, core: SchedulingCore) -> None:
-        """Preempt what has grown into a hard reservation."""
-        while (intruder := core.intruder()) is not None and self._freed_at_once(
-            intruder
-        ) is not None:
-            self._evict(self.requests[intruder.request_id], "reservation")
+        """Preempt what has grown into a hard reservation, or beyond its tenant's part."""
+        while (found := core.intruder()) is not None:
+            job, reason = found
+            if self._freed_at_once(job) is None:
+                break
+            self._evict(self.requests[job.request_id], reason)
 
     def _freed_at_once(self, job: Job) -> int | None:
         request = self.requests[job.request_id]
@@ -417,7 +418,7 @@ class SemanticScheduler(Scheduler):
             if request is None:  # an error in between: its end was not noted
                 del core.lifecycle.starting[job]
             elif request.num_output_tokens:
-                core.lifecycle.first_token(job)
+                core.first_token(job)
 
     def _gauges(self, core: SchedulingCore) -> Gauges:
         if self._event_log is not None:

@@ -269,6 +269,14 @@ class SchedulingCore:
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
 
+    def first_token(self, job: Job) -> None:
+        """A running job's first token is there: what a near deadline gained it is spent."""
+        self.lifecycle.first_token(job)
+        if job.hurried:
+            job.hurried = 0.0
+            if job in self.running:
+                self._store_running(job)
+
     def finish(
         self,
         job: Job,
@@ -309,6 +317,17 @@ class SchedulingCore:
         for job in self.fairness.step(now, observe):
             self.waiting.push(job, self.rank(job))
         return [*running, *waiting]
+
+    def uneventful_steps(self) -> int:
+        """Coming steps in which `step` does nothing, if nobody comes, goes or is predicted until
+        then; 0 where that takes more than counting them."""
+        if self._outdated or not self.fairness.timeless:
+            return 0
+        return self.running.steps_to_overdue
+
+    def skip_steps(self, steps: int) -> None:
+        """So many engine steps have passed, `uneventful_steps` at most."""
+        self.running.skip(steps)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Carry on with what `adopt` began: running jobs, which are not stored yet, and waiting
@@ -359,7 +378,7 @@ class SchedulingCore:
     def wants_room(self) -> bool:
         """Whether some waiting job may take a running one's place. O(levels), so that a step in
         which nothing is to be done costs nothing."""
-        return any(map(self._level_may_preempt, self.waiting.levels))
+        return self._some_insist or any(map(self._level_may_preempt, self.waiting.levels))
 
     @property
     def reorders_levels(self) -> bool:
@@ -370,10 +389,12 @@ class SchedulingCore:
         """Whether some running job is so much less urgent that `job` may take its place. O(1).
 
         By its own level: what a job gained by waiting, by a near deadline or by its tier's share
-        gets it the next seat that comes free, and never somebody's. A tier over its share has no
-        right to preempt such as its offset puts it behind.
+        gets it the next seat that comes free, and never somebody's, unless its tier's promise
+        insists (`tiers[].slo.takes_seats`). A tier over its share has no right to preempt such as
+        its offset puts it behind.
         """
-        return self._level_may_preempt(job.level)
+        insists = self._some_insist and job in self.fairness.deadlines.insisting
+        return insists or self._level_may_preempt(job.level)
 
     def need_of(self, job: Job, need: Need) -> Need:
         """What must come free for a job, given what the engine lacks: more where less urgent
@@ -395,24 +416,39 @@ class SchedulingCore:
             return freeable_blocks(victim) if self.policy.tier(victim.level).preemptible else None
 
         borrowed = self.fairness.reservation.borrowed_from(job.level)
+        insists = job in self.fairness.deadlines.insisting
+        limits = self.policy.preemption
+
+        def gives_way(victim: Job) -> bool:
+            served = victim.first_token is not None and victim.preemptions < limits.max_per_request
+            return (insists and served) or (borrowed is not None and borrowed(victim))
+
         return choose_victims(
             self.fairness.preempting_level(job.level),
             need,
             self.running,
-            self.policy.preemption,
+            limits,
             max_victims,
             freeable,
             preemption_seconds,
-            borrowed,
+            gives_way if insists or borrowed is not None else None,
+            among_equals=insists,
         )
 
-    def intruder(self) -> Job | None:
-        """A running job that must give way because less urgent tiers hold part of a hard
-        reservation, after one grew or turned out to be less urgent than thought."""
+    def intruder(self) -> tuple[Job, str] | None:
+        """A running job that must give way, and why: `reservation`, because less urgent tiers
+        hold part of a hard one, or `tenant_cap`, because its tenant holds too much KV, after one
+        grew or turned out to be less urgent than thought."""
         above = self.fairness.reservation.over_limit()
-        if above is None:
+        tenant = self.fairness.tenant_caps.over_limit()
+        if above is None and tenant is None:
             return None
-        return next((job for job in self.running.by_eviction() if job.level > above), None)
+        for job in self.running.by_eviction():
+            if above is not None and job.level > above:
+                return job, "reservation"
+            if job.tenant == tenant:
+                return job, "tenant_cap"
+        return None
 
     def prefill_token_limit(
         self, decoding_level: float | None, prefill_level: float | None
@@ -463,6 +499,10 @@ class SchedulingCore:
             job.prediction.length, buckets, 0, self.policy.length.estimate
         )
         return min(expected, job.max_output_tokens)
+
+    @property
+    def _some_insist(self) -> bool:
+        return bool(self.fairness.deadlines.insisting) and self.policy.preemption.enabled
 
     def _level_may_preempt(self, level: int) -> bool:
         worst = self.running.least_urgent()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.errors import IllegalTransition
 from vllm_semantic_sched.policy.estimates.prediction import Prediction
-from vllm_semantic_sched.policy.order.rank import OVERDUE
+from vllm_semantic_sched.policy.order.rank import HURRIED, OVERDUE
 
 
 class JobState(enum.Enum):
@@ -106,10 +106,17 @@ class Job:
     def effective_level(self) -> float:
         """The level that orders it: its own, less what it gained by waiting, by a near deadline
         or by its tier's share."""
-        gained = self.hurried if self.hurried > self.boosted else self.boosted
-        if not gained and not self.aged:
+        if not self.hurried and not self.boosted and not self.aged:
             return self.level
-        return min(max(self.level - self.aged, OVERDUE), max(self.level - gained, 0.0))
+        aged = max(self.level - self.aged, OVERDUE)
+        return min(aged, max(self.level - self.boosted, 0.0), self.hurried_level)
+
+    @property
+    def hurried_level(self) -> float:
+        """Its own level, less what it gained by a near deadline."""
+        if not self.hurried:
+            return self.level
+        return max(self.level - self.hurried, 0.0) if self.level else HURRIED
 
     @property
     def overdue(self) -> bool:

@@ -80,6 +80,18 @@ class Decoding:
         # A sequence that was preempted meanwhile has left its entries behind.
         return [run for run in dict.fromkeys(due) if run in self and run.block_tick == self.tick]
 
+    @property
+    def uneventful_steps(self) -> int:
+        """Coming steps in which no sequence ends or needs a block."""
+        steps = min(self._ends, default=self.tick + 1) - self.tick - 1
+        if self._block_needs:
+            steps = min(steps, min(self._block_needs) - self.tick)
+        return max(0, steps)
+
+    def skip(self, steps: int) -> None:
+        """So many steps have passed, `uneventful_steps` at most."""
+        self.tick += steps
+
     def advance(self) -> list[Run]:
         """One step has passed; the sequences that are complete by it, which stop decoding."""
         self._block_needs.pop(self.tick, None)

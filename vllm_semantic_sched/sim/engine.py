@@ -132,8 +132,8 @@ class Engine:
         self._chunks = {}
         for job in core.step(self._observe, now):
             self._reposition(job)
-        while (intruder := core.intruder()) is not None:
-            self._preempt(self._runs[intruder], now)
+        while (found := core.intruder()) is not None:
+            self._preempt(self._runs[found[0]], now)
         if self._nothing_to_decide():
             self._grow(now)
             return self._cost.seconds(self._step_work())
@@ -164,7 +164,7 @@ class Engine:
             job.generated += 1
             if run.first_token is None:
                 run.first_token = now
-                self.core.lifecycle.first_token(job)
+                self.core.first_token(job)
             if job.generated == run.request.output_tokens:
                 finished.append(run)
             else:
@@ -175,6 +175,44 @@ class Engine:
             del self._runs[run.job]
             self.core.finish(run.job, Ending.STOPPED)
         return finished
+
+    def skip_steps(self, available: float) -> tuple[int, float]:
+        """Take those of the coming steps at once that do nothing but go on decoding.
+
+        Args:
+            available: seconds within which nothing comes from outside.
+
+        Returns:
+            How many they are, and their duration. A step's time grows linearly with the context, so
+            that the first and the last of them tell the sum.
+        """
+        if not self._same_again:
+            return 0, 0.0
+        decoding = self._decoding
+        steps = min(self.core.uneventful_steps(), decoding.uneventful_steps)
+        if steps < 2:
+            return 0, 0.0
+
+        def step_seconds(number: int) -> float:
+            work = StepWork(
+                decodes=len(decoding),
+                context=decoding.context + number * len(decoding),
+                longest_context=decoding.longest_context + number,
+            )
+            return self._cost.seconds(work)
+
+        def seconds(count: int) -> float:
+            return count * (first + step_seconds(count - 1)) / 2.0
+
+        first = step_seconds(0)
+        if seconds(steps) >= available:
+            steps = bisect.bisect_left(range(1, steps + 1), available, key=seconds)
+            if not steps:
+                return 0, 0.0
+        total = seconds(steps)
+        decoding.skip(steps)
+        self.core.skip_steps(steps)
+        return steps, total
 
     # Decisions, each the policy core's
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 
@@ -48,6 +49,15 @@ class EventQueue:
             return False
         self.now = time
         return True
+
+    @property
+    def quiet(self) -> float:
+        """Seconds until the next event; inf if there is none."""
+        return self._heap[0][0] - self.now if self._heap else math.inf
+
+    def skip(self, seconds: float) -> None:
+        """Move the clock on, by `quiet` at most."""
+        self.now += seconds
 
     def run(self) -> None:
         """Run until no event is left."""

@@ -27,6 +27,13 @@ class Observer(Protocol):
 
     events: EventQueue
 
+    @property
+    def skips_steps(self) -> bool:
+        """Whether steps in which nothing happens may be taken all at once."""
+
+    def skipped(self, steps: int) -> None:
+        """An engine has taken so many steps at once."""
+
     def decided(self, engine: Engine) -> None:
         """An engine has decided on a step."""
 
@@ -103,6 +110,13 @@ class Replica:
                 self._events.at(end, Order.ENGINE, self._end_step)
                 return
             self._finish_step()
+            self._skip_steps()
+
+    def _skip_steps(self) -> None:
+        if self._control is None and self._observer.skips_steps:
+            steps, seconds = self.engine.skip_steps(self._events.quiet)
+            self._events.skip(seconds)
+            self._observer.skipped(steps)
 
     def _end_step(self) -> None:
         self._finish_step()

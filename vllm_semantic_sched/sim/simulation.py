@@ -127,6 +127,15 @@ class _Simulation:
         if self.before_step is not None:
             self.before_step(engine)
 
+    @property
+    def skips_steps(self) -> bool:
+        """Whether steps in which nothing happens may be taken all at once."""
+        return self.before_step is None
+
+    def skipped(self, steps: int) -> None:
+        """An engine has taken so many steps at once."""
+        self.steps += steps
+
     def note_depth(self) -> None:
         """Somebody began or ceased to wait."""
         if self.depth is None:

@@ -67,15 +67,15 @@ def choose_victims(
     max_victims: int,
     freeable_blocks: Callable[[Job], int | None],
     preemption_seconds: Callable[[Job], float] | None = None,
-    borrowed: Callable[[Job], bool] | None = None,
+    gives_way: Callable[[Job], bool] | None = None,
+    among_equals: bool = False,
 ) -> list[Job]:
     """The victims that make room for a job of `level`.
 
     They come off the eviction heap, least urgent first, each at least `min_level_gap` levels
-    less urgent than the newcomer and not preempted too often. A job that sits on capacity
-    reserved for the newcomer has neither protection, as long as it is less urgent. Nothing is
-    evicted in vain: if the eligible jobs do not suffice the answer is empty, and a victim that
-    the later ones made unnecessary is spared.
+    less urgent than the newcomer and not preempted too often. A job that gives way has neither
+    protection, as long as it is less urgent. Nothing is evicted in vain: if the eligible jobs do
+    not suffice the answer is empty, and a victim that the later ones made unnecessary is spared.
 
     What a running job gained by waiting protects it: its effective level counts, and the
     newcomer's own.
@@ -84,7 +84,8 @@ def choose_victims(
         max_victims: how many this call may name.
         freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
         preemption_seconds: what preempting a job would cost; needed for `victim: cost`.
-        borrowed: whether a job sits on capacity reserved for the newcomer; None: none does.
+        gives_way: whether a job must yield to the newcomer however near its level is; None: none.
+        among_equals: such jobs may also be as urgent as the newcomer.
     """
     candidates = running.by_eviction()
     if limits.victim == "cost" and preemption_seconds is not None:
@@ -95,10 +96,11 @@ def choose_victims(
         if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
             break
         near = job.effective_level < level + limits.min_level_gap
-        if job.effective_level <= level or (near and borrowed is None):
+        above = job.effective_level < level or (job.effective_level == level and not among_equals)
+        if above or (near and gives_way is None):
             break  # all that follow are at least as urgent
         protected = near or job.preemptions >= limits.max_per_request
-        if protected and (borrowed is None or not borrowed(job)):
+        if protected and (gives_way is None or not gives_way(job)):
             continue
         freed = freeable_blocks(job)
         if freed is None:

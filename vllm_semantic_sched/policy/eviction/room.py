@@ -63,7 +63,7 @@ def choose_evictions(
         passed += not entitled
         if room.prefill_tokens <= 0 or passed > (_PASSED if core.reorders_levels else 0):
             break
-        if not ready(job) or not core.fairness.tenant_seats.free(job.tenant):
+        if not ready(job) or not core.fairness.tenant_caps.admits(job):
             continue
         blocks = needed_blocks(job)
         need = core.need_of(job, Need(seats=1 - room.seats, blocks=blocks - room.blocks))

@@ -14,7 +14,8 @@ from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.order.tenants import TenantSeats, TopLevelGuard
+from vllm_semantic_sched.policy.order.tenant_caps import TenantCaps
+from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class Fairness:
         self.fair_share = FairShare(policy.fair_share, tiers)
         self.top_levels = TopLevelGuard(policy.tenants.top)
         self.reservation = Reservation(tiers)
-        self.tenant_seats = TenantSeats(policy.tenants.seats)
-        self.meter = Meter(profile, self._charge, self.reservation.hold)
+        self.tenant_caps = TenantCaps(policy.tenants)
+        self.meter = Meter(profile, self._charge, self._hold)
         self._taken: dict[Job, _Admission] = {}
         self.waiting = make_queue(
             QueueRules(
@@ -64,7 +65,7 @@ class Fairness:
                 by_tenant=policy.tenants.fair,
                 offset=self._offset,
                 admits=self._admits,
-                tenant_may_go=self.tenant_seats.free,
+                tenant_may_go=self.tenant_caps.admits,
                 overtaking=self.overtaking,
                 cost=self.meter.admission_seconds,
             )
@@ -80,7 +81,7 @@ class Fairness:
             PolicyError: reservations leave nothing to the other tiers.
         """
         self.reservation.set_capacity(capacity)
-        self.tenant_seats.total = capacity.seats
+        self.tenant_caps.capacity = capacity
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
@@ -96,7 +97,7 @@ class Fairness:
         self.deadlines.knobs = policy.deadlines
         self.fair_share.adopt(policy.fair_share, tiers)
         self.top_levels.knobs = policy.tenants.top
-        self.tenant_seats.share = policy.tenants.seats
+        self.tenant_caps.knobs = policy.tenants
         self.meter.profile = profile
         self.waiting.changed()
 
@@ -115,9 +116,9 @@ class Fairness:
             self.overtaking.withdrawn(admission.overtook, admission.credit)
             self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
             self.reservation.hold(job, 0)
-        self.tenant_seats.leave(job)
+        self.tenant_caps.hold(job, 0)
         self.promotions.wait(job)
-        self.deadlines.wait(job, self._policy.tier(job.level).slo.ttft)
+        self.deadlines.wait(job, self._policy.tier(job.level).slo)
 
     def take(self, job: Job) -> None:
         """The engine takes a job out of the queue to give it a seat."""
@@ -142,7 +143,7 @@ class Fairness:
         """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
         if self._taken.pop(job, None) is not None:
             self.reservation.hold(job, 0)
-        self.tenant_seats.leave(job)
+        self.tenant_caps.hold(job, 0)
         self.promotions.stop(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
@@ -187,6 +188,11 @@ class Fairness:
         return not self._metered
 
     @property
+    def timeless(self) -> bool:
+        """Whether the order of the queue changes only when somebody comes, goes or is predicted."""
+        return self.steady and not self._policy.aging.enabled and not self._policy.deadlines.enabled
+
+    @property
     def _metered(self) -> bool:
         policy = self._policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
@@ -195,11 +201,15 @@ class Fairness:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         self._taken[job] = _Admission(job.level, seconds, overtook, credit)
-        self.tenant_seats.take(job)
+        self.tenant_caps.hold(job, job.tokens + AHEAD)
         if self.reservation.enabled:
             self.reservation.hold(job, job.tokens + AHEAD)
         self._account(job, job.level, seconds, first=not job.preemptions)
         self.waiting.changed()
+
+    def _hold(self, job: Job, tokens: int) -> None:
+        self.reservation.hold(job, tokens)
+        self.tenant_caps.hold(job, tokens)
 
     def _charge(self, job: Job, seconds: float) -> None:
         self._account(job, job.level, seconds, first=True)
@@ -216,6 +226,6 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return self.tenant_seats.free(job.tenant) and self.reservation.admits(
+        return self.tenant_caps.admits(job) and self.reservation.admits(
             job.level, job.tokens + AHEAD
         )

@@ -63,17 +63,18 @@ class Lane:
             del self._lines[tenant]
             self.counters.leave(tenant)
 
-    def peek(self, may_go: Callable[[str], bool]) -> tuple[Rank, Job] | None:
+    def peek(self, may_go: Callable[[Job], bool]) -> tuple[Rank, Job] | None:
         """The next job under its rank; None if there is none.
 
         Args:
-            may_go: whether a tenant may have a seat now; others are passed over.
+            may_go: whether a tenant may have a seat for its next job; others are passed over.
         """
         if not self._by_tenant:
             return self._lines[ANONYMOUS].peek() if self._lines else None
         for _, tenant in self.counters.ordered():
-            if may_go(tenant):
-                return self._lines[tenant].peek()
+            head = self._lines[tenant].peek()
+            if head is not None and may_go(head[1]):
+                return head
         return None
 
     def ordered(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:

@@ -8,6 +8,8 @@ BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
 
 # Level of a request that has waited as long as aging lets it; above all others.
 OVERDUE = -1.0
+# Level of a request of the most urgent level whose deadline is near; others gain up to level 0.
+HURRIED = -0.5
 
 
 class Rank(NamedTuple):

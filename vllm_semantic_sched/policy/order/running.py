@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from vllm_semantic_sched.policy.job import Job
@@ -66,6 +67,18 @@ class RunningSet:
     def by_eviction(self) -> Iterator[Job]:
         """Jobs in the order in which they would be evicted; lazily."""
         return self._eviction.ordered()
+
+    @property
+    def steps_to_overdue(self) -> int:
+        """Steps for which `advance` returns nobody, if nobody comes or goes; erring below."""
+        job = self._due.peek()
+        if job is None:
+            return sys.maxsize
+        return max(0, int((self._due.key(job) - self._now) / self.step_seconds) - 1)
+
+    def skip(self, steps: int) -> None:
+        """As many engine steps have passed, `steps_to_overdue` at most."""
+        self._now += steps * self.step_seconds
 
     def advance(self) -> list[Job]:
         """One engine step has passed.

@@ -1,5 +1,4 @@
-"""Tenants: fairness among them within a level, and caps on the seats that they hold and on what
-they may ask for at the top.
+"""Tenants: fairness among them within a level, and a cap on what they may ask for at the top.
 
 Fairness is that of virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
 Models, algorithm 2), counted in engine seconds: within a level the tenant that was served least
@@ -14,13 +13,12 @@ the service that they get over any such time differs by at most 2 U.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.order.heap import AddressableHeap
 from vllm_semantic_sched.policy.section import Section
 
@@ -63,12 +61,20 @@ class Tenants(Section):
         "free at once for whoever comes next. Needs `fair`; requests without a tenant share one "
         "bound. 1: no cap.",
     )
+    kv: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="The same of the KV blocks. Requests of a tenant that grow beyond it are "
+        "preempted until one is left. Needs `fair`. 1: no cap.",
+    )
     top: TopLevelCap = TopLevelCap()
 
     @model_validator(mode="after")
-    def _seats_by_tenant(self) -> Tenants:
-        if self.seats < 1.0 and not self.fair:
-            raise ValueError(f"tenants.seats: {self.seats:g} needs tenants.fair: true; valid: 1")
+    def _caps_by_tenant(self) -> Tenants:
+        for name, share in (("seats", self.seats), ("kv", self.kv)):
+            if share < 1.0 and not self.fair:
+                raise ValueError(f"tenants.{name}: {share:g} needs tenants.fair: true; valid: 1")
         return self
 
 
@@ -140,41 +146,6 @@ class VirtualCounters:
                 self._counters.move_to_end(tenant)
             else:
                 del self._counters[tenant]
-
-
-class TenantSeats:
-    """Which tenants hold as many seats as one may.
-
-    Attributes:
-        share: of the seats, as given; may be changed.
-        total: seats of the engine; None until it is told, and then nobody is bounded.
-    """
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.total: int | None = None
-        self._holders: dict[Job, str] = {}
-        self._held: Counter[str] = Counter()
-
-    def take(self, job: Job) -> None:
-        """A job has a seat; telling again changes nothing."""
-        if job not in self._holders:
-            self._holders[job] = job.tenant
-            self._held[job.tenant] += 1
-
-    def leave(self, job: Job) -> None:
-        """A job has no seat, or none any more."""
-        tenant = self._holders.pop(job, None)
-        if tenant is not None:
-            self._held[tenant] -= 1
-            if not self._held[tenant]:
-                del self._held[tenant]
-
-    def free(self, tenant: str) -> bool:
-        """Whether a tenant may take one more. At most 1 / share tenants may not at a time."""
-        if self.share >= 1.0 or self.total is None:
-            return True
-        return self._held[tenant] < max(1, int(self.share * self.total))
 
 
 class _Window:

@@ -190,7 +190,7 @@ class WaitingQueue:
         if aged:
             level = rank.level
         elif self._rules.by_level:
-            level = max(job.level - job.hurried, 0.0) if job.hurried else job.level
+            level = job.hurried_level
         else:
             level = 0.0
         offset = self._rules.offset(job.level)

@@ -18,6 +18,11 @@ class Slo(Section):
     percentile: float = Field(
         99.0, gt=0, le=100, description="Percentage of requests that must meet the targets."
     )
+    takes_seats: bool = Field(
+        False,
+        description="A request whose first token is about to be late (`deadlines`) may take the "
+        "seat of one of its own tier, or less urgent, that has had its first token.",
+    )
 
 
 class Reserve(Section):
