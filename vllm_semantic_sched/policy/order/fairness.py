@@ -162,7 +162,8 @@ class Fairness:
         Returns:
             Waiting jobs whose rank changed.
         """
-        self.meter.step(observe)
+        if self._metered:
+            self.meter.step(observe)
         moved = dict.fromkeys(self.promotions.due(now))
         moved.update(dict.fromkeys(self.deadlines.due(now)))
         if self.fair_share.knobs.enabled:

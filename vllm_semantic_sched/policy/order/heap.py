@@ -56,8 +56,12 @@ class AddressableHeap(Generic[T]):
 
     def peek(self) -> T | None:
         """The item under the smallest key, or None."""
-        self._drop_dead_top()
-        return self._entries[0][2] if self._entries else None
+        entries = self._entries
+        if not entries:
+            return None
+        if self._live.get(entries[0][2]) is not entries[0]:
+            self._drop_dead_top()
+        return entries[0][2] if entries else None
 
     def pop(self) -> T:
         """Remove and return the item under the smallest key. IndexError if empty."""

@@ -50,6 +50,10 @@ class Reservation:
     Raises:
         PolicyError: from `set_capacity` and `set_tiers`, if a reservation leaves the other tiers
             nothing; what was in force stays so.
+
+    Attributes:
+        enabled: whether anything is reserved.
+        has_hard: whether any of it is a hard reservation.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -58,6 +62,7 @@ class Reservation:
         self._places: dict[Job, tuple[int, int]] = {}
         # By tier T: what all less urgent tiers hold together, and may hold.
         self._held = [Held() for _ in tiers]
+        self.enabled = self.has_hard = False
         self._hard: list[Held | None] = [None] * len(tiers)
         self._soft: list[Held | None] = [None] * len(tiers)
 
@@ -74,15 +79,6 @@ class Reservation:
         """Reserve otherwise from now on; as many tiers as before."""
         if self.capacity is not None:
             self._set(tiers, self.capacity)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is reserved."""
-        return any(limit is not None for limit in self._soft)
-
-    @property
-    def has_hard(self) -> bool:
-        return any(limit is not None for limit in self._hard)
 
     def held_below(self, level: int) -> Held:
         """What all tiers less urgent than `level` hold together."""
@@ -133,6 +129,8 @@ class Reservation:
     def over_limit(self) -> int | None:
         """The most urgent level whose hard reservation others hold part of, because a request
         grew or turned out to be less urgent; None if there is none."""
+        if not self.has_hard:
+            return None
         for level, limit in enumerate(self._hard):
             held = self._held[level]
             if limit is not None and (
@@ -143,7 +141,7 @@ class Reservation:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of what `level` may claim."""
-        return any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
+        return self.enabled and any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
 
     def borrowed_from(self, level: int) -> Callable[[Job], bool] | None:
         """Says of running jobs, asked in the order of eviction, whether they sit on what `level`
@@ -188,6 +186,8 @@ class Reservation:
         hard = _limits(tiers, capacity, hard_only=True)
         soft = _limits(tiers, capacity, hard_only=False)
         self.tiers, self.capacity, self._hard, self._soft = tiers, capacity, hard, soft
+        self.enabled = any(limit is not None for limit in soft)
+        self.has_hard = any(limit is not None for limit in hard)
 
     def _add(self, level: int, seats: int, blocks: int) -> None:
         for above in range(level):
