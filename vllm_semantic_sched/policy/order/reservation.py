@@ -141,7 +141,9 @@ class Reservation:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of what `level` may claim."""
-        return self.enabled and any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
+        if not self.enabled:
+            return False
+        return any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
 
     def borrowed_from(self, level: int) -> Callable[[Job], bool] | None:
         """Says of running jobs, asked in the order of eviction, whether they sit on what `level`
