@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.estimates.length_calibration import Ending
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.estimates.profile import load_profile
@@ -216,3 +217,42 @@ def test_jobs_without_a_predicted_length_teach_nothing() -> None:
     core.buckets = None  # a predictor without lengths
     finish_with(core, 40, Ending.STOPPED)
     assert core.length_ratio is None
+
+
+def of_length(core: SchedulingCore, name: str, tokens: int, urgency: int = 1) -> Job:
+    hint = Hint(urgency, LevelSource.HINT)
+    job = core.new_job(name, 0.0, 10, tokens, hint, awaits_prediction=False)
+    core.enqueue(job, core.waiting)
+    return job
+
+
+def seat(core: SchedulingCore, job: Job) -> None:
+    core.take(job, core.waiting)
+    core.start(job)
+
+
+@pytest.mark.parametrize(
+    ("base", "shorter", "yields"),
+    [("semantic", 4.0, True), ("semantic", 20.0, False), ("semantic", None, False)]
+    + [("priority", 4.0, False)],
+)
+def test_a_much_longer_job_of_the_same_level_gives_way_if_the_policy_says_so(
+    base, shorter, yields
+) -> None:
+    core = make_core(base, preemption={"shorter": shorter, "max_per_request": 1})
+    running = [of_length(core, name, 100) for name in ("long", "long as well")]
+    for job in running:
+        seat(core, job)
+    for _ in range(5):
+        core.step(lambda job: None, 0.0)
+    short = of_length(core, "short", 8)
+    urgent = of_length(core, "urgent", 90, urgency=0)
+    assert core.wants_room and core.worth_preempting(urgent)
+    seat(core, urgent)
+    assert core.wants_room == core.worth_preempting(short) == yields
+    need = Need(seats=1, blocks=0)
+    chosen = core.victims_for(short, need, 8, lambda job: 1)
+    assert [job.request_id for job in chosen] == ["long as well"] * yields
+    for job in running:
+        job.preemptions = 1
+    assert core.victims_for(short, need, 8, lambda job: 1) == []

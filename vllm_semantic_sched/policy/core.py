@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -378,7 +379,10 @@ class SchedulingCore:
     def wants_room(self) -> bool:
         """Whether some waiting job may take a running one's place. O(levels), so that a step in
         which nothing is to be done costs nothing."""
-        return self._some_insist or any(map(self._level_may_preempt, self.waiting.levels))
+        if self._some_insist or any(map(self._level_may_preempt, self.waiting.levels)):
+            return True
+        head = self.waiting.peek() if self.policy.preemption.shorter is not None else None
+        return head is not None and self._is_much_shorter(head)
 
     @property
     def reorders_levels(self) -> bool:
@@ -394,7 +398,7 @@ class SchedulingCore:
         its offset puts it behind.
         """
         insists = self._some_insist and job in self.fairness.deadlines.insisting
-        return insists or self._level_may_preempt(job.level)
+        return insists or self._level_may_preempt(job.level) or self._is_much_shorter(job)
 
     def need_of(self, job: Job, need: Need) -> Need:
         """What must come free for a job, given what the engine lacks: more where less urgent
@@ -418,10 +422,17 @@ class SchedulingCore:
         borrowed = self.fairness.reservation.borrowed_from(job.level)
         insists = job in self.fairness.deadlines.insisting
         limits = self.policy.preemption
+        longer_than = self._much_longer_than(job)
 
         def gives_way(victim: Job) -> bool:
-            served = victim.first_token is not None and victim.preemptions < limits.max_per_request
-            return (insists and served) or (borrowed is not None and borrowed(victim))
+            if victim.preemptions < limits.max_per_request and (
+                (insists and victim.first_token is not None)
+                or self.running.remaining(victim) >= longer_than
+            ):
+                return True
+            return borrowed is not None and borrowed(victim)
+
+        among_equals = insists or longer_than < math.inf
 
         return choose_victims(
             self.fairness.preempting_level(job.level),
@@ -431,8 +442,8 @@ class SchedulingCore:
             max_victims,
             freeable,
             preemption_seconds,
-            gives_way if insists or borrowed is not None else None,
-            among_equals=insists,
+            gives_way if among_equals or borrowed is not None else None,
+            among_equals,
         )
 
     def intruder(self) -> tuple[Job, str] | None:
@@ -499,6 +510,19 @@ class SchedulingCore:
             job.prediction.length, buckets, 0, self.policy.length.estimate
         )
         return min(expected, job.max_output_tokens)
+
+    def _much_longer_than(self, job: Job) -> float:
+        """Remaining time from which a running job gives way to a shorter one; inf: none does."""
+        limits = self.policy.preemption
+        if limits.shorter is None or not limits.enabled or self.policy.base != "semantic":
+            return math.inf
+        return limits.shorter * self._rank_seconds(job)
+
+    def _is_much_shorter(self, job: Job) -> bool:
+        worst = self.running.least_urgent()
+        if worst is None or worst.effective_level < self.fairness.preempting_level(job.level):
+            return False
+        return self.running.remaining(worst) >= self._much_longer_than(job)
 
     @property
     def _some_insist(self) -> bool:

@@ -32,6 +32,13 @@ class Preemption(Section):
         ge=0,
         description="Times one request can be preempted for others; after that it is protected.",
     )
+    shorter: float | None = Field(
+        None,
+        gt=1,
+        description="A request may also preempt one of its own level, or less urgent, whose "
+        "predicted remaining time is so many times its own (paper, Alg. 2). Unset: never. For "
+        "base policies that go by length.",
+    )
     victim: Literal["rank", "cost"] = Field(
         "rank",
         description="Who goes first within a level: `rank` the one with the most remaining time, "

@@ -60,6 +60,10 @@ class RunningSet:
         level, tag, sequence = self._eviction.key(job)
         return (-level, -tag, -sequence)
 
+    def remaining(self, job: Job) -> float:
+        """Predicted seconds of work left, as it was told less the steps since."""
+        return max(0.0, -self._eviction.key(job)[1] - self._now)
+
     def least_urgent(self) -> Job | None:
         """The root of the eviction heap: least urgent, most remaining time."""
         return self._eviction.peek()
