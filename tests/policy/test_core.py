@@ -233,8 +233,12 @@ def seat(core: SchedulingCore, job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("base", "shorter", "yields"),
-    [("semantic", 4.0, True), ("semantic", 20.0, False), ("semantic", None, False)]
-    + [("priority", 4.0, False)],
+    [
+        ("semantic", 4.0, True),
+        ("semantic", 20.0, False),
+        ("semantic", None, False),
+        ("priority", 4.0, False),
+    ],
 )
 def test_a_much_longer_job_of_the_same_level_gives_way_if_the_policy_says_so(
     base, shorter, yields

@@ -62,7 +62,8 @@ class RunningSet:
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of work left, as it was told less the steps since."""
-        return max(0.0, -self._eviction.key(job)[1] - self._now)
+        tag: float = -self._eviction.key(job)[1]
+        return max(0.0, tag - self._now)
 
     def least_urgent(self) -> Job | None:
         """The root of the eviction heap: least urgent, most remaining time."""

@@ -30,7 +30,7 @@ class QueueRules:
     by_tenant: bool = False
     offset: Callable[[int], float] = lambda level: 0.0
     admits: Callable[[Job], bool] = lambda job: True
-    tenant_may_go: Callable[[str], bool] = lambda tenant: True
+    tenant_may_go: Callable[[Job], bool] = lambda job: True
     overtaking: Overtaking | None = None
     cost: Callable[[Job], float] = lambda job: 0.0
 
