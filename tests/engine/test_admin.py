@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 KEY = "open-sesame"
 CROWD = 10
 STORY_TOKENS = 400
+SHORT_STORY_TOKENS = 150
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +119,16 @@ def test_strangers_are_refused(server, key, header, status) -> None:
 class Crowd:
     """Long requests on all seats and more in the queue."""
 
-    def __init__(self, server) -> None:
+    def __init__(self, server, tokens: int = STORY_TOKENS) -> None:
         self.server = server
+        self.tokens = tokens
         self.texts: dict[int, str] = {}
         self.threads = [
             threading.Thread(target=self._ask, args=(number,)) for number in range(CROWD)
         ]
 
     def _ask(self, number: int) -> None:
-        self.texts[number] = complete(self.server, f"story number {number}", STORY_TOKENS)
+        self.texts[number] = complete(self.server, f"story number {number}", self.tokens)
 
     def __enter__(self):
         for thread in self.threads:
@@ -177,7 +179,7 @@ def test_weights_change_under_a_queue(server, weights, running) -> None:
     tensors = load_file(weights)
     save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, weights)
     action = ("maintenance", "--action", "reload-weights", "--running", running)
-    with Crowd(server):
+    with Crowd(server, SHORT_STORY_TOKENS):
         assert command(server, *action) == 0
     other = complete(server, "what is rain", 30)
     assert other != before
@@ -188,7 +190,7 @@ def test_weights_change_under_a_queue(server, weights, running) -> None:
 
 def test_sleep_and_wake_keep_the_queue(server) -> None:
     """The CPU platform has no memory to give back; the order of things is the same."""
-    with Crowd(server):
+    with Crowd(server, SHORT_STORY_TOKENS):
         assert command(server, "maintenance", "--action", "sleep") == 0
         assert admin(server).status()[0]["paused"]
         assert command(server, "maintenance", "--action", "wake") == 0
