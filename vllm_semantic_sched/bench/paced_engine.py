@@ -15,16 +15,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-# (sequences, prompt tokens, output tokens) of the batches from which costs are fitted.
+if TYPE_CHECKING:
+    from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+
+# (sequences, prompt tokens, output tokens, steps between their arrivals) of the batches from which
+# costs are fitted.
 _CALIBRATION = (
-    *((1, tokens, 1) for tokens in (16, 64, 200, 400)),
-    *((1, tokens, 12) for tokens in (32, 300)),
-    *((4, tokens, 12) for tokens in (32, 300)),
-    *((8, tokens, 12) for tokens in (32, 64, 150)),
+    *((1, tokens, 1, 0) for tokens in (16, 64, 200, 400)),
+    *((1, tokens, 12, 0) for tokens in (32, 300)),
+    *((4, tokens, 12, 0) for tokens in (32, 300)),
+    *((8, tokens, 12, 0) for tokens in (32, 64, 150)),
+    # Prompts beside answers under way.
+    *((12, tokens, 24, 3) for tokens in (32, 64, 150)),
 )
 _ROUNDS = 2
 
@@ -50,6 +56,8 @@ class PacedEngine:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from vllm_semantic_sched.policy.estimates.profile import load_profile
+
         parser: Any = FlexibleArgumentParser(prog="vLLM", add_help=False)  # type: ignore[no-untyped-call]
         EngineArgs.add_cli_args(parser)
         given = ["--model", *options]
@@ -60,6 +68,7 @@ class PacedEngine:
         arguments.enable_prefix_caching = False  # prompts are random; the simulator has none
         self._engine = LLMEngine.from_engine_args(arguments)
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        self._base = load_profile(profile)
         self._random = np.random.default_rng(0)
         self._sequence = 0
         self._skipped = 0.0
@@ -87,24 +96,31 @@ class PacedEngine:
         steps, arrivals = [], []
         for _ in range(_ROUNDS):
             for place in self._random.permutation(len(_CALIBRATION)):
-                count, prompt, output = _CALIBRATION[place]
-                start = time.process_time()
-                for _ in range(count):
-                    self._add(prompt, output, 0)
-                arrivals.append((time.process_time() - start) / count)
-                while self._engine.has_unfinished_requests():
+                count, prompt, output, apart = _CALIBRATION[place]
+                arrived = number = 0
+                while arrived < count or self._engine.has_unfinished_requests():
+                    while arrived < count and number >= arrived * apart:
+                        start = time.process_time()
+                        self._add(prompt, output, 0)
+                        arrivals.append(time.process_time() - start)
+                        arrived += 1
                     self._batches.clear()
                     start = time.process_time()
                     self._engine.step()
                     seconds = time.process_time() - start
+                    number += 1
                     if self._batches and self._batches[0].sequences:
                         steps.append(Step(self._batches[0], seconds))
         fit = fit_steps(steps)
+        costs = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch.model_dump()}
+        profile = with_costs(self._base, costs)
+        # The fit is robust: slow steps hardly count. In a load they do.
+        slow = sum(step.seconds for step in steps) / sum(profile.step(step.batch) for step in steps)
         return {
-            "alpha1": fit.alpha1,
-            "alpha2": fit.alpha2,
-            "batch": fit.batch.model_dump(),
-            "arrival": float(np.median(arrivals)),
+            "alpha1": slow * fit.alpha1,
+            "alpha2": slow * fit.alpha2,
+            "batch": {name: slow * term for name, term in costs["batch"].items()},
+            "arrival": float(np.mean(arrivals)),
             "residual": fit.residual.median,
         }
 
@@ -180,6 +196,17 @@ class PacedEngine:
         scheduler._preempt_request = watched_preempt
 
 
+def with_costs(base: EngineProfile, costs: dict[str, Any]) -> EngineProfile:
+    """A profile with the costs that `PacedEngine.calibrate` measured."""
+    return base.model_copy(
+        update={
+            "alpha1": costs["alpha1"],
+            "alpha2": costs["alpha2"],
+            "batch": base.batch_terms.model_copy(update=costs["batch"]),
+        }
+    )
+
+
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Serve each load of a job.
 
@@ -199,13 +226,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     engine.calibrate()  # what is slower the first time
     for name, requests in job["loads"].items():
         costs = engine.calibrate()
-        profile = base.model_copy(
-            update={
-                "alpha1": costs["alpha1"],
-                "alpha2": costs["alpha2"],
-                "batch": base.batch_terms.model_copy(update=costs["batch"]),
-            }
-        )
+        profile = with_costs(base, costs)
         seats = engine.shape["seats"]
         decode = sum(request["output_tokens"] for request in requests) / seats
         mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))

@@ -211,6 +211,7 @@ def _serve(
 
 
 def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
+    from vllm_semantic_sched.bench.paced_engine import with_costs
     from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
     from vllm_semantic_sched.sim.scenario import parse_scenarios
 
@@ -218,13 +219,7 @@ def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], fo
     before, after = result["costs"]
     mean = {name: (before[name] + after[name]) / 2 for name in ("alpha1", "alpha2", "arrival")}
     terms = {name: (before["batch"][name] + after["batch"][name]) / 2 for name in before["batch"]}
-    profile = base.model_copy(
-        update={
-            "alpha1": mean["alpha1"],
-            "alpha2": mean["alpha2"],
-            "batch": base.batch_terms.model_copy(update=terms),
-        }
-    )
+    profile = with_costs(base, mean | {"batch": terms})
     stem = f"{result['name']}-{scheduler}"
     profile_file, trace = folder / f"{stem}.yaml", folder / f"{stem}.jsonl"
     write_profile(profile, profile_file)
