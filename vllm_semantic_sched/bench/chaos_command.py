@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.admin.client import AdminClient
+from vllm_semantic_sched.bench.schedulers import swap_arguments
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.chaos import Report
@@ -91,13 +92,7 @@ def server_arguments(policy: Path, host_gib: float = 0.0) -> tuple[str, ...]:
     arguments = (*OURS, *MIDDLEWARE, "--additional-config", settings)
     if not host_gib:
         return arguments
-    swap = {
-        "kv_connector": "SemanticSwapConnector",
-        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": host_gib},
-    }
-    return (*arguments, "--kv-transfer-config", json.dumps(swap))
+    return (*arguments, *swap_arguments(host_gib))
 
 
 def disturb(

@@ -181,12 +181,10 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
 
 
 def _print(console: Any, result: Mapping[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
+    from vllm_semantic_sched.bench.console import make_table
 
-    table = Table(title="the quiet tenant", box=box.SIMPLE)
-    for column in ("", "sent", "answered", "TTFT p50, s", "TTFT p99, s", "p99 vs alone"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "sent", "answered", "TTFT p50, s", "TTFT p99, s", "p99 vs alone")
+    table = make_table("the quiet tenant", *columns)
     alone = result["quiet"]["alone"]["ttft_p99"]
     for name, phase in result["quiet"].items():
         table.add_row(

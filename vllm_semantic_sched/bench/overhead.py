@@ -129,20 +129,13 @@ def _print(
     names: Sequence[str],
     args: argparse.Namespace,
 ) -> None:
-    from rich import box
-    from rich.table import Table
+    from vllm_semantic_sched.bench.console import make_console, make_table
 
-    from vllm_semantic_sched.bench.console import make_console
-
-    table = Table(
-        title=f"one step with {args.running} running, microseconds of CPU time (p50 / p99)",
-        box=box.SIMPLE,
-    )
-    for column in (
+    table = make_table(
+        f"one step with {args.running} running, microseconds of CPU time (p50 / p99)",
         "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]} waiting",
         "update_from_output()", "add_request()", "whole step vs stock",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "scheduler" else "right")
+    )  # fmt: skip
     for name in names:
         for size in sizes:
             parts, stock = figures[name, size], figures[_STOCK, size]

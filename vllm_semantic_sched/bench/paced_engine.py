@@ -48,6 +48,9 @@ class PacedEngine:
     """Args:
     options: as after `vllm serve`: a model, then engine options.
     policy, profile: files of the SemanticScheduler.
+
+    Attributes:
+        base: the profile as given.
     """
 
     def __init__(self, options: Sequence[str], policy: str, profile: str) -> None:
@@ -68,7 +71,7 @@ class PacedEngine:
         arguments.enable_prefix_caching = False  # prompts are random; the simulator has none
         self._engine = LLMEngine.from_engine_args(arguments)
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-        self._base = load_profile(profile)
+        self.base = load_profile(profile)
         self._random = np.random.default_rng(0)
         self._sequence = 0
         self._skipped = 0.0
@@ -113,7 +116,7 @@ class PacedEngine:
                         steps.append(Step(self._batches[0], seconds))
         fit = fit_steps(steps)
         costs = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch.model_dump()}
-        profile = with_costs(self._base, costs)
+        profile = with_costs(self.base, costs)
         # The fit is robust: slow steps hardly count. In a load they do.
         slow = sum(step.seconds for step in steps) / sum(profile.step(step.batch) for step in steps)
         return {
@@ -219,14 +222,12 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         in seconds, what was served, preemptions.
     """
     from vllm_semantic_sched.policy.estimates.batch import Batch
-    from vllm_semantic_sched.policy.estimates.profile import load_profile
 
     engine = PacedEngine(job["options"], job["policy"], job["profile"])
-    base = load_profile(job["profile"])
     engine.calibrate()  # what is slower the first time
     for name, requests in job["loads"].items():
         costs = engine.calibrate()
-        profile = with_costs(base, costs)
+        profile = with_costs(engine.base, costs)
         seats = engine.shape["seats"]
         decode = sum(request["output_tokens"] for request in requests) / seats
         mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.bench.console import make_table
 from vllm_semantic_sched.bench.options import add_nice_argument
 from vllm_semantic_sched.bench.server import ServerConfig, prefer_client
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from vllm_semantic_sched.bench.predictor_cost import Latency, Throughput
     from vllm_semantic_sched.bench.step_time import StepTimes
@@ -171,13 +171,13 @@ def _print_cost(
 ) -> None:
     from vllm_semantic_sched.bench.predictor_cost import BATCH, BATCH_WORDPIECES
 
-    table = _table("one text at a time, one thread", "wordpieces", "p50, ms", "p99, ms")
+    table = make_table("one text at a time, one thread", "wordpieces", "p50, ms", "p99, ms")
     for latency in latencies:
         cells = (f"{1e3 * seconds:.2f}" for seconds in (latency.p50, latency.p99))
         table.add_row(str(latency.wordpieces), *cells)
     console.print(table)
     title = f"batches of {BATCH} texts of {BATCH_WORDPIECES} wordpieces"
-    table = _table(title, "threads", "predictions/s")
+    table = make_table(title, "threads", "predictions/s")
     for throughput in throughputs:
         table.add_row(str(throughput.threads), f"{throughput.requests_per_second:.0f}")
     console.print(table)
@@ -192,7 +192,7 @@ def _print_steps(console: Console, steps: Mapping[str, StepTimes], rate: int) ->
         "new": f"{rate} prompts/s, each predicted",
     }
     known = steps["known"]
-    table = _table(
+    table = make_table(
         "time of a decode step, all seats busy", "beside it", "tokens", "p50, ms", "p99, ms",
         "p50 vs\nremembered", "p99 vs\nremembered", "predictor,\nshare of a core", "got a seat",
     )  # fmt: skip
@@ -209,13 +209,3 @@ def _print_steps(console: Console, steps: Mapping[str, StepTimes], rate: int) ->
             str(times.served),
         )
     console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    return table

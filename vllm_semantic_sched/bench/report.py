@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_semantic_sched.bench.console import make_table
 from vllm_semantic_sched.bench.metrics import METRICS, Metric, Summary
 from vllm_semantic_sched.bench.results import Comparison, MixResult
 from vllm_semantic_sched.bench.targets import Target
@@ -61,8 +62,8 @@ def print_problems(console: Console, problems: Iterable[str]) -> int:
 
 
 def _totals(rows: dict[str, MixResult]) -> Table:
-    table = Table(title="totals", box=box.SIMPLE)
-    for column in (
+    table = make_table(
+        "totals",
         "scheduler",
         "answered",
         "output tok/s",
@@ -72,8 +73,7 @@ def _totals(rows: dict[str, MixResult]) -> Table:
         "outputs differ",
         "latest send",
         "CPU used elsewhere",
-    ):
-        table.add_column(column, justify="left" if column == "scheduler" else "right")
+    )
     first = next(iter(rows.values()))
     reference = rows.get(_REFERENCE)
     for row in rows.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,15 +62,9 @@ def schedulers(args: argparse.Namespace, modes: Sequence[str]) -> list[Scheduler
     Raises:
         PolicyError: no such policy or mode.
     """
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+    from vllm_semantic_sched.bench.schedulers import SchedulerSpec, swap_arguments
 
-    connector = {
-        "kv_connector": "SemanticSwapConnector",
-        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": args.host_gib},
-    }
-    extra = ("--kv-transfer-config", json.dumps(connector))
+    extra = swap_arguments(args.host_gib)
     return [
         SchedulerSpec(_FCFS, "fcfs"),
         *(

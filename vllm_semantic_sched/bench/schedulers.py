@@ -59,6 +59,17 @@ class SchedulerSpec:
         return {}
 
 
+def swap_arguments(host_gib: float) -> tuple[str, ...]:
+    """Arguments of `vllm serve` that keep KV of preempted requests in so much host memory."""
+    connector = {
+        "kv_connector": "SemanticSwapConnector",
+        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": host_gib},
+    }
+    return ("--kv-transfer-config", json.dumps(connector))
+
+
 def parse_schedulers(names: str, default_policy: str | None) -> list[SchedulerSpec]:
     """Read a list like `fcfs,semantic,semantic@sjf`.
 

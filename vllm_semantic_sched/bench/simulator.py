@@ -47,15 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the scenario at each size and print time, memory and growth."""
-    from rich import box
-    from rich.table import Table
-
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.bench.console import make_console, make_table
 
     speeds = measure(args.requests, args.scenario)
-    table = Table(title="Simulator, one process", box=box.SIMPLE)
-    for name in ("requests", "CPU s", "steps", "us per request", "times the first", "peak MiB"):
-        table.add_column(name, justify="right")
+    columns = ("requests", "CPU s", "steps", "us per request", "times the first", "peak MiB")
+    table = make_table("Simulator, one process", *columns, words=0)
     for speed in speeds:
         table.add_row(
             f"{speed.requests:,}",

@@ -149,11 +149,10 @@ def print_tables(
     facts: Mapping[str, float],
 ) -> None:
     """Print what came out, a table per subject."""
-    from rich import box
-    from rich.table import Table
+    from vllm_semantic_sched.bench.console import make_table
 
-    table = Table(title="tiers under overload", box=box.SIMPLE)
-    for column in (
+    table = make_table(
+        "tiers under overload",
         "scheduler",
         "tier",
         "sent",
@@ -164,8 +163,8 @@ def print_tables(
         "TTFT p99, s",
         "in time",
         "longest wait, s",
-    ):
-        table.add_column(column, justify="left" if column in ("scheduler", "tier") else "right")
+        words=2,
+    )
     for row in rows:
         refused = ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0"
         table.add_row(
@@ -174,9 +173,9 @@ def print_tables(
             *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
         )
     console.print(table)
-    second = Table(title="totals", box=box.SIMPLE)
-    for column in ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s"):
-        second.add_column(column, justify="left" if column == "scheduler" else "right")
+    second = make_table(
+        "totals", "scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s"
+    )
     first = totals[0]["output_tokens_per_second"]
     for total in totals:
         speed = total["output_tokens_per_second"]

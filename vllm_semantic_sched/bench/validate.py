@@ -251,18 +251,14 @@ def report(validation: Validation) -> dict[str, Any]:
 
 def print_validation(validation: Validation) -> None:
     """A row per load and scheduler, the error of each level; and what misses the target."""
-    from rich import box
-    from rich.table import Table
-
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.bench.console import make_console, make_table
 
     console = make_console()
     for metric in METRICS:
         chosen = [one for one in validation.comparisons if one.metric == metric]
         levels = list(dict.fromkeys(one.level for one in chosen))
-        table = Table(title=f"{metric}: real s, error of the simulator", box=box.SIMPLE)
-        for name in ("load", "scheduler", *levels, "preemptions real / simulated"):
-            table.add_column(name, justify="left" if name in ("load", "scheduler") else "right")
+        columns = ("load", "scheduler", *levels, "preemptions real / simulated")
+        table = make_table(f"{metric}: real s, error of the simulator", *columns, words=2)
         for (load, scheduler), (real, simulated) in validation.preemptions.items():
             row = {
                 one.level: f"{one.real:.3g} {one.error:+.0%}"

@@ -115,8 +115,7 @@ class Fairness:
         if admission is not None:
             self.overtaking.withdrawn(admission.overtook, admission.credit)
             self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
-            self.reservation.hold(job, 0)
-        self.tenant_caps.hold(job, 0)
+        self._hold(job, 0)
         self.promotions.wait(job)
         self.deadlines.wait(job, self._policy.tier(job.level).slo)
 
@@ -141,9 +140,8 @@ class Fairness:
 
     def leave(self, job: Job) -> None:
         """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
-        if self._taken.pop(job, None) is not None:
-            self.reservation.hold(job, 0)
-        self.tenant_caps.hold(job, 0)
+        self._taken.pop(job, None)
+        self._hold(job, 0)
         self.promotions.stop(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
