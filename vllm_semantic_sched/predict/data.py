@@ -33,6 +33,8 @@ WORDINGS = (IMMEDIATE, HIGH_RISK, SEVERAL_RESOURCES, ONE_RESOURCE, NO_RESOURCE)
 # Visits in the survey's own words, in the survey's own proportions: what is read in them is then
 # as likely as it is there (0.8 % at level 0, half at level 2).
 _PLAIN_VISITS = 32_000
+# Visits as charts note them, in the same proportions: such notes are written where visits are.
+_CHARTED_VISITS = 7000
 # Visits of each level in other voices. Whoever writes so is no sample of any emergency
 # department, and a head trained on the survey's proportions would call nothing level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
@@ -45,10 +47,12 @@ _FRAMED = 3600
 _LOOKALIKES = 1000
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
-_COMPOSED = 5200
-# Shares of the messages and prompts that come late in a long text, and behind a claim.
+_COMPOSED = 9000
+# Shares of the messages and prompts that come late in a long text, behind a claim, and behind
+# words that say nothing.
 _LATE = 0.12
 _CLAIMS = 0.03
+_OPENED = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def written_messages(split: Split) -> list[Example]:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 90,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 100,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
     for written in _sample(sources.written, _WRITTEN * scale, rng):
@@ -130,6 +134,8 @@ def noisy(text: str, rng: random.Random) -> str:
         text = render.after_background(text, rng)
     if rng.random() < _CLAIMS:
         text = render.claiming(text, rng)
+    if rng.random() < _OPENED:
+        text = render.opened_neutrally(text, rng)
     return render.with_noise(text, rng)
 
 
@@ -138,6 +144,8 @@ def _visit_examples(
 ) -> list[Example]:
     chosen = _sample(visits, _PLAIN_VISITS * scale, rng)
     examples = [Example(visit.text, visit.level) for visit in chosen]
+    for visit in _sample(visits, _CHARTED_VISITS * scale, rng):
+        examples.append(Example(render.chart_note(visit, rng), visit.level))
     for level, count in enumerate(_VOICED_VISITS):
         chosen = _sample([visit for visit in visits if visit.level == level], count * scale, rng)
         for visit in chosen:
@@ -158,9 +166,13 @@ def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list
     """Messages followed by a request: urgency from the message, length from the request."""
     examples = []
     for _ in range(count):
-        if rng.random() < 0.65:
-            level = rng.choices(range(5), (3, 3, 2, 2, 2))[0]
+        source = rng.random()
+        if source < 0.5:
+            level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
             message = render.level_message(WORDINGS[level], rng)
+        elif source < 0.75 and sources.written:
+            written = rng.choice(sources.written)
+            level, message = written.level or 0, written.text
         else:
             visit = rng.choice(sources.visits)
             level, message = visit.level, render.visit_message(visit, rng)
@@ -172,7 +184,7 @@ def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list
             pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
             text = voices.with_question(message, pair.text, rng)
             tokens = pair.output_tokens
-        examples.append(Example(render.with_noise(text, rng), level, tokens))
+        examples.append(Example(noisy(text, rng), level, tokens))
     return examples
 
 

@@ -9,6 +9,7 @@ import re
 
 from vllm_semantic_sched.datasets import KtasVisit, TriageVisit
 from vllm_semantic_sched.predict import voices
+from vllm_semantic_sched.predict.chart_terms import chart_term
 from vllm_semantic_sched.predict.lay_terms import lay_term
 from vllm_semantic_sched.predict.voices import pick
 from vllm_semantic_sched.predict.wording import Person, Wording, choose, person
@@ -32,6 +33,22 @@ def visit_message(visit: TriageVisit, rng: random.Random) -> str:
         terms = terms[:2]
     voice = rng.choice((_relative, _patient, _dispatcher, _nurse, _terse))
     return voice(visit, terms, rng)
+
+
+def chart_note(visit: TriageVisit, rng: random.Random) -> str:
+    """The complaint of an NHAMCS visit as a chart has it: a few words of shorthand."""
+    terms = [term for reason in visit.reasons if (term := chart_term(reason, rng))]
+    if not terms:
+        return visit.text
+    note = rng.choice((", ", ", ", " / ", "; ", " & ")).join(terms[: rng.choice((1, 1, 2, 3))])
+    if visit.age is not None and rng.random() < 0.2:
+        note = rng.choice(
+            (f"{visit.age}{visit.sex[:1].upper()} {note}", f"{note}, {visit.age} yrs")
+        )
+    if visit.pain is not None and rng.random() < 0.15:
+        note = f"{note}, NRS {visit.pain}"
+    case = rng.random()
+    return note.lower() if case < 0.3 else _capital(note) if case < 0.4 else note
 
 
 def ktas_message(visit: KtasVisit, rng: random.Random) -> str:
@@ -71,6 +88,11 @@ def level_message(wording: Wording, rng: random.Random) -> str:
 def claiming(text: str, rng: random.Random) -> str:
     """`text` after a claim about its own urgency, whatever its urgency is."""
     return pick(voices.CLAIMS, rng) + text
+
+
+def opened_neutrally(text: str, rng: random.Random) -> str:
+    """`text` after words that say nothing about it but that it is a text."""
+    return pick(voices.OPENERS_NEUTRAL, rng) + text
 
 
 def after_background(message: str, rng: random.Random) -> str:

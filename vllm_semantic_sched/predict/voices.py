@@ -10,6 +10,13 @@ OPENERS_ALARMED = (
     "Help! |Please help, |Please help me, |HELP |Oh god, |Emergency! |I need an ambulance, "
     "|We need help now, |Please hurry, |911? |Hurry, |omg |Send someone, |please "
 )
+# Said before anything at all, an emergency or a joke.
+OPENERS_NEUTRAL = (
+    "New message: |Message: |Note: |For your attention: |Read this please: |A question, |User: "
+    "|My message: |To whoever is on duty: |Text from my phone: |One thing: |Request: |Subject: "
+    "|Q: |FYI |Please have a look: |Just in: |From the contact form: |(sent from my phone) |1. "
+    "|> |- "
+)
 ASKS = (
     "What should I do?|What do I do?|Can you tell me what to do?|What now?|Is this serious?"
     "|Should I go to the hospital?|Do I need to see a doctor?|Can this wait until tomorrow?"
@@ -26,6 +33,14 @@ TASKS = (
     "|Which department should handle this?|Explain the possible causes.|Write down the key facts."
     "|Translate this into Spanish.|Rewrite this more clearly.|Draft a reply."
     "|You are a helpful assistant for an emergency call centre.|Please answer as fully as you can."
+    "|In two sentences, please.|One line is enough.|Keep it short.|Yes or no?|Where do I call?"
+    "|What is going on here?|What might be the reason?|How is that treated?|Just a number to call."
+    "|Walk me through it in full detail.|I want a thorough answer.|Describe every step carefully."
+    "|Tell me all there is to know about it.|A paragraph will do.|Number the steps."
+    "|Be exhaustive.|Give me a long and complete answer.|Please write a full guide."
+    "|What are the risks and options?|Sum it up.|Which tests are needed?|Write at least ten steps."
+    "|What do I do in the meantime?|Respond with a checklist.|Give the reasons for your answer."
+    "|Use simple words.|No lectures, just facts."
 )
 DETAILS = (
     "It started [an hour|ten minutes|two hours|a few minutes] ago.",
