@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_semantic_sched.bench.paced_engine import Costs
 from vllm_semantic_sched.bench.validate import (
     LOADS,
     SCHEDULERS,
@@ -13,6 +14,9 @@ from vllm_semantic_sched.bench.validate import (
     compare,
 )
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.profiling.live_engine import Step
 from vllm_semantic_sched.sim.simulation import simulate
 
 COSTS = {
@@ -20,7 +24,6 @@ COSTS = {
     "alpha2": 1e-4,
     "batch": {"step": 5e-3, "per_sequence": 1e-4, "per_context_token": 1e-7},
     "arrival": 2e-4,
-    "residual": 0.02,
 }
 SHAPE = {"seats": 4, "token_budget": 512, "block_size": 32, "kv_blocks": 60}
 POLICY = SCHEDULERS["semantic"] | {"predictor": {"enabled": False}}
@@ -34,7 +37,8 @@ def _result(folder: Path, stretch: float) -> dict:
     result = {
         "name": "spiky",
         "shape": SHAPE,
-        "costs": [COSTS, COSTS],
+        "costs": COSTS,
+        "pace": 1.0,
         "requests": requests,
         "preemptions": 3,
     }
@@ -52,10 +56,22 @@ def _result(folder: Path, stretch: float) -> dict:
 
 @pytest.mark.parametrize("stretch", [1.0, 1.25])
 def test_the_error_is_what_the_engine_differs_by(tmp_path, stretch) -> None:
-    found, counts = compare(_result(tmp_path, stretch), "semantic", POLICY, tmp_path)
+    found, run = compare(_result(tmp_path, stretch), "semantic", POLICY, tmp_path)
     assert {one.level for one in found} == {"0", "1", "2", "3", "4", "all"}
     assert all(one.error == pytest.approx(1 / stretch - 1, abs=1e-6) for one in found)
-    assert counts[0] == 3 and counts[1] > 0
+    assert run.preemptions == 3 and run.simulated_preemptions > 0
+
+
+def test_a_slower_machine_changes_the_costs_by_its_pace_alone() -> None:
+    costs = Costs(**COSTS)
+    base = load_profile("cpu-2core-small")
+    batches = [Batch(decodes=number, context=100 * number) for number in (1, 4, 8)]
+    profile = costs.profile(base)
+    steps = [Step(batch, 1.7 * profile.step(batch)) for batch in batches]
+    pace = costs.pace(base, steps)
+    assert pace == pytest.approx(1.7)
+    assert costs.times(pace).pace(base, steps) == pytest.approx(1.0)
+    assert costs.mean(costs.times(3.0)).arrival == pytest.approx(2 * costs.arrival)
 
 
 def _validation(real: tuple[float, float], simulated: tuple[float, float]) -> Validation:

@@ -4,9 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level, expected_cost
+from vllm_semantic_sched.policy.estimates.decision import (
+    Decision,
+    decide_level,
+    expected_cost,
+    expected_level,
+)
 
 LIKELIEST = Decision(rule="most_likely")
+THRESHOLDS = Decision(rule="thresholds")
 SYMMETRIC = Decision(missed_cost=(1.0,))
 
 
@@ -30,7 +36,7 @@ def test_a_dearer_miss_never_makes_a_request_less_urgent(probabilities, cost, fa
     assert decide_level(probabilities, dear) <= decide_level(probabilities, cheap)
 
 
-@pytest.mark.parametrize("decision", [LIKELIEST, SYMMETRIC, Decision()])
+@pytest.mark.parametrize("decision", [LIKELIEST, SYMMETRIC, THRESHOLDS, Decision()])
 def test_certainty_is_believed(decision):
     for level in range(5):
         assert decide_level([float(other == level) for other in range(5)], decision) == level
@@ -41,6 +47,28 @@ def test_equal_mistakes_give_the_median_and_dear_misses_the_urgent_side():
     assert decide_level(torn, LIKELIEST) == 4
     assert decide_level(torn, SYMMETRIC) == 2
     assert decide_level(torn, Decision()) == 0
+
+
+@given(distributions(), distributions())
+def test_thresholds_follow_the_expected_level(one, other):
+    calm, urgent = sorted((one, other), key=expected_level, reverse=True)
+    levels = [decide_level(probabilities, THRESHOLDS) for probabilities in (urgent, calm)]
+    if len(one) == len(other):
+        assert levels[0] <= levels[1]
+    assert all(0 <= level < len(row) for level, row in zip(levels, (urgent, calm), strict=True))
+
+
+def test_a_threshold_itself_belongs_to_the_calmer_side():
+    cut = Decision(rule="thresholds", thresholds=(0.5, 1.5))
+    assert decide_level((0.5, 0.5, 0.0), cut) == 1
+    assert decide_level((0.51, 0.49, 0.0), cut) == 0
+    assert decide_level((0.0, 0.5, 0.5), cut) == 2
+
+
+@pytest.mark.parametrize("thresholds", [(2.0, 1.0), (1.0, 1.0), (float("nan"),), ()])
+def test_thresholds_that_do_not_ascend_are_refused(thresholds):
+    with pytest.raises(ValueError, match="thresholds"):
+        Decision(thresholds=thresholds)
 
 
 def test_a_further_level_costs_what_the_last_one_named_costs():

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+    from vllm_semantic_sched.profiling.live_engine import Step
 
 # (sequences, prompt tokens, output tokens, steps between their arrivals) of the batches from which
 # costs are fitted.
@@ -28,9 +29,9 @@ _CALIBRATION = (
     *((1, tokens, 1, 0) for tokens in (16, 64, 200, 400)),
     *((1, tokens, 12, 0) for tokens in (32, 300)),
     *((4, tokens, 12, 0) for tokens in (32, 300)),
-    *((8, tokens, 12, 0) for tokens in (32, 64, 150)),
+    *((8, tokens, 12, 0) for tokens in (32, 64, 150, 300)),
     # Prompts beside answers under way.
-    *((12, tokens, 24, 3) for tokens in (32, 64, 150)),
+    *((12, tokens, 24, 3) for tokens in (32, 64, 150, 300)),
 )
 _ROUNDS = 2
 
@@ -42,6 +43,58 @@ class Served:
     arrival: float
     first_token: float
     finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """How a load was served: its requests in order, each step, and the number of preemptions."""
+
+    served: list[Served]
+    steps: list[Step]
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step and an arrival cost: `alpha1`, `alpha2`, batch terms, seconds per arrival."""
+
+    alpha1: float
+    alpha2: float
+    batch: dict[str, float]
+    arrival: float
+
+    def times(self, factor: float) -> Costs:
+        """The same on a machine that many times slower."""
+        return Costs(
+            factor * self.alpha1,
+            factor * self.alpha2,
+            {name: factor * term for name, term in self.batch.items()},
+            factor * self.arrival,
+        )
+
+    def mean(self, other: Costs) -> Costs:
+        """The mean of both."""
+        return Costs(
+            (self.alpha1 + other.alpha1) / 2,
+            (self.alpha2 + other.alpha2) / 2,
+            {name: (term + other.batch[name]) / 2 for name, term in self.batch.items()},
+            (self.arrival + other.arrival) / 2,
+        )
+
+    def profile(self, base: EngineProfile) -> EngineProfile:
+        """`base` with these costs."""
+        return base.model_copy(
+            update={
+                "alpha1": self.alpha1,
+                "alpha2": self.alpha2,
+                "batch": base.batch_terms.model_copy(update=self.batch),
+            }
+        )
+
+    def pace(self, base: EngineProfile, steps: Sequence[Step]) -> float:
+        """How many times longer `steps` took than these costs say."""
+        profile = self.profile(base)
+        return sum(one.seconds for one in steps) / sum(profile.step(one.batch) for one in steps)
 
 
 class PacedEngine:
@@ -91,12 +144,12 @@ class PacedEngine:
             "kv_blocks": int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1,
         }
 
-    def calibrate(self) -> dict[str, Any]:
+    def calibrate(self) -> Costs:
         """What a step and an arrival cost now."""
         from vllm_semantic_sched.profiling.fit import fit_steps
-        from vllm_semantic_sched.profiling.live_engine import Step
 
-        steps, arrivals = [], []
+        steps: list[Step] = []
+        arrivals = []
         for _ in range(_ROUNDS):
             for place in self._random.permutation(len(_CALIBRATION)):
                 count, prompt, output, apart = _CALIBRATION[place]
@@ -107,32 +160,20 @@ class PacedEngine:
                         self._add(prompt, output, 0)
                         arrivals.append(time.process_time() - start)
                         arrived += 1
-                    self._batches.clear()
-                    start = time.process_time()
-                    self._engine.step()
-                    seconds = time.process_time() - start
+                    steps += self._step()[1]
                     number += 1
-                    if self._batches and self._batches[0].sequences:
-                        steps.append(Step(self._batches[0], seconds))
         fit = fit_steps(steps)
-        costs = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch.model_dump()}
-        profile = with_costs(self.base, costs)
+        costs = Costs(fit.alpha1, fit.alpha2, fit.batch.model_dump(), float(np.mean(arrivals)))
         # The fit is robust: slow steps hardly count. In a load they do.
-        slow = sum(step.seconds for step in steps) / sum(profile.step(step.batch) for step in steps)
-        return {
-            "alpha1": slow * fit.alpha1,
-            "alpha2": slow * fit.alpha2,
-            "batch": {name: slow * term for name, term in costs["batch"].items()},
-            "arrival": float(np.mean(arrivals)),
-            "residual": fit.residual.median,
-        }
+        return costs.times(costs.pace(self.base, steps))
 
-    def serve(self, requests: Sequence[dict[str, Any]]) -> tuple[list[Served], int]:
-        """Serve requests as they arrive; and how often one was preempted.
+    def serve(self, requests: Sequence[dict[str, Any]]) -> Service:
+        """Serve requests as they arrive.
 
         Args:
             requests: `arrival`, `prompt_tokens`, `output_tokens`, `level`, by arrival.
         """
+        steps: list[Step] = []
         self._skipped = -time.process_time()
         self._preempted = 0
         names: dict[str, int] = {}
@@ -150,7 +191,9 @@ class PacedEngine:
             if not self._engine.has_unfinished_requests():
                 self._skipped += max(0.0, requests[place]["arrival"] - self._now())
                 continue
-            for output in self._engine.step():
+            outputs, step = self._step()
+            steps += step
+            for output in outputs:
                 index = names[output.request_id]
                 first.setdefault(index, self._now())
                 if output.finished:
@@ -159,7 +202,18 @@ class PacedEngine:
             Served(request["arrival"], first[index], finish[index])
             for index, request in enumerate(requests)
         ]
-        return served, self._preempted
+        return Service(served, steps, self._preempted)
+
+    def _step(self) -> tuple[list[Any], list[Step]]:
+        """A step of the engine: what came out of it, and what it cost if it computed anything."""
+        from vllm_semantic_sched.profiling.live_engine import Step
+
+        self._batches.clear()
+        start = time.process_time()
+        outputs = self._engine.step()
+        seconds = time.process_time() - start
+        computed = self._batches and self._batches[0].sequences
+        return outputs, [Step(self._batches[0], seconds)] if computed else []
 
     def _now(self) -> float:
         return time.process_time() + self._skipped
@@ -199,17 +253,6 @@ class PacedEngine:
         scheduler._preempt_request = watched_preempt
 
 
-def with_costs(base: EngineProfile, costs: dict[str, Any]) -> EngineProfile:
-    """A profile with the costs that `PacedEngine.calibrate` measured."""
-    return base.model_copy(
-        update={
-            "alpha1": costs["alpha1"],
-            "alpha2": costs["alpha2"],
-            "batch": base.batch_terms.model_copy(update=costs["batch"]),
-        }
-    )
-
-
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Serve each load of a job.
 
@@ -218,8 +261,9 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             units of the time that the engine needs for all of them.
 
     Yields:
-        Per load: its name, the engine's shape, costs before and after it, requests with arrivals
-        in seconds, what was served, preemptions.
+        Per load: its name, the engine's shape, requests with arrivals in seconds, what was
+        served, preemptions; `costs`, the mean of those measured before and after it at the pace
+        that the machine had meanwhile, and that `pace`, 1 for the one before and after.
     """
     from vllm_semantic_sched.policy.estimates.batch import Batch
 
@@ -227,7 +271,7 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     engine.calibrate()  # what is slower the first time
     for name, requests in job["loads"].items():
         costs = engine.calibrate()
-        profile = with_costs(engine.base, costs)
+        profile = costs.profile(engine.base)
         seats = engine.shape["seats"]
         decode = sum(request["output_tokens"] for request in requests) / seats
         mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
@@ -235,14 +279,17 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             profile.prefill(0, request["prompt_tokens"]) for request in requests
         )
         timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
-        served, preempted = engine.serve(timed)
+        service = engine.serve(timed)
+        costs = costs.mean(engine.calibrate())
+        pace = costs.pace(engine.base, service.steps)
         yield {
             "name": name,
             "shape": engine.shape,
-            "costs": [costs, engine.calibrate()],
+            "costs": asdict(costs.times(pace)),
+            "pace": pace,
             "requests": timed,
-            "served": [[one.arrival, one.first_token, one.finish] for one in served],
-            "preemptions": preempted,
+            "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
+            "preemptions": service.preemptions,
         }
 
 

@@ -74,12 +74,22 @@ class Comparison:
         return self.simulated / self.real - 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A load under a scheduler: preemptions on the real engine and simulated, and how many times
+    longer the engine's steps took than the same steps before and after the load."""
+
+    preemptions: int
+    simulated_preemptions: int
+    pace: float
+
+
 @dataclass(frozen=True)
 class Validation:
-    """All comparisons, and (load, scheduler): preemptions on the real engine and simulated."""
+    """All comparisons, and the runs that they come from, by load and scheduler."""
 
     comparisons: list[Comparison]
-    preemptions: dict[tuple[str, str], tuple[int, int]]
+    runs: dict[tuple[str, str], Run]
 
     def wrong_orders(self) -> list[str]:
         """Pairs of schedulers that the simulator puts in the wrong order, where the real engine
@@ -114,19 +124,19 @@ def validate(
     folder.mkdir(parents=True, exist_ok=True)
     prepared = {name: _prepare(name, requests) for name in loads}
     comparisons: list[Comparison] = []
-    preemptions = {}
+    runs = {}
     for scheduler, policy in SCHEDULERS.items():
         for result in _serve(options, policy | _COMMON, prepared):
-            found, counts = compare(result, scheduler, policy | _COMMON, folder)
+            found, run = compare(result, scheduler, policy | _COMMON, folder)
             comparisons += found
-            preemptions[result["name"], scheduler] = counts
+            runs[result["name"], scheduler] = run
         progress()
-    return Validation(comparisons, preemptions)
+    return Validation(comparisons, runs)
 
 
 def compare(
     result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path
-) -> tuple[list[Comparison], tuple[int, int]]:
+) -> tuple[list[Comparison], Run]:
     """Simulate what the real engine was given, and compare what both made of it.
 
     Args:
@@ -150,7 +160,7 @@ def compare(
         for metric in METRICS
     ]
     preempted = int(ours[ALL]["recomputes"] + ours[ALL]["swaps"])
-    return found, (result["preemptions"], preempted)
+    return found, Run(result["preemptions"], preempted, result["pace"])
 
 
 def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
@@ -211,15 +221,12 @@ def _serve(
 
 
 def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
-    from vllm_semantic_sched.bench.paced_engine import with_costs
+    from vllm_semantic_sched.bench.paced_engine import Costs
     from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
     from vllm_semantic_sched.sim.scenario import parse_scenarios
 
-    base = load_profile("cpu-2core-small")
-    before, after = result["costs"]
-    mean = {name: (before[name] + after[name]) / 2 for name in ("alpha1", "alpha2", "arrival")}
-    terms = {name: (before["batch"][name] + after["batch"][name]) / 2 for name in before["batch"]}
-    profile = with_costs(base, mean | {"batch": terms})
+    costs = Costs(**result["costs"])
+    profile = costs.profile(load_profile("cpu-2core-small"))
     stem = f"{result['name']}-{scheduler}"
     profile_file, trace = folder / f"{stem}.yaml", folder / f"{stem}.jsonl"
     write_profile(profile, profile_file)
@@ -229,7 +236,7 @@ def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], fo
         "engine": {
             "kind": "vllm",
             "profile": str(profile_file),
-            "arrival": mean["arrival"],
+            "arrival": costs.arrival,
             **result["shape"],
         },
         "schedulers": {scheduler: policy},
@@ -241,9 +248,9 @@ def report(validation: Validation) -> dict[str, Any]:
     """Everything as a JSON document."""
     return {
         "comparisons": [asdict(one) | {"error": one.error} for one in validation.comparisons],
-        "preemptions": [
-            {"load": load, "scheduler": scheduler, "real": real, "simulated": simulated}
-            for (load, scheduler), (real, simulated) in validation.preemptions.items()
+        "runs": [
+            {"load": load, "scheduler": scheduler} | asdict(run)
+            for (load, scheduler), run in validation.runs.items()
         ],
         "wrong_orders": validation.wrong_orders(),
     }
@@ -257,9 +264,9 @@ def print_validation(validation: Validation) -> None:
     for metric in METRICS:
         chosen = [one for one in validation.comparisons if one.metric == metric]
         levels = list(dict.fromkeys(one.level for one in chosen))
-        columns = ("load", "scheduler", *levels, "preemptions real / simulated")
+        columns = ("load", "scheduler", *levels, "preemptions real / simulated", "pace")
         table = make_table(f"{metric}: real s, error of the simulator", *columns, words=2)
-        for (load, scheduler), (real, simulated) in validation.preemptions.items():
+        for (load, scheduler), run in validation.runs.items():
             row = {
                 one.level: f"{one.real:.3g} {one.error:+.0%}"
                 for one in chosen
@@ -269,7 +276,8 @@ def print_validation(validation: Validation) -> None:
                 load,
                 scheduler,
                 *(row.get(level, "-") for level in levels),
-                f"{real} / {simulated}",
+                f"{run.preemptions} / {run.simulated_preemptions}",
+                f"{run.pace:.2f}",
             )
         console.print(table)
     errors = [abs(one.error) for one in validation.comparisons]

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _PER_CALL = 256
 _COLUMNS = ("text", "level", "output_tokens")
 
+OTHER_RULES = ("most_likely", "thresholds")
+"""Rules whose figures a report gives beside those of the policy's own rule."""
+
 _NO_LEVELS = dict.fromkeys(level_figures([], [], Decision()))
 _NO_LENGTHS = dict.fromkeys(length_figures([], []))
 
@@ -171,7 +174,9 @@ def evaluate(
     texts = [example.text for example in test_set.examples]
     guess = model(texts)
     report = _figures(test_set, guess, decision)
-    report["most_likely"] = _level_part(test_set, guess, Decision(rule="most_likely"))
+    for rule in OTHER_RULES:
+        other = decision.model_copy(update={"rule": rule})
+        report[rule] = _level_part(test_set, guess, other)
     report["kinds"] = report["reliability"] = None
     at, truth, rows = _levelled(test_set, guess)
     if truth:

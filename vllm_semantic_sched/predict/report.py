@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vllm_semantic_sched.predict.measure import Evaluation
+from vllm_semantic_sched.predict.measure import OTHER_RULES, Evaluation
 
 CONFUSION_PICTURE = "confusion.png"
 RELIABILITY_PICTURE = "reliability.png"
@@ -87,6 +87,8 @@ def _rule(report: Mapping[str, Any]) -> str:
     decision = report["decision"]
     if decision["rule"] == "most_likely":
         return "most_likely"
+    if decision["rule"] == "thresholds":
+        return f"thresholds ({', '.join(f'{one:g}' for one in decision['thresholds'])})"
     prices = ", ".join(f"{price:g}" for price in decision["missed_cost"])
     return f"{decision['rule']} (missed_cost {prices})"
 
@@ -124,8 +126,12 @@ def _summary_rows(
 
 def _level_lines(report: Mapping[str, Any]) -> list[str]:
     named = [(_MODEL, report)]
-    if report["decision"]["rule"] != "most_likely":
-        named.append(("predictor, most likely level", report["most_likely"]))
+    names = {"most_likely": "most likely level", "thresholds": "thresholds on the expected level"}
+    named += [
+        (f"predictor, {names[rule]}", report[rule])
+        for rule in OTHER_RULES
+        if rule != report["decision"]["rule"]
+    ]
     named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]
     levels = range(len(report["confusion"]))
     per_level = [f"level {level}" for level in levels]

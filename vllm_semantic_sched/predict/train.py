@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 
+THRESHOLDS = "thresholds.yaml"
+"""A policy with the fitted `decision.thresholds`, in the folder of a trained model."""
+
 _BUCKETS = 9
 _LEAST_TEXTS = 20
 _FINE_TUNING_RATE = 5e-5
@@ -128,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 def _train_all(args: argparse.Namespace) -> int:
     import torch
 
-    from vllm_semantic_sched.predict.data import Sources, training_round
+    from vllm_semantic_sched.predict.data import Example, Sources, training_round
     from vllm_semantic_sched.predict.fit import ENCODER_RATE, fit
     from vllm_semantic_sched.predict.validation import (
         calibrate,
@@ -162,6 +165,7 @@ def _train_all(args: argparse.Namespace) -> int:
     calibrate(network, tokenizer, calibration_examples(validation, args.seed))
     save_network(network, folder, args.output)
     print(f"saved to {args.output}")
+    _write_thresholds(args, [Example(visit.text, visit.level) for visit in validation.visits])
     print(validation_table(args.output, validation, args.seed))
     return 0
 
@@ -244,7 +248,7 @@ def _fine_tune(
         for part in ("train", "validation", "test")
     }
     folder, network, tokenizer = _base(args.base)
-    training = parts["train"]
+    training: Sequence[Example] = parts["train"]
     prepare(network, training)
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
@@ -270,6 +274,24 @@ def _fine_tune(
     command = ["--data", args.output / "test.csv", "--train", args.output / "train.csv"]
     command += ["--model", args.output, "--output", args.output / "report"]
     return evaluate.run(parser.parse_args([str(word) for word in command]))
+
+
+def _write_thresholds(args: argparse.Namespace, examples: Sequence[Example]) -> None:
+    """Write and print a policy that cuts the stored model's expected level where it agrees best
+    with the levels of `examples`."""
+    import yaml
+
+    from vllm_semantic_sched.predict.model import TextPredictor
+    from vllm_semantic_sched.predict.validation import fitted_thresholds
+
+    predictor = TextPredictor.load(str(args.output), args.threads)
+    probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
+    thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
+    decision = {"rule": "thresholds", "thresholds": list(thresholds)}
+    text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
+    path = args.output / THRESHOLDS
+    path.write_text(text, encoding="utf-8")
+    print(f"thresholds on the expected level, fitted to {len(examples)} texts: {path}\n{text}")
 
 
 def _base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:

@@ -1,21 +1,30 @@
-"""What training checks at its end: calibration, and figures on the validation split."""
+"""What training does at its end: calibration, thresholds, and figures on the validation split."""
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import torch
 
+from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict import render
 from vllm_semantic_sched.predict.buckets import expected_tokens
 from vllm_semantic_sched.predict.data import WORDINGS, Example, Sources, training_round
-from vllm_semantic_sched.predict.metrics import kendall_tau, urgency_report
+from vllm_semantic_sched.predict.metrics import (
+    kendall_tau,
+    quadratic_weighted_kappa,
+    urgency_report,
+)
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import URGENCY_LEVELS, UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _PER_PART = 2000
 _CALIBRATION_SCALE = 0.05
+# Rounds over the thresholds, and places for each between its two levels.
+_ASCENTS = 4
+_STEPS = 25
 
 
 def calibration_examples(sources: Sources, seed: int) -> list[Example]:
@@ -44,6 +53,30 @@ def calibrate(
         float(torch.nn.functional.cross_entropy(stacked / value, levels)) for value in candidates
     ]
     network.config.temperature = round(candidates[losses.index(min(losses))], 2)
+
+
+def fitted_thresholds(
+    probabilities: Sequence[Sequence[float]], levels: Sequence[int]
+) -> tuple[float, ...]:
+    """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
+    quadratic weighted kappa, by coordinate ascent from the middles between the levels.
+
+    Each lies between its two levels, so that a certain level is believed.
+    """
+    expected = numpy.array([expected_level(row) for row in probabilities])
+    last = len(probabilities[0]) - 1
+    thresholds = [level + 0.5 for level in range(last)]
+
+    def kappa(candidate: Sequence[float]) -> float:
+        decided = numpy.searchsorted(candidate, expected, side="right")
+        return quadratic_weighted_kappa(levels, decided.tolist()) or 0.0
+
+    for _ in range(_ASCENTS):
+        for place in range(last):
+            steps = [place + step / _STEPS for step in range(1, _STEPS + 1)]
+            tried = [[*thresholds[:place], step, *thresholds[place + 1 :]] for step in steps]
+            thresholds = max([thresholds, *tried], key=kappa)
+    return tuple(round(float(one), 2) for one in thresholds)
 
 
 def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
