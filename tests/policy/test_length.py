@@ -37,6 +37,26 @@ def test_outlived_buckets_drop_out() -> None:
     assert expected_output_tokens(probabilities, BUCKETS, 1000, "mean") == 1500
 
 
+def test_no_bucket_stands_for_more_than_the_limit() -> None:
+    def expected(probabilities, kind="mean"):
+        return expected_output_tokens(probabilities, BUCKETS, 0, kind, limit=100)
+
+    assert expected((0.5, 0.0, 0.0, 0.5)) == 0.5 * 5 + 0.5 * 100
+    # Both would be cut to 100 if the means were, and look alike.
+    assert expected((0.3, 0.0, 0.0, 0.7)) < expected((0.1, 0.0, 0.0, 0.9)) < 100
+    assert expected((0.0, 0.0, 0.0, 1.0), "p90") == 100
+
+
+@given(weights, st.integers(0, 5000), estimates, st.integers(1, 500))
+def test_an_estimate_lies_between_what_there_is_and_the_limit(
+    weights, generated, estimate, room
+) -> None:
+    probabilities = [weight / sum(weights) for weight in weights]
+    limit = generated + room
+    found = expected_output_tokens(probabilities, BUCKETS, generated, estimate, limit)
+    assert generated < found <= limit + 1e-9 * limit
+
+
 def test_quantiles_are_lengths_that_such_a_share_stays_below() -> None:
     def estimate(probabilities, kind, generated=0):
         return expected_output_tokens(probabilities, BUCKETS, generated, kind)

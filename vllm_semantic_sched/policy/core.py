@@ -492,24 +492,22 @@ class SchedulingCore:
         """Output tokens expected in all, above what has been generated."""
         length = self.policy.length
         buckets = self.buckets
+        # One more token is the least that can come.
+        limit = max(job.max_output_tokens, job.generated + 1)
         if job.prediction is None or job.prediction.length is None or buckets is None:
-            expected = expected_without_prediction(length.default_tokens, job.generated)
-        else:
-            expected = expected_output_tokens(
-                job.prediction.length, buckets, job.generated, length.estimate
-            )
-        # The client's own limit is a fact; one more token is the least that can come.
-        return max(min(expected, job.max_output_tokens), job.generated + 1.0)
+            return min(expected_without_prediction(length.default_tokens, job.generated), limit)
+        return expected_output_tokens(
+            job.prediction.length, buckets, job.generated, length.estimate, limit
+        )
 
     def first_estimate(self, job: Job) -> float | None:
         """Output tokens that its prediction alone makes of a job; None if it has none."""
         buckets = self.buckets
         if job.prediction is None or job.prediction.length is None or buckets is None:
             return None
-        expected = expected_output_tokens(
-            job.prediction.length, buckets, 0, self.policy.length.estimate
+        return expected_output_tokens(
+            job.prediction.length, buckets, 0, self.policy.length.estimate, job.max_output_tokens
         )
-        return min(expected, job.max_output_tokens)
 
     def _much_longer_than(self, job: Job) -> float:
         """Remaining time from which a running job gives way to a shorter one; inf: none does."""

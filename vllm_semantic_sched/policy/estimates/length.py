@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -43,8 +44,9 @@ def expected_output_tokens(
     buckets: LengthBuckets,
     generated: int,
     estimate: Estimate,
+    limit: int = sys.maxsize,
 ) -> float:
-    """Output length given that at least `generated + 1` tokens will come.
+    """Output length given that at least `generated + 1` tokens will come, and `limit` at most.
 
     Buckets that the request has outlived drop out and the rest is renormalised: the request
     moves on to the next bucket (the supervisor of S3, Jin et al. 2023).
@@ -53,12 +55,14 @@ def expected_output_tokens(
         probabilities: one per bucket.
         generated: output tokens so far.
         estimate: expectation, or a quantile of the lengths, taken as even within a bucket.
+        limit: of tokens; above `generated`. A fact, so that no bucket stands for more: cutting
+            their mean alone would make all requests look alike that are likely to reach it.
 
     Returns:
-        Tokens, always above `generated`.
+        Tokens, above `generated` and at most `limit`.
     """
     alive = [
-        (probability, _length_within(index, buckets, generated))
+        (probability, min(_length_within(index, buckets, generated), float(limit)))
         for index, probability in enumerate(probabilities)
         if index >= len(buckets.edges) or buckets.edges[index] > generated
     ]
@@ -67,7 +71,8 @@ def expected_output_tokens(
         return alive[0][1]
     if estimate == "mean":
         return sum(probability * length for probability, length in alive) / total
-    return _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, generated)
+    quantile = _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, generated)
+    return min(quantile, float(limit))
 
 
 def expected_without_prediction(default_tokens: int, generated: int) -> float:
