@@ -115,7 +115,7 @@ def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
     core.step(lambda job: None, 5.0)
     assert aged.overdue and core.waiting.peek() is aged
-    assert not core.worth_preempting(aged) and core.worth_preempting(urgent)
+    assert not core.eviction.worth_preempting(aged) and core.eviction.worth_preempting(urgent)
     assert list(core.waiting.ordered()) == [aged, urgent]
     assert core.running.least_urgent() is running
 
@@ -126,7 +126,7 @@ def test_an_aged_job_is_not_preempted_again() -> None:
     core.step(lambda job: None, 5.0)
     take(core)
     urgent = arrive(core, "urgent", 0)
-    assert not core.worth_preempting(urgent) and not core.wants_room
+    assert not core.eviction.worth_preempting(urgent) and not core.eviction.wants_room
     assert core.running.order(aged)[0] == -1.0
 
 

@@ -125,10 +125,10 @@ def test_preemption_is_for_urgency_only(base: str, worth: bool) -> None:
     routine = arrive(core, "a", 4)
     core.start(core.waiting.pop())
     urgent = arrive(core, "b", 0)
-    assert core.worth_preempting(urgent) is worth
-    assert not core.worth_preempting(arrive(core, "c", 4))
+    assert core.eviction.worth_preempting(urgent) is worth
+    assert not core.eviction.worth_preempting(arrive(core, "c", 4))
     if worth:
-        assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+        assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
 
 
 def test_nobody_is_preempted_for_ever() -> None:
@@ -138,11 +138,11 @@ def test_nobody_is_preempted_for_ever() -> None:
     core.waiting.remove(urgent)
     for _ in range(core.policy.preemption.max_per_request):
         core.start(core.waiting.pop())
-        assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+        assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
         core.preempt(routine, core.plan_preemption(routine))
         core.enqueue(routine, core.waiting)
     core.start(core.waiting.pop())
-    assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
+    assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
 
 
 def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
@@ -152,8 +152,8 @@ def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     core.start(core.waiting.pop())
     core.start(core.waiting.pop())
     urgent = arrive(core, "urgent", 0)
-    assert core.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
-    assert core.victims_for(urgent, Need(2, 0), 8, lambda job: 0) == []
+    assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+    assert core.eviction.victims_for(urgent, Need(2, 0), 8, lambda job: 0) == []
     assert batch in core.running
 
 
@@ -251,12 +251,12 @@ def test_a_much_longer_job_of_the_same_level_gives_way_if_the_policy_says_so(
         core.step(lambda job: None, 0.0)
     short = of_length(core, "short", 8)
     urgent = of_length(core, "urgent", 90, urgency=0)
-    assert core.wants_room and core.worth_preempting(urgent)
+    assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)
     seat(core, urgent)
-    assert core.wants_room == core.worth_preempting(short) == yields
+    assert core.eviction.wants_room == core.eviction.worth_preempting(short) == yields
     need = Need(seats=1, blocks=0)
-    chosen = core.victims_for(short, need, 8, lambda job: 1)
+    chosen = core.eviction.victims_for(short, need, 8, lambda job: 1)
     assert [job.request_id for job in chosen] == ["long as well"] * yields
     for job in running:
         job.preemptions = 1
-    assert core.victims_for(short, need, 8, lambda job: 1) == []
+    assert core.eviction.victims_for(short, need, 8, lambda job: 1) == []

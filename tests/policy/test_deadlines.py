@@ -76,7 +76,7 @@ def insistent_core(**slo) -> SchedulingCore:
 
 
 def victims(core: SchedulingCore, job, seats: int = 1) -> list[str]:
-    chosen = core.victims_for(job, Need(seats=seats, blocks=0), 8, lambda victim: 1)
+    chosen = core.eviction.victims_for(job, Need(seats=seats, blocks=0), 8, lambda victim: 1)
     return [victim.request_id for victim in chosen]
 
 
@@ -87,15 +87,15 @@ def test_a_tier_that_insists_takes_a_seat_of_its_own_that_has_its_first_token() 
     yields = seated(core, 0, first_token=True)
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
-    assert not core.wants_room and victims(core, job) == []
+    assert not core.eviction.wants_room and victims(core, job) == []
     core.step(lambda job: None, 1.5)
-    assert core.wants_room and core.worth_preempting(job)
+    assert core.eviction.wants_room and core.eviction.worth_preempting(job)
     assert victims(core, job) == [yields.request_id]
     assert victims(core, job, seats=2) == []  # nobody in vain
     rest = seated(core, 1, first_token=False)
     assert victims(core, job, seats=2) == [rest.request_id, yields.request_id]
     core.step(lambda job: None, 2.0)  # too late
-    assert not core.worth_preempting(job) or victims(core, job, seats=2) == []
+    assert not core.eviction.worth_preempting(job) or victims(core, job, seats=2) == []
 
 
 def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
@@ -104,7 +104,7 @@ def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
     core.step(lambda job: None, 1.5)
-    assert not core.wants_room and victims(core, job) == []
+    assert not core.eviction.wants_room and victims(core, job) == []
 
 
 def test_what_the_deadline_gained_is_spent_with_the_first_token() -> None:

@@ -22,6 +22,13 @@ def test_a_running_request_never_looks_finished(weights, generated, estimate) ->
     assert expected_output_tokens(probabilities, BUCKETS, generated, estimate) > generated
 
 
+@given(weights, st.integers(0, 20))
+def test_nor_where_calibration_left_the_buckets_no_room(weights, generated) -> None:
+    crowded = LengthBuckets(edges=(6, 7, 8), means=(5.0, 5.0, 5.0, 5.0))
+    probabilities = [weight / sum(weights) for weight in weights]
+    assert expected_output_tokens(probabilities, crowded, generated, "mean") > generated
+
+
 @given(st.integers(1, 1000), st.integers(0, 5000))
 def test_nor_does_one_without_a_prediction(default, generated) -> None:
     assert expected_without_prediction(default, generated) > generated

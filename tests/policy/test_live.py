@@ -81,9 +81,9 @@ def test_limits_count_at_once() -> None:
     core.waiting.remove(running)
     core.start(running)
     urgent = arrive(core, "urgent", level=1)
-    assert core.worth_preempting(urgent)
+    assert core.eviction.worth_preempting(urgent)
     core.adopt(policy(preemption={"min_level_gap": 4}), PROFILE)
-    assert not core.worth_preempting(urgent)
+    assert not core.eviction.worth_preempting(urgent)
 
 
 def test_predicted_and_default_levels_are_decided_anew_and_hints_stay() -> None:

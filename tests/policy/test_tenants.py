@@ -224,7 +224,7 @@ def test_a_tenant_is_kept_to_its_kv_even_if_its_requests_grow(share, actions) ->
             grown[one] = grown.get(one, 0) + 100
         for _ in range(100):
             core.step(observe, 0.0)
-        while (found := core.intruder()) is not None:
+        while (found := core.eviction.intruder()) is not None:
             victim, reason = found
             assert reason == "tenant_cap"
             assert sum(one.tenant == victim.tenant for one in running) > 1

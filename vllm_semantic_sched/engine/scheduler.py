@@ -316,7 +316,7 @@ class SemanticScheduler(Scheduler):
 
     def _make_room(self, core: SchedulingCore) -> None:
         """Preempt running requests for waiting ones, which vLLM itself never does (P5)."""
-        if not core.wants_room or self.pause_state is not PauseState.UNPAUSED:
+        if not core.eviction.wants_room or self.pause_state is not PauseState.UNPAUSED:
             return
         room = Room(
             seats=self._capacity.free_seats(),
@@ -338,7 +338,7 @@ class SemanticScheduler(Scheduler):
 
     def _keep_reservations(self, core: SchedulingCore) -> None:
         """Preempt what has grown into a hard reservation, or beyond its tenant's part."""
-        while (found := core.intruder()) is not None:
+        while (found := core.eviction.intruder()) is not None:
             job, reason = found
             if self._freed_at_once(job) is None:
                 break

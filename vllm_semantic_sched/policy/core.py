@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,12 +19,12 @@ from vllm_semantic_sched.policy.estimates.length_calibration import Ending, Leng
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.estimates.profile import EngineProfile
 from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
-from vllm_semantic_sched.policy.eviction.preemption import Need, choose_victims
 from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionPlan,
     plan_preemption,
 )
+from vllm_semantic_sched.policy.eviction.rights import EvictionRights
 from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
 from vllm_semantic_sched.policy.order.fairness import Fairness
@@ -65,6 +64,7 @@ class SchedulingCore:
         self.fairness = Fairness(policy, profile, self._make_queue)
         self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
+        self.eviction = EvictionRights(policy, self.running, self.fairness, self._rank_seconds)
         self.lifecycle = Lifecycle(clock)
         self._sequence = itertools.count()
         self._outdated: list[Job] = []  # ranked by a policy that is no longer in force
@@ -87,7 +87,7 @@ class SchedulingCore:
         those that were predicted or are the default one are decided anew.
         """
         self.fairness.adopt(policy, profile)
-        self.policy = policy
+        self.policy = self.eviction.policy = policy
         if profile != self._scale.given:  # else what was learned about the engine stays true
             self._scale = ProfileScale(profile)
         self.running.step_seconds = profile.gamma2
@@ -375,92 +375,6 @@ class SchedulingCore:
 
     # Decisions
 
-    @property
-    def wants_room(self) -> bool:
-        """Whether some waiting job may take a running one's place. O(levels), so that a step in
-        which nothing is to be done costs nothing."""
-        if self._some_insist or any(map(self._level_may_preempt, self.waiting.levels)):
-            return True
-        head = self.waiting.peek() if self.policy.preemption.shorter is not None else None
-        return head is not None and self._is_much_shorter(head)
-
-    @property
-    def reorders_levels(self) -> bool:
-        """Whether jobs that may not preempt can stand before such as may."""
-        return self.fairness.reorders_levels
-
-    def worth_preempting(self, job: Job) -> bool:
-        """Whether some running job is so much less urgent that `job` may take its place. O(1).
-
-        By its own level: what a job gained by waiting, by a near deadline or by its tier's share
-        gets it the next seat that comes free, and never somebody's, unless its tier's promise
-        insists (`tiers[].slo.takes_seats`). A tier over its share has no right to preempt such as
-        its offset puts it behind.
-        """
-        insists = self._some_insist and job in self.fairness.deadlines.insisting
-        return insists or self._level_may_preempt(job.level) or self._is_much_shorter(job)
-
-    def need_of(self, job: Job, need: Need) -> Need:
-        """What must come free for a job, given what the engine lacks: more where less urgent
-        tiers fill their part beside a hard reservation."""
-        missing = self.fairness.shortage(job)
-        return Need(max(need.seats, missing.seats), max(need.blocks, missing.blocks))
-
-    def victims_for(
-        self,
-        job: Job,
-        need: Need,
-        max_victims: int,
-        freeable_blocks: Callable[[Job], int | None],
-        preemption_seconds: Callable[[Job], float] | None = None,
-    ) -> list[Job]:
-        """See `policy.eviction.preemption.choose_victims`."""
-
-        def freeable(victim: Job) -> int | None:
-            return freeable_blocks(victim) if self.policy.tier(victim.level).preemptible else None
-
-        borrowed = self.fairness.reservation.borrowed_from(job.level)
-        insists = job in self.fairness.deadlines.insisting
-        limits = self.policy.preemption
-        longer_than = self._much_longer_than(job)
-
-        def gives_way(victim: Job) -> bool:
-            if victim.preemptions < limits.max_per_request and (
-                (insists and victim.first_token is not None)
-                or self.running.remaining(victim) >= longer_than
-            ):
-                return True
-            return borrowed is not None and borrowed(victim)
-
-        among_equals = insists or longer_than < math.inf
-
-        return choose_victims(
-            self.fairness.preempting_level(job.level),
-            need,
-            self.running,
-            limits,
-            max_victims,
-            freeable,
-            preemption_seconds,
-            gives_way if among_equals or borrowed is not None else None,
-            among_equals,
-        )
-
-    def intruder(self) -> tuple[Job, str] | None:
-        """A running job that must give way, and why: `reservation`, because less urgent tiers
-        hold part of a hard one, or `tenant_cap`, because its tenant holds too much KV, after one
-        grew or turned out to be less urgent than thought."""
-        above = self.fairness.reservation.over_limit()
-        tenant = self.fairness.tenant_caps.over_limit()
-        if above is None and tenant is None:
-            return None
-        for job in self.running.by_eviction():
-            if above is not None and job.level > above:
-                return job, "reservation"
-            if job.tenant == tenant:
-                return job, "tenant_cap"
-        return None
-
     def prefill_token_limit(
         self, decoding_level: float | None, prefill_level: float | None
     ) -> int | None:
@@ -508,31 +422,6 @@ class SchedulingCore:
         return expected_output_tokens(
             job.prediction.length, buckets, 0, self.policy.length.estimate, job.max_output_tokens
         )
-
-    def _much_longer_than(self, job: Job) -> float:
-        """Remaining time from which a running job gives way to a shorter one; inf: none does."""
-        limits = self.policy.preemption
-        if limits.shorter is None or not limits.enabled or self.policy.base != "semantic":
-            return math.inf
-        return limits.shorter * self._rank_seconds(job)
-
-    def _is_much_shorter(self, job: Job) -> bool:
-        worst = self.running.least_urgent()
-        if worst is None or worst.effective_level < self.fairness.preempting_level(job.level):
-            return False
-        return self.running.remaining(worst) >= self._much_longer_than(job)
-
-    @property
-    def _some_insist(self) -> bool:
-        return bool(self.fairness.deadlines.insisting) and self.policy.preemption.enabled
-
-    def _level_may_preempt(self, level: int) -> bool:
-        worst = self.running.least_urgent()
-        limits = self.policy.preemption
-        if not limits.enabled or not self.policy.uses_urgency or worst is None:
-            return False
-        gap = worst.effective_level - self.fairness.preempting_level(level)
-        return gap >= limits.min_level_gap or (gap > 0 and self.fairness.reservation.lent(level))
 
     def _make_queue(self, rules: QueueRules) -> WaitingQueue:
         return WaitingQueue(self._default_rank, rules)

@@ -132,7 +132,7 @@ class Engine:
         self._chunks = {}
         for job in core.step(self._observe, now):
             self._reposition(job)
-        while (found := core.intruder()) is not None:
+        while (found := core.eviction.intruder()) is not None:
             self._preempt(self._runs[found[0]], now)
         if self._nothing_to_decide():
             self._grow(now)
@@ -223,13 +223,13 @@ class Engine:
             core = self.core
             full = len(self.running) >= self.seats
             self._same_again = not self._prefilling and (
-                core.waiting.peek() is None or (full and not core.wants_room)
+                core.waiting.peek() is None or (full and not core.eviction.wants_room)
             )
         return self._same_again
 
     def _make_room(self, now: float) -> None:
         core = self.core
-        if not core.wants_room:
+        if not core.eviction.wants_room:
             return
         room = Room(
             seats=self.free_seats,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -72,7 +74,11 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     if decision.rule == "thresholds":
         reached = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
         return min(reached, levels[-1])
-    return min(levels, key=lambda level: expected_cost(probabilities, level, decision))
+    costs = [
+        math.fsum(map(operator.mul, probabilities, row))
+        for row in _costs_by_level(decision.missed_cost, len(levels))
+    ]
+    return costs.index(min(costs))
 
 
 def expected_level(probabilities: Sequence[float]) -> float:
@@ -82,11 +88,8 @@ def expected_level(probabilities: Sequence[float]) -> float:
 
 def expected_cost(probabilities: Sequence[float], level: int, decision: Decision) -> float:
     """Expected cost of serving at `level`, in levels served too early."""
-    return sum(
-        probability * mistake_cost(true, level, decision)
-        for true, probability in enumerate(probabilities)
-        if probability
-    )
+    row = _costs_by_level(decision.missed_cost, len(probabilities))[level]
+    return math.fsum(map(operator.mul, probabilities, row))
 
 
 def mistake_cost(true: int, level: int, decision: Decision) -> float:
@@ -97,3 +100,13 @@ def mistake_cost(true: int, level: int, decision: Decision) -> float:
         return float(-late)
     costs = decision.missed_cost
     return late * costs[min(true, len(costs) - 1)]
+
+
+@functools.lru_cache(maxsize=16)
+def _costs_by_level(missed_cost: tuple[float, ...], levels: int) -> tuple[tuple[float, ...], ...]:
+    """`mistake_cost` of serving at each level, by true level; asked for once per request."""
+    decision = Decision(missed_cost=missed_cost)
+    return tuple(
+        tuple(mistake_cost(true, level, decision) for true in range(levels))
+        for level in range(levels)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -61,16 +63,17 @@ def expected_output_tokens(
     Returns:
         Tokens, above `generated` and at most `limit`.
     """
-    alive = [
-        (probability, min(_length_within(index, buckets, generated), float(limit)))
-        for index, probability in enumerate(probabilities)
-        if index >= len(buckets.edges) or buckets.edges[index] > generated
-    ]
-    total = sum(probability for probability, _ in alive)
+    alive = bisect.bisect_right(buckets.edges, generated)
+    total = sum(probabilities[alive:])
     if total <= 0:  # everything it was expected to be is behind it
-        return alive[0][1]
+        return min(_length_within(alive, buckets, generated), float(limit))
     if estimate == "mean":
-        return sum(probability * length for probability, length in alive) / total
+        lengths = [
+            min(_length_within(index, buckets, generated), limit)
+            for index in range(alive, len(probabilities))
+        ]
+        expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
+        return expected / total
     quantile = _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, generated)
     return min(quantile, float(limit))
 

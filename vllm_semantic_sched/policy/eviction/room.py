@@ -59,16 +59,18 @@ def choose_evictions(
 
     passed = 0
     for job in itertools.islice(core.waiting.ordered(), _LOOKAHEAD):
-        entitled = core.worth_preempting(job)
+        entitled = core.eviction.worth_preempting(job)
         passed += not entitled
-        if room.prefill_tokens <= 0 or passed > (_PASSED if core.reorders_levels else 0):
+        if room.prefill_tokens <= 0 or passed > (_PASSED if core.fairness.reorders_levels else 0):
             break
         if not ready(job) or not core.fairness.tenant_caps.admits(job):
             continue
         blocks = needed_blocks(job)
-        need = core.need_of(job, Need(seats=1 - room.seats, blocks=blocks - room.blocks))
+        need = core.eviction.need_of(job, Need(seats=1 - room.seats, blocks=blocks - room.blocks))
         if entitled and not need.met:
-            chosen = core.victims_for(job, need, victims_left, freeable, preemption_seconds)
+            chosen = core.eviction.victims_for(
+                job, need, victims_left, freeable, preemption_seconds
+            )
             if not chosen:
                 break
             victims += chosen
