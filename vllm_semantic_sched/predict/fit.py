@@ -103,10 +103,16 @@ def _ordinal_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if not known.any():
         return logits.sum() * 0.0
     logits, labels = logits[known].float(), labels[known]
+    distance = ranked_probability_score(logits, labels)
+    return functional.cross_entropy(logits, labels) + _DISTANCE_WEIGHT * distance
+
+
+def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the rows of (rows, classes) of the squared earth mover's distance between the
+    predicted distribution and the label."""
     cumulated = torch.softmax(logits, dim=1).cumsum(dim=1)
     truth = (torch.arange(logits.shape[1]) >= labels[:, None]).float()
-    distance = (cumulated - truth).square().sum(dim=1).mean()
-    return functional.cross_entropy(logits, labels) + _DISTANCE_WEIGHT * distance
+    return (cumulated - truth).square().sum(dim=1).mean()
 
 
 def _parameter_groups(

@@ -6,23 +6,25 @@ from pathlib import Path
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict import render
 from vllm_semantic_sched.predict.buckets import expected_tokens
 from vllm_semantic_sched.predict.data import WORDINGS, Example, Sources, training_round
-from vllm_semantic_sched.predict.metrics import (
-    kendall_tau,
-    quadratic_weighted_kappa,
-    urgency_report,
-)
+from vllm_semantic_sched.predict.fit import ranked_probability_score
+from vllm_semantic_sched.predict.metrics import kendall_tau, urgency_report
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import URGENCY_LEVELS, UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
+IntArray = NDArray[numpy.int_]
+
 _PER_PART = 2000
 _CALIBRATION_SCALE = 0.05
-# Rounds over the thresholds, and places for each between its two levels.
+# Resamples that thresholds are fitted to, rounds over the thresholds in each, and places for a
+# threshold between its two levels.
+_RESAMPLES = 30
 _ASCENTS = 4
 _STEPS = 25
 
@@ -36,7 +38,11 @@ def calibrate(
     network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> None:
     """Store in the configuration the temperature of the urgency head that fits those of
-    `examples` best that have a level; leaves it at 1 if none has."""
+    `examples` best that have a level; leaves it at 1 if none has.
+
+    Best by the ranked probability score, the distance of the training loss. By the log loss a few
+    mistakes that the network is sure of would set the temperature for all texts.
+    """
     examples = [example for example in examples if example.level is not None]
     if not examples:
         return
@@ -49,9 +55,7 @@ def calibrate(
     stacked = torch.cat(logits).float()
     levels = torch.tensor([example.level for example in examples])
     candidates = [0.6 + 0.05 * step for step in range(49)]
-    losses = [
-        float(torch.nn.functional.cross_entropy(stacked / value, levels)) for value in candidates
-    ]
+    losses = [float(ranked_probability_score(stacked / value, levels)) for value in candidates]
     network.config.temperature = round(candidates[losses.index(min(losses))], 2)
 
 
@@ -59,24 +63,52 @@ def fitted_thresholds(
     probabilities: Sequence[Sequence[float]], levels: Sequence[int]
 ) -> tuple[float, ...]:
     """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
-    quadratic weighted kappa, by coordinate ascent from the middles between the levels.
+    quadratic weighted kappa.
 
-    Each lies between its two levels, so that a certain level is believed.
+    Each lies between its two levels, so that a certain level is believed. Kappa is flat and rugged
+    around its maximum, so the thresholds are the means of those of many resamples of the texts.
     """
-    expected = numpy.array([expected_level(row) for row in probabilities])
     last = len(probabilities[0]) - 1
-    thresholds = [level + 0.5 for level in range(last)]
+    expected = numpy.array([expected_level(row) for row in probabilities])
+    cells = numpy.minimum(last * _STEPS - 1, (expected * _STEPS).astype(int))
+    table = numpy.zeros((last * _STEPS, last + 1))
+    numpy.add.at(table, (cells, numpy.asarray(levels)), 1)
+    rng = numpy.random.default_rng(0)
+    resamples = rng.multinomial(len(levels), table.ravel() / len(levels), size=_RESAMPLES)
+    fits = [_best_cuts(counts.reshape(table.shape)) for counts in resamples]
+    return tuple(round(float(cut), 2) for cut in numpy.mean(fits, axis=0) / _STEPS)
 
-    def kappa(candidate: Sequence[float]) -> float:
-        decided = numpy.searchsorted(candidate, expected, side="right")
-        return quadratic_weighted_kappa(levels, decided.tolist()) or 0.0
 
+def _best_cuts(table: IntArray) -> list[int]:
+    """Coordinate ascent from the middles between the levels.
+
+    Args:
+        table: texts by place of the expected level, in steps, and by true level.
+
+    Returns:
+        A place for each threshold, in steps.
+    """
+    below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
+    levels = table.shape[1]
+    truth = below[-1]
+    distance = numpy.square(numpy.subtract.outer(range(levels), range(levels)))
+
+    def disagreement(cuts: list[int]) -> float:
+        """1 - kappa."""
+        decided = numpy.diff(below[[0, *cuts, len(table)]], axis=0)
+        chance = numpy.outer(decided.sum(axis=1), truth) / max(1, truth.sum())
+        by_chance = float((distance * chance).sum())
+        return float((distance * decided).sum()) / by_chance if by_chance else 0.0
+
+    cuts = [level * _STEPS + _STEPS // 2 for level in range(levels - 1)]
     for _ in range(_ASCENTS):
-        for place in range(last):
-            steps = [place + step / _STEPS for step in range(1, _STEPS + 1)]
-            tried = [[*thresholds[:place], step, *thresholds[place + 1 :]] for step in steps]
-            thresholds = max([thresholds, *tried], key=kappa)
-    return tuple(round(float(one), 2) for one in thresholds)
+        for place in range(levels - 1):
+            tried = (
+                [*cuts[:place], place * _STEPS + step, *cuts[place + 1 :]]
+                for step in range(1, _STEPS + 1)
+            )
+            cuts = min([cuts, *tried], key=disagreement)
+    return cuts
 
 
 def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:

@@ -34,7 +34,7 @@ class Decision(Section):
     )
 
     thresholds: tuple[float, ...] = Field(
-        (1.0, 1.86, 2.3, 3.04),
+        (0.56, 1.88, 2.38, 3.05),
         min_length=1,
         description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
         "distribution) below which a request is of level 0, of level 1, and so on; from the last "
