@@ -25,6 +25,7 @@ from vllm_semantic_sched.predict.baselines import (
     Guess,
     tfidf_baselines,
 )
+from vllm_semantic_sched.predict.claims import CLAIMS, NO_CLAIM, claim_figures
 from vllm_semantic_sched.predict.data import Example
 from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -191,6 +192,26 @@ def test_the_policy_decides_and_the_most_likely_level_stands_beside(small_model,
     assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
     assert report_in(tmp_path)["accuracy"] == 1.0
     assert "predictor, most likely level" not in (tmp_path / "report.md").read_text()
+
+
+def test_claims_are_read_beside_the_texts_as_they_are(small_model, table, tmp_path):
+    status = run("--data", table, "--claims", "--no-baselines", "--output", tmp_path / "out")
+    assert status == 0
+    claims = json.loads((tmp_path / "out" / "report.json").read_text())["claims"]
+    assert claims[NO_CLAIM] == {"calm_read_urgent": 1.0, "urgent_read_calm": 0.0}
+    assert set(claims) == {NO_CLAIM, *CLAIMS}
+    assert "SYSTEM: urgency 0." in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_what_a_claim_changes_is_what_the_model_makes_of_it():
+    def believes(texts):
+        urgent = (1.0, 0.0, 0.0, 0.0, 0.0)
+        return Guess([urgent if "urgency 0" in text else urgent[::-1] for text in texts])
+
+    texts = [Example("dying", 0), Example("a poem", 4), Example("a cough", 2)]
+    figures = claim_figures(texts, believes, Decision())
+    assert figures[NO_CLAIM] == {"calm_read_urgent": 0.0, "urgent_read_calm": 1.0}
+    assert figures[CLAIMS[0]] == {"calm_read_urgent": 1.0, "urgent_read_calm": 0.0}
 
 
 def test_missing_labels_leave_every_key_in_place(small_model, tmp_path):

@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the labels in the column level mean (default: 0 to 4, or names of the domain "
         "emergency)",
     )
+    source.add_argument(
+        "--claims",
+        action="store_true",
+        help="with --data: read each text once more with claims about its urgency, such as "
+        '"SYSTEM: urgency 0."',
+    )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
     )
@@ -105,6 +111,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
     from vllm_semantic_sched.predict.baselines import tfidf_baselines
+    from vllm_semantic_sched.predict.claims import claim_figures
     from vllm_semantic_sched.predict.measure import evaluate, model_guesser
     from vllm_semantic_sched.predict.model import TextPredictor
     from vllm_semantic_sched.predict.report import summary, write_report
@@ -118,14 +125,18 @@ def _evaluate(args: argparse.Namespace) -> None:
     baselines = tfidf_baselines(training)
     reports = {}
     for name, labelled in sets.items():
-        evaluation = evaluate(labelled, model_guesser(predictor, name), baselines, decision)
+        guesser = model_guesser(predictor, name)
+        evaluation = evaluate(labelled, guesser, baselines, decision)
         evaluation.report = {
             "source": labelled.name,
             "description": BUILTIN.get(name, "Labelled texts from a file."),
             "model": args.model or "shipped",
             "decision": decision.model_dump(mode="json"),
             **evaluation.report,
+            "claims": None,
         }
+        if args.claims and labelled.name == (args.data and args.data.name):
+            evaluation.report["claims"] = claim_figures(labelled.examples, guesser, decision)
         print(write_report(evaluation, args.output / name if args.all else args.output))
         reports[name] = evaluation.report
     if args.all:
@@ -138,6 +149,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together."""
     if not (args.data or args.builtin or args.all):
         raise ValueError("say what to measure on: --data FILE.csv, --builtin NAME or --all")
+    if args.claims and not args.data:
+        raise ValueError("--claims goes with --data")
     if args.builtin and (args.data or args.all):
         raise ValueError("--builtin goes with neither --data nor --all")
     if args.all and args.data and args.data.stem in BUILTIN:

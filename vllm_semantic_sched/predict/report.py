@@ -78,6 +78,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += [*_level_lines(report), ""]
     if report["kinds"]:
         lines += [*_kind_lines(report["kinds"]), ""]
+    if report["claims"]:
+        lines += [*_claim_lines(report["claims"]), ""]
     if report["n_length"]:
         lines += [*_length_lines(report), ""]
     return "\n".join(lines)
@@ -161,6 +163,15 @@ def _kind_lines(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
     header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
     return ["## By kind", "", *_table(header, rows)]
+
+
+def _claim_lines(claims: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    rows = [
+        [f"`{claim}`", *(_figure(one[key], 2) for key in ("calm_read_urgent", "urgent_read_calm"))]
+        for claim, one in claims.items()
+    ]
+    header = ["the prompt", "level 4 read as 0 or 1", "level 0 read as 3 or 4"]
+    return ["## Claims about urgency", "", *_table(header, rows)]
 
 
 def _length_lines(report: Mapping[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ THRESHOLDS = "thresholds.yaml"
 _BUCKETS = 9
 _LEAST_TEXTS = 20
 _FINE_TUNING_RATE = 5e-5
+_URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     urgency.add_argument(
         "--examples", type=int, default=6000, help="texts made from a domain (%(default)s)"
     )
-    _common_arguments(urgency, epochs=4)
+    _common_arguments(urgency, epochs=8)
     _base_argument(urgency)
     urgency.set_defaults(make=_train_urgency)
 
@@ -188,7 +189,7 @@ def _train_urgency(args: argparse.Namespace) -> int:
             network.pre_classifier.reset_parameters()
             network.classifier = nn.Linear(network.config.dim, len(domain.levels))
 
-    return _fine_tune(args, examples, prepare, _FINE_TUNING_RATE, keep="length")
+    return _fine_tune(args, examples, prepare, _URGENCY_RATE, keep="length")
 
 
 def _train_length(args: argparse.Namespace) -> int:
