@@ -236,7 +236,8 @@ def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], fo
         "engine": {
             "kind": "vllm",
             "profile": str(profile_file),
-            "arrival": costs.arrival,
+            # The simulator knows no cost of a prefill beside its tokens; a request has mostly one.
+            "arrival": costs.arrival + costs.per_prefill,
             **result["shape"],
         },
         "schedulers": {scheduler: policy},
