@@ -77,11 +77,11 @@ def test_late_messages_keep_their_words_within_reach():
 
 
 def test_a_round_holds_no_ktas_visit_and_keeps_visits_as_they_are_evaluated():
-    ktas = KtasVisit(2, "train", "epigastric pain zzz", 50, "female", True, False, 4, "alert")
+    ktas = KtasVisit(2, "train", "epigastric pain xqvw", 50, "female", True, False, 4, "alert")
     pair = TextLength("Count to ten.", 10)
     sources = Sources(visits=(VISIT,), ktas=(ktas,), prompts=(pair,), questions=(pair,))
     round_ = training_round(sources, seed=1, scale=0.2)
-    assert not any("zzz" in example.text.lower() for example in round_)
+    assert not any("xqvw" in example.text.lower() for example in round_)
     plain = sum(example.text == VISIT.text for example in round_)
     assert plain >= 0.5 * 0.2 * 3300
 
