@@ -163,7 +163,7 @@ def _train_all(args: argparse.Namespace) -> int:
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: save_network(network, folder, args.output),
     )
-    calibrate(network, tokenizer, calibration_examples(validation, args.seed))
+    calibrate(network, tokenizer, calibration_examples(validation, args.seed, args.scale))
     save_network(network, folder, args.output)
     print(f"saved to {args.output}")
     _write_thresholds(args, [Example(visit.text, visit.level) for visit in validation.visits])

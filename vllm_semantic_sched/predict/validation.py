@@ -29,9 +29,10 @@ _ASCENTS = 4
 _STEPS = 25
 
 
-def calibration_examples(sources: Sources, seed: int) -> list[Example]:
-    """Unseen visits, messages and prompts in the proportions that training has."""
-    return training_round(sources, seed, _CALIBRATION_SCALE)
+def calibration_examples(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
+    """Unseen visits, messages and prompts in the proportions that training has; about 5,000 (times
+    `scale`)."""
+    return training_round(sources, seed, _CALIBRATION_SCALE * scale)
 
 
 def calibrate(
