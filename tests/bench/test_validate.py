@@ -1,6 +1,5 @@
 """Comparison of simulator and engine, without an engine: what is compared and how it is judged."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from vllm_semantic_sched.sim.simulation import simulate
 COSTS = {
     "alpha1": 1e-8,
     "alpha2": 1e-4,
-    "batch": {"step": 5e-3, "per_sequence": 1e-4, "per_context_token": 1e-7},
+    "batch": {"step": 5e-3, "per_sequence": 1e-4, "per_prefill": 1e-3, "per_context_token": 1e-7},
     "arrival": 2e-4,
 }
 SHAPE = {"seats": 4, "token_budget": 512, "block_size": 32, "kv_blocks": 60}
@@ -66,14 +65,10 @@ def test_the_error_is_what_the_engine_differs_by(tmp_path, stretch) -> None:
 def test_a_slower_machine_changes_the_costs_by_its_pace_alone() -> None:
     costs = Costs(**COSTS)
     base = load_profile("cpu-2core-small")
-    costs = replace(costs, per_prefill=0.01)
     batches = [Batch(decodes=number, context=100 * number) for number in (1, 4, 8)]
     batches[1].add_prefill(0, 50)
     profile = costs.profile(base)
-    steps = [
-        Step(batch, 1.7 * (profile.step(batch) + (0.01 if batch is batches[1] else 0.0)))
-        for batch in batches
-    ]
+    steps = [Step(batch, 1.7 * profile.step(batch)) for batch in batches]
     pace = costs.pace(base, steps)
     assert pace == pytest.approx(1.7)
     assert costs.times(pace).pace(base, steps) == pytest.approx(1.0)

@@ -18,7 +18,9 @@ MEASURED = PLAIN.model_copy(
     update={
         "load_start": 1e-4,
         "save_start": 2e-4,
-        "batch": BatchTerms(step=6.8e-3, per_sequence=3.6e-4, per_context_token=9.3e-7),
+        "batch": BatchTerms(
+            step=6.8e-3, per_sequence=3.6e-4, per_prefill=1.2e-3, per_context_token=9.3e-7
+        ),
         "ranges": Ranges(
             prefill_tokens=(16, 4095),
             decode_context=(32, 4000),
@@ -52,7 +54,7 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     batch.add_load(40)
     batch.add_load(0)
     terms = MEASURED.batch_terms
-    expected = terms.step + 3 * terms.per_sequence + 120 * terms.per_context_token
+    expected = terms.step + 3 * terms.per_sequence + terms.per_prefill + 120 * terms.per_context_token
     expected += MEASURED.prefill(100, 300) + MEASURED.load(40)
     assert MEASURED.step(batch) == pytest.approx(expected)
     # Without batch terms a step takes gamma2, whoever decodes in it.

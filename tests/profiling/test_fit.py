@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
+from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.profiling.fit import (
     fit_line,
     fit_nonnegative,
@@ -14,6 +15,8 @@ from vllm_semantic_sched.profiling.fit import (
     reduce_steps,
 )
 from vllm_semantic_sched.profiling.live_engine import Step
+
+PROFILE = load_profile("cpu-2core-small")
 
 factors = st.floats(0.1, 10.0)
 
@@ -34,39 +37,37 @@ def batches() -> list[Batch]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(factors, factors, factors, factors, factors, st.integers(0, 99))
+@given(factors, factors, factors, factors, factors, factors, st.integers(0, 99))
 def test_coefficients_of_steps_are_found_among_noise_and_outliers(
-    step, sequence, context, linear, square, seed
+    step, sequence, prefills, context, linear, square, seed
 ) -> None:
     random = np.random.default_rng(seed)
-    true = np.array([5e-3 * step, 4e-4 * sequence, 1e-6 * context, 2e-4 * linear, 4e-8 * square])
+    terms = BatchTerms(
+        step=5e-3 * step,
+        per_sequence=4e-4 * sequence,
+        per_prefill=4e-4 * prefills,
+        per_context_token=1e-6 * context,
+    )
+    true = PROFILE.model_copy(
+        update={"alpha1": 4e-8 * square, "alpha2": 2e-4 * linear, "batch": terms}
+    )
     steps = []
     for batch in batches():
-        work = (1, batch.sequences, batch.context, batch.prefill_tokens, batch.prefill_squares)
-        seconds = float(true @ np.array(work)) * random.normal(1, 0.02)
+        seconds = true.step(batch) * random.normal(1, 0.02)
         # Every eighth step was interrupted.
         interrupted = random.random() < 0.125
         steps.append(Step(batch, seconds * (random.uniform(2, 10) if interrupted else 1)))
     fit = fit_steps(steps)
-    terms = fit.batch
-    assert all(
-        value >= 0
-        for value in (terms.step, terms.per_sequence, terms.per_context_token, fit.alpha1)
+    assert min(*fit.batch.model_dump().values(), fit.alpha1) >= 0
+    fitted = true.model_copy(
+        update={"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
     )
     # A coefficient that hides behind another cannot be told; what a step takes can.
     for batch in batches():
-        work = (1, batch.sequences, batch.context, batch.prefill_tokens, batch.prefill_squares)
-        fitted = (
-            terms.step
-            + terms.per_sequence * work[1]
-            + terms.per_context_token * work[2]
-            + fit.alpha2 * work[3]
-            + fit.alpha1 * work[4]
-        )
-        assert fitted == pytest.approx(float(true @ np.array(work)), rel=0.2)
+        assert fitted.step(batch) == pytest.approx(true.step(batch), rel=0.2)
     last = prefill(6144, 8192)
-    if true[4] * last.prefill_squares > true[3] * last.prefill_tokens:
-        assert fit.alpha1 == pytest.approx(true[4], rel=0.25)
+    if true.alpha1 * last.prefill_squares > true.alpha2 * last.prefill_tokens:
+        assert fit.alpha1 == pytest.approx(true.alpha1, rel=0.25)
     assert fit.residual.median < 0.1
 
 

@@ -56,14 +56,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step and an arrival cost: `alpha1`, `alpha2`, batch terms, seconds per arrival, and
-    seconds that a step takes longer for each prefill in it than those terms say."""
+    """What a step and an arrival cost: `alpha1`, `alpha2`, batch terms, seconds per arrival."""
 
     alpha1: float
     alpha2: float
     batch: dict[str, float]
     arrival: float
-    per_prefill: float = 0.0
 
     def times(self, factor: float) -> Costs:
         """The same on a machine that many times slower."""
@@ -72,7 +70,6 @@ class Costs:
             factor * self.alpha2,
             {name: factor * term for name, term in self.batch.items()},
             factor * self.arrival,
-            factor * self.per_prefill,
         )
 
     def mean(self, other: Costs) -> Costs:
@@ -82,7 +79,6 @@ class Costs:
             (self.alpha2 + other.alpha2) / 2,
             {name: (term + other.batch[name]) / 2 for name, term in self.batch.items()},
             (self.arrival + other.arrival) / 2,
-            (self.per_prefill + other.per_prefill) / 2,
         )
 
     def profile(self, base: EngineProfile) -> EngineProfile:
@@ -102,13 +98,7 @@ class Costs:
     def seconds(self, base: EngineProfile, steps: Sequence[Step]) -> float:
         """How long `steps` should take together."""
         profile = self.profile(base)
-        prefills = sum(map(prefills_in, steps))
-        return sum(profile.step(one.batch) for one in steps) + self.per_prefill * prefills
-
-
-def prefills_in(step: Step) -> int:
-    """Sequences that a step computes prompt tokens of."""
-    return step.batch.sequences - step.batch.decodes
+        return sum(profile.step(one.batch) for one in steps)
 
 
 class PacedEngine:
@@ -178,14 +168,14 @@ class PacedEngine:
                     number += 1
         fit = fit_steps(steps)
         costs = Costs(fit.alpha1, fit.alpha2, fit.batch.model_dump(), float(np.mean(arrivals)))
-        # The fit is robust: slow steps hardly count. In a load they do. And a request's first step
-        # does more than compute its prompt.
-        decoding = [step for step in steps if not prefills_in(step)]
+        # The fit is robust: slow steps hardly count. In a load they do.
+        decoding = [step for step in steps if not step.batch.prefills]
         costs = costs.times(costs.pace(self.base, decoding))
-        prefilling = [step for step in steps if prefills_in(step)]
+        prefilling = [step for step in steps if step.batch.prefills]
         missing = sum(one.seconds for one in prefilling) - costs.seconds(self.base, prefilling)
-        per_prefill = max(0.0, missing / sum(map(prefills_in, prefilling)))
-        return replace(costs, per_prefill=per_prefill)
+        more = missing / sum(step.batch.prefills for step in prefilling)
+        per_prefill = max(0.0, costs.batch["per_prefill"] + more)
+        return replace(costs, batch=costs.batch | {"per_prefill": per_prefill})
 
     def serve(self, requests: Sequence[dict[str, Any]]) -> Service:
         """Serve requests as they arrive.

@@ -236,8 +236,7 @@ def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], fo
         "engine": {
             "kind": "vllm",
             "profile": str(profile_file),
-            # The simulator knows no cost of a prefill beside its tokens; a request has mostly one.
-            "arrival": costs.arrival + costs.per_prefill,
+            "arrival": costs.arrival,
             **result["shape"],
         },
         "schedulers": {scheduler: policy},

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vllm_semantic_sched.predict.buckets import bucket_of
 from vllm_semantic_sched.predict.data import Example
-from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, autocast
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _BATCH = 32
@@ -91,8 +91,7 @@ def fit(
 def _loss(
     network: UrgencyLengthClassifier, ids: Tensor, mask: Tensor, levels: Tensor, lengths: Tensor
 ) -> Tensor:
-    # bfloat16 halves the time where the processor has it; the weights stay fp32.
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast():
         urgency, length = network(ids, mask)
     return _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
 

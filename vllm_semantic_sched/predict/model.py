@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict.network import URGENCY_LEVELS, UrgencyLengthClassifier
+from vllm_semantic_sched.predict.network import (
+    URGENCY_LEVELS,
+    UrgencyLengthClassifier,
+    has_bfloat16,
+)
 from vllm_semantic_sched.predict.text import DEFAULT_WINDOW, WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 
@@ -141,8 +145,6 @@ def _accelerated(network: UrgencyLengthClassifier) -> UrgencyLengthClassifier:
     An encoder in bfloat16 is more than twice as fast where the processor has such products. Int8
     products are no faster on full batches and move texts to other levels (docs/predictor.md).
     """
-    # Emulated bfloat16 would be slower than fp32, so ask the processor; torch has no public way.
-    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     if has_bfloat16():
         network.distilbert.to(torch.bfloat16)
     return network

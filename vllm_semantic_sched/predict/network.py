@@ -52,6 +52,18 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         )
 
 
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies in bfloat16. Emulated it is slower than fp32 by far."""
+    # torch has no public way to ask.
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+def autocast() -> torch.autocast:
+    """Computes in bfloat16 within its `with` block where the processor has it; the weights stay
+    fp32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
+
+
 def pretrained_folder() -> Path:
     """Folder of the MiniLM encoder that training starts from.
 

@@ -15,7 +15,11 @@ from vllm_semantic_sched.predict.data import WORDINGS, Example, Sources, trainin
 from vllm_semantic_sched.predict.fit import ranked_probability_score
 from vllm_semantic_sched.predict.metrics import kendall_tau, urgency_report
 from vllm_semantic_sched.predict.model import TextPredictor
-from vllm_semantic_sched.predict.network import URGENCY_LEVELS, UrgencyLengthClassifier
+from vllm_semantic_sched.predict.network import (
+    URGENCY_LEVELS,
+    UrgencyLengthClassifier,
+    autocast,
+)
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
 IntArray = NDArray[numpy.int_]
@@ -49,7 +53,7 @@ def calibrate(
         return
     network.eval()
     logits = []
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+    with torch.inference_mode(), autocast():
         for start in range(0, len(examples), 64):
             texts = [example.text for example in examples[start : start + 64]]
             logits.append(network(*tokenizer.pad(tokenizer.encode(texts)))[0])

@@ -72,18 +72,20 @@ def fit_steps(steps: Sequence[Step]) -> StepFit:
         (
             1,
             step.batch.sequences,
+            step.batch.prefills,
             step.batch.context,
             step.batch.prefill_tokens,
             step.batch.prefill_squares,
         )
         for step in steps
     ]
-    (constant, per_sequence, per_context_token, alpha2, alpha1), errors = fit_nonnegative(
-        features, [step.seconds for step in steps]
+    (constant, per_sequence, per_prefill, per_context_token, alpha2, alpha1), errors = (
+        fit_nonnegative(features, [step.seconds for step in steps])
     )
     terms = BatchTerms(
         step=rounded(constant),
         per_sequence=rounded(per_sequence),
+        per_prefill=rounded(per_prefill),
         per_context_token=rounded(per_context_token),
     )
     return StepFit(rounded(alpha1), rounded(alpha2), terms, residual(errors))

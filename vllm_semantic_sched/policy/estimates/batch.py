@@ -16,6 +16,9 @@ class BatchTerms(Section):
     per_sequence: float = Field(
         0.0, ge=0, description="Seconds per sequence in the step, decoding or in prefill."
     )
+    per_prefill: float = Field(
+        0.0, ge=0, description="Seconds more per sequence in prefill, whatever its tokens."
+    )
     per_context_token: float = Field(
         0.0, ge=0, description="Seconds per token of context of all decoding sequences together."
     )

@@ -93,8 +93,12 @@ class EngineProfile(Section):
         return self.step_prefill(batch) + self.step_decode(batch) + self.step_transfer(batch)
 
     def step_prefill(self, batch: Batch) -> float:
-        """The part of `step` that grows with the tokens prefilled."""
-        return self.alpha1 * batch.prefill_squares + self.alpha2 * batch.prefill_tokens
+        """The part of `step` that grows with prefills and their tokens."""
+        return (
+            self.batch_terms.per_prefill * batch.prefills
+            + self.alpha1 * batch.prefill_squares
+            + self.alpha2 * batch.prefill_tokens
+        )
 
     def step_decode(self, batch: Batch) -> float:
         """The part of `step` that any step has, and that grows with sequences and context."""
@@ -124,7 +128,8 @@ class EngineProfile(Section):
             token_budget = self.environment.token_budget if self.environment else tokens
         steps = -(-tokens // token_budget)
         terms = self.batch_terms
-        return steps * (terms.step + terms.per_sequence) + self.prefill(0, tokens)
+        each = terms.step + terms.per_sequence + terms.per_prefill
+        return steps * each + self.prefill(0, tokens)
 
     def prefill_tokens_within(self, seconds: float) -> int:
         """Tokens of a short prefill that take about that long."""
@@ -135,6 +140,7 @@ class EngineProfile(Section):
         batch = self.batch and BatchTerms(
             step=self.batch.step * decode,
             per_sequence=self.batch.per_sequence * decode,
+            per_prefill=self.batch.per_prefill * prefill,
             per_context_token=self.batch.per_context_token * decode,
         )
         return self.model_copy(
