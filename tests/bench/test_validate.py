@@ -30,10 +30,11 @@ POLICY = SCHEDULERS["semantic"] | {"predictor": {"enabled": False}}
 
 
 def _result(folder: Path, stretch: float) -> dict:
-    """What an engine would report that takes `stretch` times as long as the simulator says."""
+    """What an engine would report that takes `stretch` times as long as the simulator says, and
+    whose first request comes late."""
     from vllm_semantic_sched.bench.validate import _scenario
 
-    requests = [one | {"arrival": one["arrival"] * 2.0} for one in _prepare("spiky", 40)]
+    requests = [one | {"arrival": 3.0 + one["arrival"] * 2.0} for one in _prepare("spiky", 40)]
     result = {
         "name": "spiky",
         "shape": SHAPE,
@@ -45,11 +46,11 @@ def _result(folder: Path, stretch: float) -> dict:
     runs = simulate(_scenario(result, "semantic", POLICY, folder), "semantic").runs
     result["served"] = [
         [
-            run.request.arrival,
-            run.request.arrival + stretch * (run.first_token - run.request.arrival),
-            run.request.arrival + stretch * (run.finish - run.request.arrival),
+            request["arrival"],
+            request["arrival"] + stretch * (run.first_token - run.request.arrival),
+            request["arrival"] + stretch * (run.finish - run.request.arrival),
         ]
-        for run in runs
+        for request, run in zip(requests, runs, strict=True)
     ]
     return result
 

@@ -54,7 +54,9 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     batch.add_load(40)
     batch.add_load(0)
     terms = MEASURED.batch_terms
-    expected = terms.step + 3 * terms.per_sequence + terms.per_prefill + 120 * terms.per_context_token
+    expected = (
+        terms.step + 3 * terms.per_sequence + terms.per_prefill + 120 * terms.per_context_token
+    )
     expected += MEASURED.prefill(100, 300) + MEASURED.load(40)
     assert MEASURED.step(batch) == pytest.approx(expected)
     # Without batch terms a step takes gamma2, whoever decodes in it.

@@ -91,14 +91,17 @@ def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
     rows += [(f"thank you for the nice help, case {number}", "P5") for number in range(60)]
     table = write_csv(tmp_path / "tickets.csv", ("text", "level"), rows)
     model = tmp_path / "model"
+    tests = write_csv(tmp_path / "test.csv", ("text", "level"), [rows[0], ("nothing works", "P1")])
     arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 15)
-    assert run("urgency", *arguments) == 0
+    assert run("urgency", *arguments, "--test", tests) == 0
     down, thanks = TextPredictor.load(str(model)).predict(
         ["the whole site is down, case 999", "thank you for the nice help, case 999"]
     )
     assert max(range(5), key=down.urgency.__getitem__) == 0
     assert max(range(5), key=thanks.urgency.__getitem__) == 4
-    assert json.loads((model / "report" / "report.json").read_text())["n"] > 0
+    assert json.loads((model / "report" / "report.json").read_text())["n"] == 2
+    trained = (model / "train.csv").read_text()
+    assert "case 7" in trained and f"{rows[0][0]}," not in trained  # what it is tested on
 
 
 def test_an_unknown_label_is_named_with_its_line(tmp_path, capsys):

@@ -1,5 +1,5 @@
 """A vLLM engine in this process that serves a recorded load by its own clock, for comparison with
-the simulator. Run as a module: reads a job as JSON from a file, writes what it measured.
+the simulator. Run as a module: an engine that is given one load after the other (`PacedProcess`).
 
 The clock counts the CPU time of this process, and jumps over the time in which nothing is to do.
 So what other programs take of the machine, and a client and a server in front of the engine, are
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,14 @@ _CALIBRATION = (
     *((12, tokens, 24, 3) for tokens in (32, 64, 150, 300)),
 )
 _ROUNDS = 2
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,53 +272,111 @@ class PacedEngine:
         scheduler._preempt_request = watched_preempt
 
 
-def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Serve each load of a job.
+def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Serve a load between two calibrations.
 
     Args:
-        job: `options`, `policy`, `profile`, and `loads`: name to requests whose arrivals are in
-            units of the time that the engine needs for all of them.
+        requests: as for `PacedEngine.serve`, but arrivals are in units of the time that the engine
+            needs for all of them.
 
-    Yields:
-        Per load: its name, the engine's shape, requests with arrivals in seconds, what was
-        served, preemptions; `costs`, the mean of those measured before and after it at the pace
-        that the machine had meanwhile, and that `pace`, 1 for the one before and after.
+    Returns:
+        The engine's shape, requests with arrivals in seconds, what was served, preemptions;
+        `costs`, the mean of those measured before and after it at the pace that the machine had
+        meanwhile, and that `pace`, 1 for the one before and after.
     """
     from vllm_semantic_sched.policy.estimates.batch import Batch
 
-    engine = PacedEngine(job["options"], job["policy"], job["profile"])
-    engine.calibrate()  # what is slower the first time
-    for name, requests in job["loads"].items():
-        costs = engine.calibrate()
-        profile = costs.profile(engine.base)
-        seats = engine.shape["seats"]
-        decode = sum(request["output_tokens"] for request in requests) / seats
-        mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
-        needed = decode * profile.step(Batch(decodes=seats, context=seats * mean)) + sum(
-            profile.prefill(0, request["prompt_tokens"]) for request in requests
+    costs = engine.calibrate()
+    profile = costs.profile(engine.base)
+    seats = engine.shape["seats"]
+    decode = sum(request["output_tokens"] for request in requests) / seats
+    mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
+    needed = decode * profile.step(Batch(decodes=seats, context=seats * mean)) + sum(
+        profile.prefill(0, request["prompt_tokens"]) for request in requests
+    )
+    timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
+    service = engine.serve(timed)
+    costs = costs.mean(engine.calibrate())
+    pace = costs.pace(engine.base, service.steps)
+    return {
+        "shape": engine.shape,
+        "costs": asdict(costs.times(pace)),
+        "pace": pace,
+        "requests": timed,
+        "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
+        "preemptions": service.preemptions,
+    }
+
+
+class EngineFailed(RuntimeError):
+    """The real engine did not do its part. The message holds the end of its log."""
+
+
+class PacedProcess:
+    """A `PacedEngine` in a process of its own, for as long as a `with` block lasts.
+
+    Args:
+        options, policy, profile: as for `PacedEngine`.
+
+    Raises:
+        EngineFailed: the engine does not start, or ends by itself.
+    """
+
+    def __init__(self, options: Sequence[str], policy: str, profile: str) -> None:
+        self._command = [sys.executable, "-m", __name__, policy, profile, *options]
+
+    def __enter__(self) -> PacedProcess:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=os.environ | _ENVIRONMENT,
+            text=True,
         )
-        timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
-        service = engine.serve(timed)
-        costs = costs.mean(engine.calibrate())
-        pace = costs.pace(engine.base, service.steps)
-        yield {
-            "name": name,
-            "shape": engine.shape,
-            "costs": asdict(costs.times(pace)),
-            "pace": pace,
-            "requests": timed,
-            "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
-            "preemptions": service.preemptions,
-        }
+        self._answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def serve(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """See `serve_load`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            raise EngineFailed(f"the engine ended with {code}:\n{self._log.read()[-2000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def main() -> None:
-    """Carry out the job in the file named first; results, a line each, go to the second."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with Path(sys.argv[2]).open("w", encoding="utf-8") as out:
-        for result in run_job(job):
-            out.write(json.dumps(result) + "\n")
-            out.flush()
+    """Start an engine, then serve the load in each line of the input; an answer, a line each, to
+    the start and to every load."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed goes to the log
+    policy, profile, *options = sys.argv[1:]
+    engine = PacedEngine(options, policy, profile)
+    engine.calibrate()  # what is slower the first time
+    answer = {"shape": engine.shape}
+    while True:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        answer = serve_load(engine, json.loads(line))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
+
+from vllm_semantic_sched.bench.paced_engine import Costs, PacedProcess
 
 LOADS: dict[str, dict[str, Any]] = {
     "light": {"arrivals": "poisson", "load": 0.4},
@@ -34,6 +34,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 }
 """Policies: without a predictor, as the level is a hint and the length a limit."""
 
+PROFILE = "cpu-2core-small"
+"""What the profile of the measured costs says of all else."""
+
 METRICS = ("e2e_mean", "normalized_waiting")
 TARGET = 0.15
 # Nobody can tell which of two policies is better where they differ by less.
@@ -43,18 +46,6 @@ _LENGTHS = {
     "prompt": {"kind": "uniform", "low": 16, "high": 120},
     "output": {"kind": "uniform", "low": 8, "high": 64},
 }
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-class EngineFailed(RuntimeError):
-    """The real engine did not do its part. The message holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +103,34 @@ def validate(
 ) -> Validation:
     """Run every load under every scheduler on the real engine and in the simulator.
 
+    The schedulers take turns, so that each has a load at about the same speed of the machine.
+
     Args:
         options: as after `vllm serve`.
         requests: per load.
         folder: gets a trace and a profile per run.
-        progress: called after each scheduler.
+        progress: called after each scheduler's turn.
 
     Raises:
         EngineFailed: the engine did not start or ended by itself.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prepared = {name: _prepare(name, requests) for name in loads}
     comparisons: list[Comparison] = []
     runs = {}
-    for scheduler, policy in SCHEDULERS.items():
-        for result in _serve(options, policy | _COMMON, prepared):
-            found, run = compare(result, scheduler, policy | _COMMON, folder)
-            comparisons += found
-            runs[result["name"], scheduler] = run
-        progress()
+    with ExitStack() as stack:
+        engines = {}
+        for scheduler, policy in SCHEDULERS.items():
+            file = folder / f"policy-{scheduler}.yaml"
+            file.write_text(yaml.safe_dump(policy | _COMMON))
+            engines[scheduler] = stack.enter_context(PacedProcess(options, str(file), PROFILE))
+        for name in loads:
+            load = _prepare(name, requests)
+            for scheduler, engine in engines.items():
+                result = engine.serve(load) | {"name": name}
+                found, run = compare(result, scheduler, SCHEDULERS[scheduler] | _COMMON, folder)
+                comparisons += found
+                runs[name, scheduler] = run
+                progress()
     return Validation(comparisons, runs)
 
 
@@ -140,7 +140,7 @@ def compare(
     """Simulate what the real engine was given, and compare what both made of it.
 
     Args:
-        result: see `paced_engine.run_job`.
+        result: see `paced_engine.serve_load`; and the load's `name`.
     """
     from vllm_semantic_sched.sim.metrics import ALL, Recorder
     from vllm_semantic_sched.sim.simulation import simulate
@@ -149,9 +149,10 @@ def compare(
     slos = scenario.slos(scheduler)
     simulated, real = Recorder(slos), Recorder(slos)
     runs = simulate(scenario, scheduler).runs
-    for run, (_, first, finish) in zip(runs, result["served"], strict=True):
+    for run, (arrival, first, finish) in zip(runs, result["served"], strict=True):
         simulated.add(run)
-        run.first_token, run.finish = first, finish
+        shift = run.request.arrival - arrival  # a replayed trace begins at 0
+        run.first_token, run.finish = first + shift, finish + shift
         real.add(run)
     ours, theirs = simulated.levels(), real.levels()
     found = [
@@ -190,43 +191,12 @@ def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
     ]
 
 
-def _serve(
-    options: Sequence[str], policy: dict[str, Any], loads: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    import yaml
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        policy_file, job, out = folder / "policy.yaml", folder / "job.json", folder / "out.jsonl"
-        policy_file.write_text(yaml.safe_dump(policy))
-        job.write_text(
-            json.dumps(
-                {
-                    "options": list(options),
-                    "policy": str(policy_file),
-                    "profile": "cpu-2core-small",
-                    "loads": loads,
-                }
-            )
-        )
-        ended = subprocess.run(
-            [sys.executable, "-m", "vllm_semantic_sched.bench.paced_engine", str(job), str(out)],
-            env=os.environ | _ENVIRONMENT,
-            capture_output=True,
-            text=True,
-        )
-        if ended.returncode:
-            raise EngineFailed(f"the engine ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
-        return [json.loads(line) for line in out.read_text().splitlines()]
-
-
 def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
-    from vllm_semantic_sched.bench.paced_engine import Costs
     from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
     from vllm_semantic_sched.sim.scenario import parse_scenarios
 
     costs = Costs(**result["costs"])
-    profile = costs.profile(load_profile("cpu-2core-small"))
+    profile = costs.profile(load_profile(PROFILE))
     stem = f"{result['name']}-{scheduler}"
     profile_file, trace = folder / f"{stem}.yaml", folder / f"{stem}.jsonl"
     write_profile(profile, profile_file)

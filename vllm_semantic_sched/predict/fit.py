@@ -11,7 +11,7 @@ Yu and Samaras, 2016).
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,20 @@ def fit(
             if step % 50 == 0:
                 batches.set_postfix(loss=f"{loss.item():.3f}")
         after_round()
+
+
+def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> None:
+    """Move the network halfway to other weights of the same shapes.
+
+    Halfway between a model and the same model fine-tuned to a few texts lies one that does better
+    on such texts than either, and loses less of what the first one knew (Wortsman et al., "Robust
+    fine-tuning of zero-shot models", 2022).
+
+    Args:
+        weights: as `network.state_dict()` gives them.
+    """
+    own = network.state_dict()
+    network.load_state_dict({name: (own[name] + weights[name]) / 2 for name in own})
 
 
 def _loss(

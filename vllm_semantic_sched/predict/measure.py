@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from tqdm import tqdm
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _PER_CALL = 256
 _COLUMNS = ("text", "level", "output_tokens")
 
-OTHER_RULES = ("most_likely", "thresholds")
-"""Rules whose figures a report gives beside those of the policy's own rule."""
+RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
+"""All rules of a decision: a report gives the figures of the others beside the policy's own."""
 
 _NO_LEVELS = dict.fromkeys(level_figures([], [], Decision()))
 _NO_LENGTHS = dict.fromkeys(length_figures([], []))
@@ -174,9 +174,10 @@ def evaluate(
     texts = [example.text for example in test_set.examples]
     guess = model(texts)
     report = _figures(test_set, guess, decision)
-    for rule in OTHER_RULES:
-        other = decision.model_copy(update={"rule": rule})
-        report[rule] = _level_part(test_set, guess, other)
+    for rule in RULES:
+        if rule != decision.rule:
+            other = decision.model_copy(update={"rule": rule})
+            report[rule] = _level_part(test_set, guess, other)
     report["kinds"] = report["reliability"] = None
     at, truth, rows = _levelled(test_set, guess)
     if truth:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vllm_semantic_sched.predict.measure import OTHER_RULES, Evaluation
+from vllm_semantic_sched.predict.measure import RULES, Evaluation
 
 CONFUSION_PICTURE = "confusion.png"
 RELIABILITY_PICTURE = "reliability.png"
@@ -128,10 +128,14 @@ def _summary_rows(
 
 def _level_lines(report: Mapping[str, Any]) -> list[str]:
     named = [(_MODEL, report)]
-    names = {"most_likely": "most likely level", "thresholds": "thresholds on the expected level"}
+    names = {
+        "least_cost": "lowest expected cost",
+        "most_likely": "most likely level",
+        "thresholds": "thresholds on the expected level",
+    }
     named += [
         (f"predictor, {names[rule]}", report[rule])
-        for rule in OTHER_RULES
+        for rule in RULES
         if rule != report["decision"]["rule"]
     ]
     named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]

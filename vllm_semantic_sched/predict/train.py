@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _common_arguments(urgency, epochs=8)
     _base_argument(urgency)
+    _test_argument(urgency)
     urgency.set_defaults(make=_train_urgency)
 
     length = kinds.add_parser("length", help="the output lengths, from a server or a file")
@@ -99,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _common_arguments(length, epochs=4)
     _base_argument(length)
+    _test_argument(length)
     length.set_defaults(make=_train_length)
 
 
@@ -116,6 +118,15 @@ def _base_argument(parser: argparse.ArgumentParser, default: str = "shipped") ->
         default=default,
         help="model to start from: shipped, pretrained (the bare encoder), or a folder that "
         "`semsched train` wrote (default: %(default)s)",
+    )
+
+
+def _test_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--test",
+        type=Path,
+        metavar="CSV",
+        help="texts for the report (default: a tenth of the given ones, which is not trained on)",
     )
 
 
@@ -178,18 +189,25 @@ def _train_urgency(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.predict.measure import read_examples
 
     domain = load_domain(args.domain)
+
+    def read(path: Path) -> list[Example]:
+        return [one for one in read_examples(path, domain) if one.level is not None]
+
     if args.csv is not None:
-        examples = [one for one in read_examples(args.csv, domain) if one.level is not None]
+        examples = read(args.csv)
     else:
         examples = domain_examples(domain, args.examples, args.seed)
 
-    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> None:
+    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> bool:
         _set_level_names(network, [level.name for level in domain.levels])
-        if args.domain != "emergency":  # another scale: what the old head knew would mislead
-            network.pre_classifier.reset_parameters()
-            network.classifier = nn.Linear(network.config.dim, len(domain.levels))
+        if args.domain == "emergency":
+            return True
+        # Another scale: what the old head knew would mislead.
+        network.pre_classifier.reset_parameters()
+        network.classifier = nn.Linear(network.config.dim, len(domain.levels))
+        return False
 
-    return _fine_tune(args, examples, prepare, _URGENCY_RATE, keep="length")
+    return _fine_tune(args, examples, prepare, _URGENCY_RATE, "length", read)
 
 
 def _train_length(args: argparse.Namespace) -> int:
@@ -209,33 +227,40 @@ def _train_length(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             concurrency=args.concurrency,
         )
-    examples = [one for one in read_examples(table) if one.output_tokens is not None]
 
-    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
+    def read(path: Path) -> list[Example]:
+        return [one for one in read_examples(path) if one.output_tokens is not None]
+
+    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> bool:
         _set_buckets(network, [one.output_tokens or 0 for one in training])
+        return False
 
     rate = _FINE_TUNING_RATE if args.tune_encoder else 0.0
-    return _fine_tune(args, examples, prepare, rate, keep="urgency")
+    return _fine_tune(args, read(table), prepare, rate, "urgency", read)
 
 
 def _fine_tune(
     args: argparse.Namespace,
     examples: Sequence[Example],
-    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], bool],
     encoder_rate: float,
     keep: Literal["urgency", "length"],
+    read: Callable[[Path], list[Example]],
 ) -> int:
-    """Train the base on `examples`, a tenth of them for calibration and a tenth for the report.
+    """Train the base on `examples`, a tenth of them for calibration and, where no texts are given
+    for it, a tenth for the report.
 
     Args:
-        prepare: fits the network's heads to the training examples.
+        read: reads a CSV as `examples` was.
+        prepare: fits the network's heads to the training examples; whether it leaves them as they
+            were, so that the trained network can be averaged with its base.
         keep: the head that is not trained for. It stays as it is under a frozen encoder, and
             is held to what it predicts at the start while the encoder moves.
     """
     import torch
 
     from vllm_semantic_sched.predict import evaluate
-    from vllm_semantic_sched.predict.fit import fit
+    from vllm_semantic_sched.predict.fit import average, fit
     from vllm_semantic_sched.predict.measure import write_examples
     from vllm_semantic_sched.predict.validation import calibrate
     from vllm_semantic_sched.predict.weights import save_network
@@ -248,9 +273,15 @@ def _fine_tune(
         part: [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     }
+    if args.test is not None:
+        tested = read(args.test)
+        texts = {one.text for one in tested}
+        others = [one for one in (*parts["train"], *parts["test"]) if one.text not in texts]
+        parts |= {"train": others, "test": tested}
     folder, network, tokenizer = _base(args.base)
     training: Sequence[Example] = parts["train"]
-    prepare(network, training)
+    base = {name: value.clone() for name, value in network.state_dict().items()}
+    goes_on = prepare(network, training) and args.base != "pretrained"
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
     elif args.base != "pretrained":
@@ -264,6 +295,8 @@ def _fine_tune(
         minutes=args.minutes,
         encoder_rate=encoder_rate,
     )
+    if goes_on:
+        average(network, base)
     if keep == "length":
         calibrate(network, tokenizer, parts["validation"])
     save_network(network, folder, args.output)
@@ -274,6 +307,9 @@ def _fine_tune(
     evaluate.add_arguments(parser)
     command = ["--data", args.output / "test.csv", "--train", args.output / "train.csv"]
     command += ["--model", args.output, "--output", args.output / "report"]
+    if keep == "length":
+        _write_thresholds(args, parts["train"])
+        command += ["--policy", args.output / THRESHOLDS]
     return evaluate.run(parser.parse_args([str(word) for word in command]))
 
 

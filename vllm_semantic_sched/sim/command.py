@@ -81,10 +81,10 @@ def _validate(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from vllm_semantic_sched.bench.paced_engine import EngineFailed
     from vllm_semantic_sched.bench.validate import (
         LOADS,
         SCHEDULERS,
-        EngineFailed,
         print_validation,
         report,
         validate,
@@ -93,7 +93,7 @@ def _validate(args: argparse.Namespace) -> int:
     if args.output is None or not args.engine_options:
         raise BadOption("--validate needs --output, and after -- a model and engine options")
     try:
-        with tqdm(total=len(SCHEDULERS), unit="scheduler", disable=args.quiet) as bar:
+        with tqdm(total=len(LOADS) * len(SCHEDULERS), unit="run", disable=args.quiet) as bar:
             found = validate(
                 args.engine_options, args.requests, args.output, list(LOADS), bar.update
             )
