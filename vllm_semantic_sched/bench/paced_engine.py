@@ -282,30 +282,40 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
     Returns:
         The engine's shape, requests with arrivals in seconds, what was served, preemptions;
         `costs`, the mean of those measured before and after it at the pace that the machine had
-        meanwhile, and that `pace`, 1 for the one before and after.
+        meanwhile, that `pace`, 1 for the one before and after, and seconds `needed` for all of the
+        load at these costs.
     """
-    from vllm_semantic_sched.policy.estimates.batch import Batch
-
     costs = engine.calibrate()
-    profile = costs.profile(engine.base)
-    seats = engine.shape["seats"]
-    decode = sum(request["output_tokens"] for request in requests) / seats
-    mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
-    needed = decode * profile.step(Batch(decodes=seats, context=seats * mean)) + sum(
-        profile.prefill(0, request["prompt_tokens"]) for request in requests
-    )
+    needed = _seconds_needed(engine, costs, requests)
     timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
     service = engine.serve(timed)
     costs = costs.mean(engine.calibrate())
     pace = costs.pace(engine.base, service.steps)
+    costs = costs.times(pace)
     return {
         "shape": engine.shape,
-        "costs": asdict(costs.times(pace)),
+        "costs": asdict(costs),
         "pace": pace,
+        "needed": _seconds_needed(engine, costs, requests),
         "requests": timed,
         "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
         "preemptions": service.preemptions,
     }
+
+
+def _seconds_needed(
+    engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]
+) -> float:
+    """How long a full batch takes for all requests."""
+    from vllm_semantic_sched.policy.estimates.batch import Batch
+
+    profile = costs.profile(engine.base)
+    seats = engine.shape["seats"]
+    decode = sum(request["output_tokens"] for request in requests) / seats
+    mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
+    return decode * profile.step(Batch(decodes=seats, context=seats * mean)) + sum(
+        profile.prefill(0, request["prompt_tokens"]) for request in requests
+    )
 
 
 class EngineFailed(RuntimeError):
