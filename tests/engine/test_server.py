@@ -77,17 +77,19 @@ class Background:
     def __enter__(self):
         for thread in self._threads:
             thread.start()
-        deadline = time.monotonic() + 20
-        while not self._all_seats_taken():
-            assert time.monotonic() < deadline
+        deadline = time.monotonic() + 60
+        while not ((state := self._state())[0] == self._server.config.seats and state[1] > 0):
+            assert time.monotonic() < deadline, f"running, waiting: {state}"
+            time.sleep(0.01)  # the server has better things to do than to print its metrics
         return self
 
-    def _all_seats_taken(self) -> bool:
+    def _state(self) -> tuple[float, float]:
+        """Requests that run and that wait."""
         running, waiting = (
             page_value(self._server, f"vllm:num_requests_{state}")
             for state in ("running", "waiting")
         )
-        return running == self._server.config.seats and waiting > 0
+        return running, waiting
 
     def __exit__(self, *_):
         for connection in self._connections:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.predict import train
 
 
@@ -83,7 +84,7 @@ def write_csv(path, columns, rows):
     return path
 
 
-def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
+def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path, capsys):
     pytest.importorskip("tqdm")
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -91,7 +92,8 @@ def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
     rows += [(f"thank you for the nice help, case {number}", "P5") for number in range(60)]
     table = write_csv(tmp_path / "tickets.csv", ("text", "level"), rows)
     model = tmp_path / "model"
-    tests = write_csv(tmp_path / "test.csv", ("text", "level"), [rows[0], ("nothing works", "P1")])
+    other = [rows[0], ("nothing works", "P1"), ("thanks a lot", "P5")]
+    tests = write_csv(tmp_path / "test.csv", ("text", "level"), other)
     arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 15)
     assert run("urgency", *arguments, "--test", tests) == 0
     down, thanks = TextPredictor.load(str(model)).predict(
@@ -99,9 +101,9 @@ def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path):
     )
     assert max(range(5), key=down.urgency.__getitem__) == 0
     assert max(range(5), key=thanks.urgency.__getitem__) == 4
-    assert json.loads((model / "report" / "report.json").read_text())["n"] == 2
-    trained = (model / "train.csv").read_text()
-    assert "case 7" in trained and f"{rows[0][0]}," not in trained  # what it is tested on
+    assert json.loads((model / "report" / "report.json").read_text())["n"] == 3
+    assert load_policy(model / "thresholds.yaml").decision.rule == "thresholds"
+    assert " of the 3 texts for the report are trained on as well" in capsys.readouterr().out
 
 
 def test_an_unknown_label_is_named_with_its_line(tmp_path, capsys):

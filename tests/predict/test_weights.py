@@ -44,6 +44,16 @@ def test_int8_is_off_by_half_a_step_at_most():
     assert ((restored["layer.weight"] - matrix).abs() <= half_step * 1.001).all()
 
 
+def test_what_fine_tuning_changed_is_stored(tiny_network, tmp_path):
+    save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path)
+    loaded = load_network(tmp_path)
+    weight = loaded.pre_classifier.weight
+    with torch.no_grad():
+        weight += weight.abs().amax() / 1000  # a quarter of a step of int8 at most
+    save_network(loaded, SHIPPED_WEIGHTS, tmp_path, "fp16")
+    assert torch.allclose(load_network(tmp_path).pre_classifier.weight, weight, rtol=1e-3)
+
+
 def test_a_network_survives_its_folder(tiny_network, tmp_path):
     save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path)
     loaded = load_network(tmp_path)

@@ -303,9 +303,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
     }
 
 
-def _seconds_needed(
-    engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]
-) -> float:
+def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]) -> float:
     """How long a full batch takes for all requests."""
     from vllm_semantic_sched.policy.estimates.batch import Batch
 

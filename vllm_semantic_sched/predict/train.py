@@ -198,16 +198,14 @@ def _train_urgency(args: argparse.Namespace) -> int:
     else:
         examples = domain_examples(domain, args.examples, args.seed)
 
-    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> bool:
+    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> None:
         _set_level_names(network, [level.name for level in domain.levels])
-        if args.domain == "emergency":
-            return True
-        # Another scale: what the old head knew would mislead.
-        network.pre_classifier.reset_parameters()
-        network.classifier = nn.Linear(network.config.dim, len(domain.levels))
-        return False
+        if args.domain != "emergency":  # another scale: what the old head knew would mislead
+            network.pre_classifier.reset_parameters()
+            network.classifier = nn.Linear(network.config.dim, len(domain.levels))
 
-    return _fine_tune(args, examples, prepare, _URGENCY_RATE, "length", read)
+    goes_on = args.domain == "emergency" and args.base != "pretrained"
+    return _fine_tune(args, examples, prepare, _URGENCY_RATE, "length", read, goes_on)
 
 
 def _train_length(args: argparse.Namespace) -> int:
@@ -231,9 +229,8 @@ def _train_length(args: argparse.Namespace) -> int:
     def read(path: Path) -> list[Example]:
         return [one for one in read_examples(path) if one.output_tokens is not None]
 
-    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> bool:
+    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         _set_buckets(network, [one.output_tokens or 0 for one in training])
-        return False
 
     rate = _FINE_TUNING_RATE if args.tune_encoder else 0.0
     return _fine_tune(args, read(table), prepare, rate, "urgency", read)
@@ -242,18 +239,20 @@ def _train_length(args: argparse.Namespace) -> int:
 def _fine_tune(
     args: argparse.Namespace,
     examples: Sequence[Example],
-    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], bool],
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
     encoder_rate: float,
     keep: Literal["urgency", "length"],
     read: Callable[[Path], list[Example]],
+    goes_on: bool = False,
 ) -> int:
-    """Train the base on `examples`, a tenth of them for calibration and, where no texts are given
-    for it, a tenth for the report.
+    """Train the base on `examples`, less a tenth for calibration, where that is needed, and, where
+    no texts are given for it, a tenth for the report.
 
     Args:
         read: reads a CSV as `examples` was.
-        prepare: fits the network's heads to the training examples; whether it leaves them as they
-            were, so that the trained network can be averaged with its base.
+        prepare: fits the network's heads to the training examples.
+        goes_on: the heads stay those of the base. Then the trained network is averaged with the
+            base, whose calibration it keeps.
         keep: the head that is not trained for. It stays as it is under a frozen encoder, and
             is held to what it predicts at the start while the encoder moves.
     """
@@ -273,15 +272,18 @@ def _fine_tune(
         part: [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     }
+    if goes_on:
+        parts |= {"train": [*parts["train"], *parts["validation"]]}
     if args.test is not None:
-        tested = read(args.test)
-        texts = {one.text for one in tested}
-        others = [one for one in (*parts["train"], *parts["test"]) if one.text not in texts]
-        parts |= {"train": others, "test": tested}
+        parts |= {"train": [*parts["train"], *parts["test"]], "test": read(args.test)}
+        # Where texts are short, as complaints are, the same ones come again, at any level.
+        trained = {one.text for one in parts["train"]}
+        known = sum(one.text in trained for one in parts["test"])
+        print(f"{known} of the {len(parts['test'])} texts for the report are trained on as well")
     folder, network, tokenizer = _base(args.base)
     training: Sequence[Example] = parts["train"]
     base = {name: value.clone() for name, value in network.state_dict().items()}
-    goes_on = prepare(network, training) and args.base != "pretrained"
+    prepare(network, training)
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
     elif args.base != "pretrained":
@@ -297,9 +299,9 @@ def _fine_tune(
     )
     if goes_on:
         average(network, base)
-    if keep == "length":
+    elif keep == "length":
         calibrate(network, tokenizer, parts["validation"])
-    save_network(network, folder, args.output)
+    save_network(network, folder, args.output, "fp16")
     print(f"saved to {args.output}")
     for part in ("train", "test"):
         write_examples(parts[part], args.output / f"{part}.csv")

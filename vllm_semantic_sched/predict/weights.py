@@ -1,12 +1,13 @@
-"""The stored form of a trained network: a folder with int8 weights, config and tokenizer.
+"""The stored form of a trained network: a folder with weights, config and tokenizer.
 
-Matrices are stored as int8 with one fp32 scale per row (a quarter of fp32), everything else
-as fp32. `semsched train` writes this form and the package ships it.
+Matrices are stored as int8 with one fp32 scale per row (a quarter of fp32), as the package ships
+them, or as fp16; everything else as fp32. `semsched train` writes these forms.
 """
 
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,17 @@ from transformers import DistilBertConfig
 
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
-WEIGHTS_FILE = "model.int8.safetensors"
+Precision = Literal["int8", "fp16"]
+"""What matrices are stored as.
+
+Fine-tuning a network that was stored as int8 moves most of its weights by less than half a step of
+int8 and would be rounded away again.
+"""
+
+_WEIGHTS_FILES: dict[Precision, str] = {
+    "int8": "model.int8.safetensors",
+    "fp16": "model.fp16.safetensors",
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SCALE = ".row_scale"
 
@@ -46,13 +57,22 @@ def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def is_stored_network(folder: Path) -> bool:
     """Whether `folder` holds a network in this form."""
-    return (folder / WEIGHTS_FILE).is_file()
+    return any((folder / name).is_file() for name in _WEIGHTS_FILES.values())
 
 
-def save_network(network: UrgencyLengthClassifier, tokenizer_from: Path, folder: Path) -> None:
+def save_network(
+    network: UrgencyLengthClassifier,
+    tokenizer_from: Path,
+    folder: Path,
+    precision: Precision = "int8",
+) -> None:
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(quantised(network.state_dict()), folder / WEIGHTS_FILE)
+    for name in _WEIGHTS_FILES.values():
+        (folder / name).unlink(missing_ok=True)
+    state = network.state_dict()
+    stored = quantised(state) if precision == "int8" else _halved(state)
+    save_file(stored, folder / _WEIGHTS_FILES[precision])
     config = network.config.to_diff_dict()
     config["architectures"] = [type(network).__name__]
     text = json.dumps(config, indent=2, sort_keys=True)
@@ -66,5 +86,13 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     """The network stored in `folder`, in fp32 and evaluation mode."""
     config = DistilBertConfig.from_json_file(folder / "config.json")
     network = UrgencyLengthClassifier(config)
-    network.load_state_dict(dequantised(load_file(folder / WEIGHTS_FILE)))
+    path = next(path for name in _WEIGHTS_FILES.values() if (path := folder / name).is_file())
+    network.load_state_dict(dequantised(load_file(path)))
     return network.eval()
+
+
+def _halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: (value.half() if value.dim() == 2 else value).contiguous()
+        for name, value in state.items()
+    }
