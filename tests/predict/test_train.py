@@ -106,6 +106,17 @@ def test_levels_are_learnt_from_a_csv_in_the_words_of_a_domain(tmp_path, capsys)
     assert " of the 3 texts for the report are trained on as well" in capsys.readouterr().out
 
 
+def test_an_average_lies_halfway() -> None:
+    from torch import nn
+
+    from vllm_semantic_sched.predict.fit import average
+
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    middle = (one.weight + other.weight) / 2
+    average(one, other.state_dict())
+    assert one.weight.allclose(middle)
+
+
 def test_an_unknown_label_is_named_with_its_line(tmp_path, capsys):
     table = write_csv(tmp_path / "t.csv", ("text", "level"), [("a", "P1"), ("b", "whenever")])
     assert run("urgency", "--csv", table, "--domain", "incident", "--output", tmp_path / "m") == 1

@@ -8,6 +8,7 @@ no part of the comparison: it is one of scheduling and of what a step costs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -343,7 +344,11 @@ class PacedProcess:
             env=os.environ | _ENVIRONMENT,
             text=True,
         )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -354,8 +359,9 @@ class PacedProcess:
     def serve(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """See `serve_load`."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(requests) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # no answer comes then, and that tells why
+            self._process.stdin.write(json.dumps(requests) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

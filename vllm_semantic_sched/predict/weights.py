@@ -19,8 +19,8 @@ from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 Precision = Literal["int8", "fp16"]
 """What matrices are stored as.
 
-Fine-tuning a network that was stored as int8 moves most of its weights by less than half a step of
-int8 and would be rounded away again.
+Fine-tuning a network that was stored as int8 moves many of its weights by less than half a step of
+int8, which would be rounded away again.
 """
 
 _WEIGHTS_FILES: dict[Precision, str] = {
