@@ -262,7 +262,7 @@ def _fine_tune(
     from vllm_semantic_sched.predict.fit import average, fit
     from vllm_semantic_sched.predict.measure import write_examples
     from vllm_semantic_sched.predict.validation import calibrate
-    from vllm_semantic_sched.predict.weights import save_network
+    from vllm_semantic_sched.predict.weights import load_network, save_network
 
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
@@ -273,16 +273,16 @@ def _fine_tune(
         for part in ("train", "validation", "test")
     }
     if goes_on:
-        parts |= {"train": [*parts["train"], *parts["validation"]]}
+        parts["train"] += parts["validation"]
     if args.test is not None:
-        parts |= {"train": [*parts["train"], *parts["test"]], "test": read(args.test)}
+        parts["train"] += parts["test"]
+        parts["test"] = read(args.test)
         # Where texts are short, as complaints are, the same ones come again, at any level.
         trained = {one.text for one in parts["train"]}
         known = sum(one.text in trained for one in parts["test"])
         print(f"{known} of the {len(parts['test'])} texts for the report are trained on as well")
     folder, network, tokenizer = _base(args.base)
     training: Sequence[Example] = parts["train"]
-    base = {name: value.clone() for name, value in network.state_dict().items()}
     prepare(network, training)
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
@@ -298,7 +298,7 @@ def _fine_tune(
         encoder_rate=encoder_rate,
     )
     if goes_on:
-        average(network, base)
+        average(network, load_network(folder).state_dict())
     elif keep == "length":
         calibrate(network, tokenizer, parts["validation"])
     save_network(network, folder, args.output, "fp16")

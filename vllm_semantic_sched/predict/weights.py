@@ -57,7 +57,7 @@ def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def is_stored_network(folder: Path) -> bool:
     """Whether `folder` holds a network in this form."""
-    return any((folder / name).is_file() for name in _WEIGHTS_FILES.values())
+    return _weights_file(folder) is not None
 
 
 def save_network(
@@ -68,11 +68,12 @@ def save_network(
 ) -> None:
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _WEIGHTS_FILES.values():
-        (folder / name).unlink(missing_ok=True)
     state = network.state_dict()
     stored = quantised(state) if precision == "int8" else _halved(state)
     save_file(stored, folder / _WEIGHTS_FILES[precision])
+    # Not before the new weights are there: a failure must not leave the folder without any.
+    for other in _WEIGHTS_FILES.keys() - {precision}:
+        (folder / _WEIGHTS_FILES[other]).unlink(missing_ok=True)
     config = network.config.to_diff_dict()
     config["architectures"] = [type(network).__name__]
     text = json.dumps(config, indent=2, sort_keys=True)
@@ -86,9 +87,16 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     """The network stored in `folder`, in fp32 and evaluation mode."""
     config = DistilBertConfig.from_json_file(folder / "config.json")
     network = UrgencyLengthClassifier(config)
-    path = next(path for name in _WEIGHTS_FILES.values() if (path := folder / name).is_file())
+    path = _weights_file(folder)
+    if path is None:
+        raise FileNotFoundError(f"no weights in {folder}: {' or '.join(_WEIGHTS_FILES.values())}")
     network.load_state_dict(dequantised(load_file(path)))
     return network.eval()
+
+
+def _weights_file(folder: Path) -> Path | None:
+    paths = (folder / name for name in _WEIGHTS_FILES.values())
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
