@@ -171,7 +171,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(events, st.booleans())
 def test_random_traffic_with_everything_on_leaves_nothing_behind(
     tmp_path_factory, events, ahead

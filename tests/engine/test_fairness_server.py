@@ -29,7 +29,6 @@ def server(serve, tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "policy.yaml"
     path.write_text(POLICY)
     return serve(
-        "fairness",
         "--scheduler-cls",
         "vllm_semantic_sched.SemanticScheduler",
         "--middleware",

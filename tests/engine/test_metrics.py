@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from monitoring import panel_queries, rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
@@ -69,7 +69,6 @@ def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
     assert message(counters, now=101.1, idle=True)["counters"] == [["invalid_hints", [], 5]]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0, 2000), min_size=1, max_size=40),
     st.lists(st.integers(0, 40), max_size=4),

@@ -93,7 +93,6 @@ def observed(serve, tmp_path_factory) -> Observed:
     (folder / "policy.yaml").write_text(POLICY % (folder / "events.jsonl"))
     settings = json.dumps({"semantic_sched": {"policy": str(folder / "policy.yaml")}})
     server = serve(
-        "observed",
         *("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"),
         *("--additional-config", settings, "--middleware", "vllm_semantic_sched.Middleware"),
         *("--api-server-count", "2"),

@@ -153,7 +153,7 @@ def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> 
     scheduler._clock._seconds = lambda: clock.now
     rounds = iter(range(10**6))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(ACTIONS)
     def run(actions) -> None:
         begin, sent, aborted, told = next(rounds), [], set(), {}

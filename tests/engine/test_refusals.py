@@ -146,14 +146,14 @@ def server(serve, settings):
     arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
     arguments += ["--additional-config", settings, "--api-server-count", "2"]
     arguments += ["--middleware", "vllm_semantic_sched.Middleware"]
-    return serve("refusals", *arguments, seats=SEATS)
+    return serve(*arguments, seats=SEATS)
 
 
 @pytest.fixture(scope="module")
 def bare(serve, settings):
     """Without the middleware."""
     arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
-    return serve("bare", *arguments, "--additional-config", settings, seats=SEATS)
+    return serve(*arguments, "--additional-config", settings, seats=SEATS)
 
 
 def assert_refused(answer: Answer, status: int, code: str) -> None:

@@ -396,7 +396,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(events, st.sampled_from([0, 1]), st.sampled_from(["cap", "gate"]))
 def test_random_traffic_leaves_nothing_behind(tmp_path_factory, events, ahead, mode) -> None:
     """Asynchronous scheduling runs one step ahead of the outputs."""

@@ -24,13 +24,13 @@ OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
 @pytest.fixture(scope="module")
 def semantic(serve):
     """The default policy with the shipped predictor, four seats."""
-    return serve("semantic", *OURS, seats=4)
+    return serve(*OURS, seats=4, worker_process=True)
 
 
 @pytest.fixture(scope="module")
 def stock(serve):
     """vLLM as it is."""
-    return serve("stock", seats=4)
+    return serve(seats=4)
 
 
 def complete(server, prompt="hello", headers=None, path="/v1/completions", **body):

@@ -156,7 +156,7 @@ class SwappingEngine:
         assert self.ledger.pool.used == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.randoms(use_true_random=False))
 def test_copies_hold_what_was_saved_whatever_happens(random) -> None:
     engine = SwappingEngine(random)

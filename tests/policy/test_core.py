@@ -1,7 +1,7 @@
 """The core as the engine drives it: random lives of many jobs under every base policy."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
@@ -41,7 +41,6 @@ actions = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["semantic", "priority", "sjf"]), actions)
 def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> None:
     core = make_core(base)

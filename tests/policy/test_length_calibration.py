@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
@@ -41,7 +41,6 @@ def expected(calibration, probabilities, estimate="mean") -> float:
     return expected_output_tokens(probabilities, calibration.buckets, 0, estimate)
 
 
-@settings(deadline=None)
 @given(histories)
 def test_means_stay_positive_ordered_and_within_what_was_seen_and_edges_increase(history) -> None:
     means, edges = after(history).buckets.means, after(history).buckets.edges
@@ -50,7 +49,6 @@ def test_means_stay_positive_ordered_and_within_what_was_seen_and_edges_increase
     assert edges[0] >= 1 and all(low < high for low, high in itertools.pairwise(edges))
 
 
-@settings(deadline=None)
 @given(histories, distributions, st.integers(1, 100_000), distributions)
 def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> None:
     calibration = after(history)
@@ -61,7 +59,6 @@ def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> 
         assert expected(calibration, asked, kind) >= value * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(histories, distributions, st.integers(1, 100_000))
 def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen, tokens) -> None:
     calibration = after(history)
@@ -70,7 +67,6 @@ def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen
     assert abs(expected(calibration, seen) - tokens) <= abs(before - tokens) + 1e-6
 
 
-@settings(deadline=None)
 @given(histories, distributions, st.integers(1, 100_000))
 def test_aborted_requests_teach_nothing(history, seen, tokens) -> None:
     calibration = after(history)
@@ -148,7 +144,6 @@ def test_a_prediction_for_other_buckets_is_refused() -> None:
         LengthCalibration(TRAINED).learn((0.5, 0.5), 10, NO_LIMIT, Ending.STOPPED)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), max_size=12))
 def test_the_nearest_ordered_sequence(values) -> None:
     nearest = nearest_non_decreasing(values)

@@ -155,7 +155,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(events)
 def test_after_any_changes_the_order_is_that_of_the_policy_in_force(events) -> None:
     core = core_of()

@@ -473,12 +473,11 @@ class Crowd(RuleBasedStateMachine):
         assert not sum(load.outstanding()) and not load._need
 
 
-Crowd.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Crowd.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestCrowd = Crowd.TestCase
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 6))
-@settings(deadline=None)
 def test_accepted_and_refused_are_all_that_were_sent(levels, bound) -> None:
     world = busy({"admission": {"queue": {"requests": bound}}})
     for level in levels:

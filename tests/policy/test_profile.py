@@ -1,7 +1,7 @@
 """Engine profiles: what a step costs, ranges, and files."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
@@ -63,7 +63,6 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     assert PLAIN.step(Batch(decodes=9, context=900)) == PLAIN.gamma2
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9000))
 def test_a_prefill_alone_is_the_sum_of_its_steps(tokens) -> None:
     budget, seconds = 2048, 0.0

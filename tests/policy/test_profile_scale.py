@@ -35,7 +35,7 @@ def steps(rng: random.Random, count: int) -> list[Batch]:
 factors = st.floats(0.05, 20.0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(factors, factors, factors, st.integers(0, 99))
 def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
     prefill, decode, load, seed
@@ -53,7 +53,6 @@ def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
     assert scale.decode == pytest.approx(decode, rel=0.2)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 9), st.floats()), max_size=80))
 def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
     scale = ProfileScale(PROFILE)

@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.datasets import alpaca_eval_answers, instruction_pairs, split_of
@@ -308,7 +308,6 @@ def test_a_model_without_lengths(tmp_path):
 printable = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), min_size=1)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

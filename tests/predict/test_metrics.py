@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.estimates.decision import Decision
@@ -87,7 +87,6 @@ def test_precision_of_a_level_that_is_never_decided_is_undefined():
     assert figures["urgent_precision"] is None
 
 
-@settings(deadline=None)
 @given(labelled_rows())
 def test_level_figures_stay_within_their_range(case):
     truth, rows = case
@@ -101,7 +100,6 @@ def test_level_figures_stay_within_their_range(case):
     assert (figures["expected_cost"] == 0) == (figures["accuracy"] == 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, LEVELS - 1), min_size=1, max_size=30))
 def test_knowing_the_truth_is_perfect(truth):
     figures = level_figures(truth, list(map(certain, truth)), Decision())
@@ -186,7 +184,6 @@ def test_deciles_by_hand():
     assert deciles([1, 1, 2, 2]) == [2, 2, 7, 7]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_equal_values_share_a_decile_and_larger_ones_are_no_lower(values):
     placed = dict(zip(values, deciles(values), strict=True))
@@ -203,7 +200,6 @@ def test_length_figures_by_hand():
     assert figures["mean_absolute_error_tokens"] == pytest.approx((2 + 6 + 3 + 8) / 4)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=40, unique=True))
 def test_the_right_order_is_perfect_at_any_scale(lengths):
     figures = length_figures(lengths, [3.0 * tokens + 7 for tokens in lengths])

@@ -36,7 +36,7 @@ def batches() -> list[Batch]:
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(factors, factors, factors, factors, factors, factors, st.integers(0, 99))
 def test_coefficients_of_steps_are_found_among_noise_and_outliers(
     step, sequence, prefills, context, linear, square, seed
@@ -51,13 +51,16 @@ def test_coefficients_of_steps_are_found_among_noise_and_outliers(
     true = PROFILE.model_copy(
         update={"alpha1": 4e-8 * square, "alpha2": 2e-4 * linear, "batch": terms}
     )
-    steps = []
-    for batch in batches():
-        seconds = true.step(batch) * random.normal(1, 0.02)
+
+    def measured(batch: Batch) -> Step:
         # Every eighth step was interrupted.
-        interrupted = random.random() < 0.125
-        steps.append(Step(batch, seconds * (random.uniform(2, 10) if interrupted else 1)))
-    fit = fit_steps(steps)
+        slower = random.uniform(2, 10) if random.random() < 0.125 else 1
+        return Step(batch, true.step(batch) * random.normal(1, 0.02) * slower)
+
+    # As often as `semsched profile` repeats each: a point that was interrupted every time, and
+    # has no like, cannot be told from a slow one.
+    runs = [[measured(batch) for batch in batches()] for _ in range(5)]
+    fit = fit_steps(reduce_steps(runs, "median"))
     assert min(*fit.batch.model_dump().values(), fit.alpha1) >= 0
     fitted = true.model_copy(
         update={"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
@@ -71,7 +74,6 @@ def test_coefficients_of_steps_are_found_among_noise_and_outliers(
     assert fit.residual.median < 0.1
 
 
-@settings(deadline=None)
 @given(st.floats(1e-5, 1e-3), st.floats(1e-7, 1e-5), st.integers(0, 99))
 def test_a_line_is_found_among_outliers(start, slope, seed) -> None:
     random = np.random.default_rng(seed)

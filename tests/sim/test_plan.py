@@ -53,7 +53,7 @@ def test_each_routing_goes_where_it_says() -> None:
     assert urgent.choose(0) == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     replicas=st.integers(1, 4),
     routing=st.sampled_from(["round_robin", "least_loaded", "urgency_aware"]),

@@ -78,7 +78,7 @@ def check_capacity(engine: Engine) -> None:
     assert orders == sorted(orders)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scenarios())
 def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> None:
     result = simulate(scenario, "it", keep_seats=True, before_step=check_capacity)
@@ -102,7 +102,7 @@ def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> Non
         assert run.swaps == 0 or scenario.settings.engine.swap
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     scenarios(
         **{
