@@ -15,17 +15,15 @@ from vllm_semantic_sched.bench.validate import (
     compare,
 )
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
 from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.profiling.live_engine import Step
 from vllm_semantic_sched.sim.simulation import simulate
 
-COSTS = {
-    "alpha1": 1e-8,
-    "alpha2": 1e-4,
-    "batch": {"step": 5e-3, "per_sequence": 1e-4, "per_prefill": 1e-3, "per_context_token": 1e-7},
-    "arrival": 2e-4,
-}
+TERMS = BatchTerms(step=5e-3, per_sequence=1e-4, per_prefill=1e-3, per_context_token=1e-7)
+TRUTH = load_profile("cpu-2core-small").model_copy(
+    update={"alpha1": 1e-8, "alpha2": 1e-4, "batch": TERMS}
+)
 SHAPE = {"seats": 4, "token_budget": 512, "block_size": 32, "kv_blocks": 60}
 POLICY = SCHEDULERS["semantic"] | {"predictor": {"enabled": False}}
 
@@ -39,7 +37,8 @@ def _result(folder: Path, stretch: float) -> dict:
     result = {
         "name": "spiky",
         "shape": SHAPE,
-        "costs": COSTS,
+        "profile": TRUTH.model_dump(mode="json"),
+        "seconds_per_arrival": 2e-4,
         "pace": 1.0,
         "needed": 1.0,
         "requests": requests,
@@ -66,16 +65,14 @@ def test_the_error_is_what_the_engine_differs_by(tmp_path, stretch) -> None:
 
 
 def test_a_slower_machine_changes_the_costs_by_its_pace_alone() -> None:
-    costs = Costs(**COSTS)
-    base = load_profile("cpu-2core-small")
+    costs = Costs(TRUTH, 2e-4)
     batches = [Batch(decodes=number, context=100 * number) for number in (1, 4, 8)]
     batches[1].add_prefill(0, 50)
-    profile = costs.profile(base)
-    steps = [Step(batch, 1.7 * profile.step(batch)) for batch in batches]
-    pace = costs.pace(base, steps)
+    steps = [Step(batch, 1.7 * TRUTH.step(batch)) for batch in batches]
+    pace = costs.pace(steps)
     assert pace == pytest.approx(1.7)
-    assert costs.times(pace).pace(base, steps) == pytest.approx(1.0)
-    assert costs.mean(costs.times(3.0)).arrival == pytest.approx(2 * costs.arrival)
+    assert costs.times(pace).pace(steps) == pytest.approx(1.0)
+    assert costs.times(pace).arrival == pytest.approx(1.7 * 2e-4)
 
 
 def _validation(

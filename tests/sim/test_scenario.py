@@ -34,6 +34,7 @@ def test_the_paper_is_shipped() -> None:
         ("workload.requests", 0, ["workload.requests", "greater than"]),
         ("workload.mix", [1, 2], ["workload.mix", "2 entries", "5 levels"]),
         ("engine.profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
+        ("engine.assumed_profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
         ("schedulers.semantic", {"policy": "emms"}, ["emms", "'ems'"]),
         ("schedulers.semantic", {"bse": "sjf"}, ["schedulers.semantic", "bse", "'base'"]),
         ("overrides", {"stage": {"mod": "off"}}, ["stage.mod", "'mode'"]),
@@ -89,6 +90,16 @@ def test_a_trace_is_replayed(tmp_path, scenario) -> None:
     path.write_text('{"arrival": 1}')
     with pytest.raises(TraceError, match=r"line 1.*prompt_tokens"):
         simulate(scenario(workload=replay), "semantic")
+
+
+def test_an_assumed_profile_changes_decisions_and_not_what_work_takes(scenario) -> None:
+    def finishes(policy: str, assumed: str | None) -> list[float]:
+        changed = scenario(engine__assumed_profile=assumed, schedulers={"mine": {"policy": policy}})
+        return [run.finish for run in simulate(changed, "mine").runs]
+
+    # A slow engine's: prompts weigh more against tokens to come.
+    assert finishes("fcfs", "cpu-2core-small") == finishes("fcfs", None)
+    assert finishes("sjf", "cpu-2core-small") != finishes("sjf", None)
 
 
 def test_the_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:

@@ -1,9 +1,9 @@
 """A vLLM engine in this process that serves a recorded load by its own clock, for comparison with
 the simulator. Run as a module: an engine that is given one load after the other (`PacedProcess`).
 
-The clock counts the CPU time of this process, and jumps over the time in which nothing is to do.
-So what other programs take of the machine, and a client and a server in front of the engine, are
-no part of the comparison: it is one of scheduling and of what a step costs.
+The clock is a `SteadyClock`, and jumps over the time in which nothing is to do. So what other
+programs take of the machine, its changes of speed, and a client and a server in front of the engine
+are no part of the comparison: it is one of scheduling and of what a step costs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from vllm_semantic_sched.bench.steady_clock import SteadyClock
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.estimates.profile import EngineProfile
@@ -66,49 +67,40 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step and an arrival cost: `alpha1`, `alpha2`, batch terms, seconds per arrival."""
+    """What a step costs, and seconds per arrival."""
 
-    alpha1: float
-    alpha2: float
-    batch: dict[str, float]
+    profile: EngineProfile
     arrival: float
 
     def times(self, factor: float) -> Costs:
         """The same on a machine that many times slower."""
-        return Costs(
-            factor * self.alpha1,
-            factor * self.alpha2,
-            {name: factor * term for name, term in self.batch.items()},
-            factor * self.arrival,
-        )
+        return Costs(self.profile.scaled(factor, factor, factor), factor * self.arrival)
 
-    def mean(self, other: Costs) -> Costs:
-        """The mean of both."""
-        return Costs(
-            (self.alpha1 + other.alpha1) / 2,
-            (self.alpha2 + other.alpha2) / 2,
-            {name: (term + other.batch[name]) / 2 for name, term in self.batch.items()},
-            (self.arrival + other.arrival) / 2,
-        )
-
-    def profile(self, base: EngineProfile) -> EngineProfile:
-        """`base` with these costs."""
-        return base.model_copy(
-            update={
-                "alpha1": self.alpha1,
-                "alpha2": self.alpha2,
-                "batch": base.batch_terms.model_copy(update=self.batch),
-            }
-        )
-
-    def pace(self, base: EngineProfile, steps: Sequence[Step]) -> float:
+    def pace(self, steps: Sequence[Step]) -> float:
         """How many times longer `steps` took than these costs say."""
-        return sum(one.seconds for one in steps) / self.seconds(base, steps)
+        return sum(one.seconds for one in steps) / self.seconds(steps)
 
-    def seconds(self, base: EngineProfile, steps: Sequence[Step]) -> float:
+    def seconds(self, steps: Sequence[Step]) -> float:
         """How long `steps` should take together."""
-        profile = self.profile(base)
-        return sum(profile.step(one.batch) for one in steps)
+        return sum(self.profile.step(one.batch) for one in steps)
+
+
+def fit_costs(base: EngineProfile, steps: Sequence[Step], arrivals: Sequence[float]) -> Costs:
+    """Costs of measured steps and arrivals; what was not measured as in `base`."""
+    from vllm_semantic_sched.profiling.fit import fit_steps
+
+    fit = fit_steps(steps)
+    fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
+    costs = Costs(base.model_copy(update=fields), float(np.mean(arrivals)))
+    # The fit is robust: slow steps hardly count. In a load they do.
+    decoding = [step for step in steps if not step.batch.prefills]
+    costs = costs.times(costs.pace(decoding))
+    prefilling = [step for step in steps if step.batch.prefills]
+    missing = sum(one.seconds for one in prefilling) - costs.seconds(prefilling)
+    more = missing / sum(step.batch.prefills for step in prefilling)
+    terms = costs.profile.batch_terms
+    terms = terms.model_copy(update={"per_prefill": max(0.0, terms.per_prefill + more)})
+    return Costs(costs.profile.model_copy(update={"batch": terms}), costs.arrival)
 
 
 class PacedEngine:
@@ -141,7 +133,7 @@ class PacedEngine:
         self.base = load_profile(profile)
         self._random = np.random.default_rng(0)
         self._sequence = 0
-        self._skipped = 0.0
+        self._clock = SteadyClock()
         self._batches: list[Any] = []
         self._preempted = 0
         self._watch()
@@ -158,34 +150,23 @@ class PacedEngine:
             "kv_blocks": int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1,
         }
 
-    def calibrate(self) -> Costs:
-        """What a step and an arrival cost now."""
-        from vllm_semantic_sched.profiling.fit import fit_steps
-
+    def calibrate(self) -> tuple[list[Step], list[float]]:
+        """Measured steps of many kinds, and seconds per arrival."""
         steps: list[Step] = []
-        arrivals = []
+        arrivals: list[float] = []
         for _ in range(_ROUNDS):
             for place in self._random.permutation(len(_CALIBRATION)):
                 count, prompt, output, apart = _CALIBRATION[place]
                 arrived = number = 0
                 while arrived < count or self._engine.has_unfinished_requests():
                     while arrived < count and number >= arrived * apart:
-                        start = time.process_time()
+                        start = self._clock.now()
                         self._add(prompt, output, 0)
-                        arrivals.append(time.process_time() - start)
+                        arrivals.append(self._clock.now() - start)
                         arrived += 1
                     steps += self._step()[1]
                     number += 1
-        fit = fit_steps(steps)
-        costs = Costs(fit.alpha1, fit.alpha2, fit.batch.model_dump(), float(np.mean(arrivals)))
-        # The fit is robust: slow steps hardly count. In a load they do.
-        decoding = [step for step in steps if not step.batch.prefills]
-        costs = costs.times(costs.pace(self.base, decoding))
-        prefilling = [step for step in steps if step.batch.prefills]
-        missing = sum(one.seconds for one in prefilling) - costs.seconds(self.base, prefilling)
-        more = missing / sum(step.batch.prefills for step in prefilling)
-        per_prefill = max(0.0, costs.batch["per_prefill"] + more)
-        return replace(costs, batch=costs.batch | {"per_prefill": per_prefill})
+        return steps, arrivals
 
     def serve(self, requests: Sequence[dict[str, Any]]) -> Service:
         """Serve requests as they arrive.
@@ -194,14 +175,18 @@ class PacedEngine:
             requests: `arrival`, `prompt_tokens`, `output_tokens`, `level`, by arrival.
         """
         steps: list[Step] = []
-        self._skipped = -time.process_time()
         self._preempted = 0
+        begin = self._clock.now()
+
+        def passed() -> float:
+            return self._clock.now() - begin
+
         names: dict[str, int] = {}
         first: dict[int, float] = {}
         finish: dict[int, float] = {}
         place = 0
         while place < len(requests) or self._engine.has_unfinished_requests():
-            while place < len(requests) and requests[place]["arrival"] <= self._now():
+            while place < len(requests) and requests[place]["arrival"] <= passed():
                 request = requests[place]
                 name = self._add(
                     request["prompt_tokens"], request["output_tokens"], request["level"]
@@ -209,15 +194,15 @@ class PacedEngine:
                 names[name] = place
                 place += 1
             if not self._engine.has_unfinished_requests():
-                self._skipped += max(0.0, requests[place]["arrival"] - self._now())
+                self._clock.skip(max(0.0, requests[place]["arrival"] - passed()))
                 continue
             outputs, step = self._step()
             steps += step
             for output in outputs:
                 index = names[output.request_id]
-                first.setdefault(index, self._now())
+                first.setdefault(index, passed())
                 if output.finished:
-                    finish[index] = self._now()
+                    finish[index] = passed()
         served = [
             Served(request["arrival"], first[index], finish[index])
             for index, request in enumerate(requests)
@@ -229,14 +214,12 @@ class PacedEngine:
         from vllm_semantic_sched.profiling.live_engine import Step
 
         self._batches.clear()
-        start = time.process_time()
+        self._clock.adjust()
+        start = self._clock.now()
         outputs = self._engine.step()
-        seconds = time.process_time() - start
+        seconds = self._clock.now() - start
         computed = self._batches and self._batches[0].sequences
         return outputs, [Step(self._batches[0], seconds)] if computed else []
-
-    def _now(self) -> float:
-        return time.process_time() + self._skipped
 
     def _add(self, prompt_tokens: int, output_tokens: int, level: int) -> str:
         from vllm import SamplingParams
@@ -282,20 +265,22 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
 
     Returns:
         The engine's shape, requests with arrivals in seconds, what was served, preemptions;
-        `costs`, the mean of those measured before and after it at the pace that the machine had
-        meanwhile, that `pace`, 1 for the one before and after, and seconds `needed` for all of the
-        load at these costs.
+        `profile` and `seconds_per_arrival` by what was measured before and after it, at the pace
+        that the machine had meanwhile, that `pace`, 1 for the one before and after, and seconds
+        `needed` for all of the load at these costs.
     """
-    costs = engine.calibrate()
-    needed = _seconds_needed(engine, costs, requests)
+    steps, arrivals = engine.calibrate()
+    needed = _seconds_needed(engine, fit_costs(engine.base, steps, arrivals), requests)
     timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
     service = engine.serve(timed)
-    costs = costs.mean(engine.calibrate())
-    pace = costs.pace(engine.base, service.steps)
+    more_steps, more_arrivals = engine.calibrate()
+    costs = fit_costs(engine.base, steps + more_steps, arrivals + more_arrivals)
+    pace = costs.pace(service.steps)
     costs = costs.times(pace)
     return {
         "shape": engine.shape,
-        "costs": asdict(costs),
+        "profile": costs.profile.model_dump(mode="json"),
+        "seconds_per_arrival": costs.arrival,
         "pace": pace,
         "needed": _seconds_needed(engine, costs, requests),
         "requests": timed,
@@ -308,13 +293,14 @@ def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[s
     """How long a full batch takes for all requests."""
     from vllm_semantic_sched.policy.estimates.batch import Batch
 
-    profile = costs.profile(engine.base)
     seats = engine.shape["seats"]
     decode = sum(request["output_tokens"] for request in requests) / seats
     mean = int(np.mean([r["prompt_tokens"] + r["output_tokens"] / 2 for r in requests]))
-    return decode * profile.step(Batch(decodes=seats, context=seats * mean)) + sum(
-        profile.prefill(0, request["prompt_tokens"]) for request in requests
-    )
+    prefills = Batch()
+    for request in requests:
+        prefills.add_prefill(0, request["prompt_tokens"])
+    full = Batch(decodes=seats, context=seats * mean)
+    return decode * costs.profile.step(full) + costs.profile.step_prefill(prefills)
 
 
 class EngineFailed(RuntimeError):

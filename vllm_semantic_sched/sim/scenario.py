@@ -26,12 +26,15 @@ class Scenario:
 
     Attributes:
         point: the swept fields and their values here.
+        profile: what work takes.
+        assumed_profile: what the policies take it for.
         policies: by scheduler name.
     """
 
     point: dict[str, Any]
     settings: Settings
     profile: EngineProfile
+    assumed_profile: EngineProfile
     policies: dict[str, Policy]
 
     def slos(self, scheduler: str) -> list[Slo]:
@@ -120,7 +123,10 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
         _check_entries("predictor.confusion", row, count, source)
         if not any(row) or not all(math.isfinite(weight) and weight >= 0 for weight in row):
             raise PolicyError(f"{source}: predictor.confusion: {list(row)} are not weights")
-    return Scenario(point, settings, load_profile(settings.engine.profile), policies)
+    engine = settings.engine
+    profile = load_profile(engine.profile)
+    assumed = load_profile(engine.assumed_profile) if engine.assumed_profile else profile
+    return Scenario(point, settings, profile, assumed, policies)
 
 
 def _check_entries(field: str, entries: Sequence[object], count: int, source: str) -> None:

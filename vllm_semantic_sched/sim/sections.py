@@ -164,8 +164,10 @@ class EngineModel(Section):
     )
     profile: str = Field(
         "a100-qwen1.5-4b",
-        description="Engine profile by name or path: the truth in the simulation, and what the "
-        "policy core reckons with.",
+        description="Engine profile by name or path: what work takes in the simulation.",
+    )
+    assumed_profile: str | None = Field(
+        None, description="What the policies take it for; unset: the same."
     )
     seats: int = Field(
         16, ge=1, description="Sequences in a step at most (the paper's batch size)."

@@ -110,7 +110,7 @@ class _Simulation:
         self._routed_level: dict[int, int] = {}
         self._replicas = []
         for number in range(model.replicas):
-            core = SchedulingCore(policy, scenario.profile, clock=lambda: self.events.now)
+            core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
             if self._reads:
                 core.buckets = predictions.buckets
             self._replicas.append(Replica(number, core, scenario, self, keep_seats))

@@ -1,0 +1,63 @@
+"""The clock that goes as fast as the machine: simulated machines that change their speed."""
+
+import random
+
+import pytest
+
+from vllm_semantic_sched.bench.steady_clock import SteadyClock
+
+
+class Machine:
+    """Does work in CPU seconds; `slower` is how many times more of them each thing takes."""
+
+    def __init__(self) -> None:
+        self.spent = 100.0
+        self.slower = 1.0
+
+    def do(self, seconds: float) -> None:
+        self.spent += self.slower * seconds
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def clock(machine) -> SteadyClock:
+    return SteadyClock(lambda: machine.do(0.004), lambda: machine.spent)
+
+
+def test_work_takes_the_same_on_a_machine_that_becomes_slower(machine, clock) -> None:
+    begin = clock.now()
+    for slower in (1.0, 1.7, 0.6):
+        machine.slower = slower
+        for _ in range(8):  # more than half of what the clock remembers
+            clock.adjust()
+        before = clock.now()
+        for _ in range(50):
+            machine.do(0.03)
+            clock.adjust()
+        assert clock.now() - before == pytest.approx(1.5)
+    # The first steps after a change are still taken for longer or shorter.
+    assert clock.now() - begin == pytest.approx(4.5, rel=0.05)
+
+
+def test_looking_takes_no_time_and_an_interruption_changes_nothing(machine, clock) -> None:
+    chance = random.Random(0)
+    before = clock.now()
+    for _ in range(100):
+        machine.slower = 20.0 if chance.random() < 0.1 else 1.0
+        clock.adjust()
+    assert clock.now() == before
+    machine.slower = 1.0
+    machine.do(1.0)
+    assert clock.now() - before == pytest.approx(1.0)
+
+
+def test_time_can_be_skipped(machine, clock) -> None:
+    before = clock.now()
+    clock.skip(5.0)
+    machine.do(1.0)
+    clock.adjust()
+    assert clock.now() - before == pytest.approx(6.0)
