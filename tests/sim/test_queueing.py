@@ -1,5 +1,7 @@
 """The engine model against queueing theory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ def test_one_seat_first_come_first_served_is_an_m_d_1_queue() -> None:
     service = profile.prefill(0, 100)
     workload = scenario.settings.workload.model_copy(update={"rate": load / service})
     settings = scenario.settings.model_copy(update={"workload": workload})
-    scenario = type(scenario)(scenario.point, settings, profile, scenario.policies)
+    scenario = replace(scenario, settings=settings)
     runs = simulate(scenario, "fcfs").runs
     waits = np.array([run.started - run.request.arrival for run in runs])
 

@@ -22,6 +22,9 @@ class JobState(enum.Enum):
     CANCELLED = "cancelled"  # the client went away
     REFUSED = "refused"  # ended by the policy
 
+    # There is one object per state; Enum's own hash is that of the name, by way of Python code.
+    __hash__ = object.__hash__
+
     @property
     def is_end(self) -> bool:
         """Whether nothing follows."""

@@ -69,7 +69,7 @@ class Lifecycle:
         """A new job waits."""
         job.entered = job.arrival
         self._count(job)
-        self._tell(Transition(job, None, job.state, job.arrival))
+        self._tell(job, None, job.arrival)
 
     def move(self, job: Job, state: JobState, reason: str = "", plan: str = "") -> None:
         """Change a job's state; see `Transition` for the arguments.
@@ -86,7 +86,7 @@ class Lifecycle:
             self.starting[job] = None
         elif state.is_end:
             self.starting.pop(job, None)
-        self._tell(Transition(job, before, state, now, reason, plan))
+        self._tell(job, before, now, reason, plan)
 
     def first_token(self, job: Job) -> None:
         """A job's first token is there."""
@@ -133,7 +133,11 @@ class Lifecycle:
         else:
             self._waiting[level].discard(job)
 
-    def _tell(self, transition: Transition) -> None:
-        self.transitions[transition.before, transition.state] += 1
-        for listener in self.listeners:
-            listener.moved(transition)
+    def _tell(
+        self, job: Job, before: JobState | None, now: float, reason: str = "", plan: str = ""
+    ) -> None:
+        self.transitions[before, job.state] += 1
+        if self.listeners:
+            transition = Transition(job, before, job.state, now, reason, plan)
+            for listener in self.listeners:
+                listener.moved(transition)

@@ -31,7 +31,7 @@ class StepWork:
     Attributes:
         decodes: sequences that get one more token.
         context: tokens of all of them together.
-        longest_context: tokens of the longest of them.
+        longest_context: tokens of the longest of them, where the cost asks for it.
         chunks: prefills, whole or in part.
         saved: tokens of each preempted sequence whose KV goes to the host.
     """
@@ -44,7 +44,13 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """An engine's speed."""
+    """An engine's speed.
+
+    Attributes:
+        uses_longest: whether `StepWork.longest_context` matters.
+    """
+
+    uses_longest: bool
 
     def seconds(self, work: StepWork) -> float:
         """Duration of a step."""
@@ -54,6 +60,8 @@ class StepCost(Protocol):
 class SlowestOfBatch:
     """The paper's model: every sequence takes its own time by eq. 3 and 4, all run side by side,
     and the step lasts as long as the slowest. Saving victims' KV runs beside them as well."""
+
+    uses_longest = True
 
     def __init__(self, profile: EngineProfile) -> None:
         self._profile = profile
@@ -76,6 +84,8 @@ class SlowestOfBatch:
 class SumOfTokens:
     """A batching engine: the terms of `policy.estimates.batch`; transfers between device and
     host come on top."""
+
+    uses_longest = False
 
     def __init__(self, profile: EngineProfile) -> None:
         self._profile = profile

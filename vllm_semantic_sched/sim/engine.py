@@ -55,6 +55,7 @@ class Engine:
         self.pool = pool
         self.seats = seats
         self.running: list[Job] = []
+        self._orders: list[tuple[float, float, int]] = []  # of these
         self.waiting = [0] * core.policy.levels
         self._cost = cost
         self._token_budget = math.inf if token_budget is None else token_budget
@@ -62,7 +63,7 @@ class Engine:
         self._keep_seats = keep_seats
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
-        self._decoding = Decoding(pool)
+        self._decoding = Decoding(pool, cost.uses_longest)
         self._chunks: dict[Job, int] = {}
         self._swapped_out: list[int] = []
         # Nothing was to be decided, and nothing has come, gone or moved since.
@@ -119,7 +120,7 @@ class Engine:
 
     def blocks_of(self, job: Job) -> int:
         """KV blocks that a submitted job holds."""
-        return self._runs[job].blocks
+        return self._decoding.blocks(self._runs[job])
 
     # Steps
 
@@ -177,7 +178,8 @@ class Engine:
         return finished
 
     def skip_steps(self, available: float) -> tuple[int, float]:
-        """Take those of the coming steps at once that do nothing but go on decoding.
+        """Take those of the coming steps at once that do nothing but go on decoding, into free
+        blocks where they need more.
 
         Args:
             available: seconds within which nothing comes from outside.
@@ -190,6 +192,8 @@ class Engine:
             return 0, 0.0
         decoding = self._decoding
         steps = min(self.core.uneventful_steps(), decoding.uneventful_steps)
+        if decoding.growth(steps) > self.pool.free:
+            steps = bisect.bisect_right(range(steps), self.pool.free, key=decoding.growth) - 1
         if steps < 2:
             return 0, 0.0
 
@@ -210,6 +214,7 @@ class Engine:
             if not steps:
                 return 0, 0.0
         total = seconds(steps)
+        self.pool.take(decoding.growth(steps))
         decoding.skip(steps)
         self.core.skip_steps(steps)
         return steps, total
@@ -233,7 +238,7 @@ class Engine:
             return
         room = Room(
             seats=self.free_seats,
-            blocks=self.pool.free - len(self._decoding.outgrowing()),
+            blocks=self.pool.free - self._decoding.growth(1),
             prefill_tokens=self._token_budget - len(self.running),
         )
         for victim in choose_evictions(
@@ -241,7 +246,7 @@ class Engine:
             room,
             ready=lambda job: True,
             needed_blocks=self._needed,
-            freeable_blocks=lambda job: self._runs[job].blocks,
+            freeable_blocks=self.blocks_of,
             preemption_seconds=lambda job: self._plan(job).seconds,
         ):
             self._preempt(self._runs[victim], now)
@@ -252,7 +257,7 @@ class Engine:
             return set()
         admissible = len(self.running) < self.seats and self._needed(
             newcomer
-        ) <= self.pool.free - len(self._decoding.outgrowing())
+        ) <= self.pool.free - self._decoding.growth(1)
         if not admissible:
             return set()
         budget = int(self._token_budget) - len(self._decoding)
@@ -274,22 +279,17 @@ class Engine:
 
     def _grow(self, now: float) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
-        due = self._decoding.outgrowing()
-        if self.pool.take(len(due)):
-            for run in due:
-                run.blocks += 1
-                self._decoding.note_blocks(run)
-            return False
-        due.sort(key=lambda run: self.core.running.order(run.job))
-        preempted = False
-        for run in due:
-            while run in self._decoding and not self.pool.take(1):
-                self._preempt(self._runs[self.running[-1]], now)
-                preempted = True
-            if run in self._decoding:
-                run.blocks += 1
-                self._decoding.note_blocks(run)
-        return preempted
+        decoding = self._decoding
+        enough = self.pool.take(decoding.growth(1))
+        if not enough:
+            # The tail goes first, which has not got its own yet.
+            for run in sorted(
+                decoding.outgrowing(), key=lambda run: self.core.running.order(run.job)
+            ):
+                while run in decoding and not self.pool.take(1):
+                    self._preempt(self._runs[self.running[-1]], now)
+        decoding.grow()
+        return not enough
 
     def _admit(self, now: float, budget: float, share: float) -> None:
         core = self.core
@@ -358,7 +358,7 @@ class Engine:
     def _leave(self, run: Run, now: float, kind: str) -> None:
         """A request gives back its seat and its blocks."""
         self._same_again = False
-        self.running.remove(run.job)
+        self._remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
         self.pool.give_back(run.blocks)
@@ -374,9 +374,15 @@ class Engine:
 
     def _reposition(self, job: Job) -> None:
         self._same_again = False
-        self.running.remove(job)
+        self._remove(job)
         self._insert(job)
 
+    def _remove(self, job: Job) -> None:
+        place = self.running.index(job)
+        del self.running[place], self._orders[place]
+
     def _insert(self, job: Job) -> None:
-        order = self.core.running.order
-        bisect.insort(self.running, job, key=order)
+        order = self.core.running.order(job)
+        place = bisect.bisect(self._orders, order)
+        self.running.insert(place, job)
+        self._orders.insert(place, order)

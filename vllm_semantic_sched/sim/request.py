@@ -36,10 +36,9 @@ class Run:
     Attributes:
         job: the policy core's view of it.
         prediction: what the predictor will say.
-        blocks: KV blocks held.
+        blocks: KV blocks held, while it does not decode (`Decoding.blocks`).
         offset: output tokens less the engine's decode tick while it decodes, else None. All
             decoding requests gain one token a step, so none has to be touched for that.
-        finish_tick, block_tick: decode ticks at which it ends and needs its next block.
         loading: tokens that its next step loads from the host first.
         seated: when it got the seat that it has.
         started, first_token, finish: seconds; first time of each.
@@ -54,8 +53,6 @@ class Run:
     prediction: Prediction | None
     blocks: int = 0
     offset: int | None = None
-    finish_tick: int = -1
-    block_tick: int = -1
     loading: int = 0
     seated: float = -1.0
     started: float | None = None

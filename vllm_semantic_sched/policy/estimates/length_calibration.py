@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Sequence
 
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
@@ -123,6 +124,8 @@ class LengthCalibration:
 
 def nearest_non_decreasing(values: Sequence[float]) -> list[float]:
     """The non-decreasing sequence nearest to `values` in squares (pool adjacent violators)."""
+    if all(map(operator.le, values, values[1:])):
+        return list(values)
     pools: list[tuple[float, int]] = []  # mean, how many
     for value in values:
         mean, count = value, 1

@@ -160,15 +160,15 @@ class Fairness:
         Returns:
             Waiting jobs whose rank changed.
         """
-        if self._metered:
+        metered = self._metered
+        if metered:
             self.meter.step(observe)
-        moved = dict.fromkeys(self.promotions.due(now))
-        moved.update(dict.fromkeys(self.deadlines.due(now)))
+        moved = [*self.promotions.due(now), *self.deadlines.due(now)]
         if self.fair_share.knobs.enabled:
             self.fair_share.update(now, self.waiting.levels)
-        if self._metered:
+        if metered:
             self.waiting.changed()
-        return list(moved)
+        return list(dict.fromkeys(moved))
 
     def preempting_level(self, level: int) -> float:
         """The level as which a job of that level may preempt: what it gained does not count, what

@@ -43,9 +43,11 @@ class AddressableHeap(Generic[T]):
     def push(self, item: T, key: Any) -> None:
         """Store `item` under `key`; if it is stored already, its key changes."""
         entry = (key, next(self._ticks), item)
+        moved = item in self._live
         self._live[item] = entry
         heapq.heappush(self._entries, entry)
-        self._compact_if_sparse()
+        if moved:
+            self._compact_if_sparse()
 
     def discard(self, item: T) -> bool:
         """Remove `item`; False if it was not stored."""
@@ -73,6 +75,12 @@ class AddressableHeap(Generic[T]):
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
         """Remove and yield items under keys up to `key`, `most` of them; the heap may change in
         between."""
+        # Asked in every step, when mostly nothing is there. A dead entry is a lower bound too.
+        if not self._entries or self._entries[0][0] > key:
+            return iter(())
+        return self._pop_until(key, most)
+
+    def _pop_until(self, key: Any, most: int) -> Iterator[T]:
         for _ in range(most):
             item = self.peek()
             if item is None or self._live[item][0] > key:

@@ -93,7 +93,4 @@ class RunningSet:
             a revised estimate (S3's supervisor), so a job comes up O(log length) times.
         """
         self._now += self.step_seconds
-        overdue: list[Job] = []
-        while (job := self._due.peek()) is not None and self._due.key(job) <= self._now:
-            overdue.append(self._due.pop())
-        return overdue
+        return list(self._due.pop_until(self._now, len(self._due)))

@@ -157,6 +157,8 @@ class WaitingQueue:
         return self._next
 
     def _choose_anew(self) -> tuple[Job | None, bool]:
+        if not self._places:
+            return None, False
         admits = self._rules.admits
         nexts = (lane.peek(self._rules.tenant_may_go) for lane in self._lanes.values())
         heads = [head for head in nexts if head is not None and admits(head[1])]
