@@ -166,6 +166,15 @@ def test_scheduler_names():
             parse_schedulers(bad, None)
 
 
+def test_only_the_semantic_schedulers_get_a_profile_and_host_memory():
+    stock, ours = parse_schedulers("fcfs,semantic", "ems", profile="mine.yaml", host_gib=0.5)
+    assert stock.server_args() == ()
+    config, connector = ours.server_args()[3::2]
+    assert json.loads(config) == {"semantic_sched": {"policy": "ems", "profile": "mine.yaml"}}
+    assert json.loads(connector)["kv_connector_extra_config"] == {"host_gib": 0.5}
+    assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()
+
+
 def test_counters_sum_labels_and_ignore_the_rest():
     text = (
         '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'

@@ -30,7 +30,7 @@ def test_each_mode_is_a_policy_file_with_the_connector(args) -> None:
     assert fcfs.server_args() == ()
     for spec, mode in zip(others, ("optimal", "swap"), strict=True):
         policy = load_policy(spec.policy)
-        assert (policy.retention.mode, policy.profile) == (mode, "phone")
+        assert (policy.retention.mode, spec.profile) == (mode, "phone")
         assert policy.tier_names == load_policy("tiers").tier_names
         option, connector = spec.server_args()[-2:]
         assert option == "--kv-transfer-config"

@@ -18,22 +18,15 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def serve(model, tmp_path_factory):
     """Starts servers: `serve(*arguments, **ServerConfig fields)`; they are stopped after the last
-    test of the module.
-
-    On a CPU vLLM starts a process for the scheduler and one for the worker. Here both are one,
-    which saves a third of the time that a server needs to start; `worker_process=True` keeps them
-    apart, as users have them.
-    """
+    test of the module."""
     from contextlib import ExitStack
 
     from vllm_semantic_sched.bench.server import ServerConfig, VllmServer
 
     with ExitStack() as servers:
 
-        def start(*arguments: str, worker_process: bool = False, **fields) -> VllmServer:
+        def start(*arguments: str, **fields) -> VllmServer:
             log = tmp_path_factory.mktemp("logs") / "server.log"
-            if not worker_process:
-                fields["environment"] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
             return servers.enter_context(VllmServer(ServerConfig(**fields)))
 

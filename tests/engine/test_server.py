@@ -23,8 +23,9 @@ OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
 
 @pytest.fixture(scope="module")
 def semantic(serve):
-    """The default policy with the shipped predictor, four seats."""
-    return serve(*OURS, seats=4, worker_process=True)
+    """The default policy with the shipped predictor, four seats; the worker in a process of its
+    own, as vLLM has it by default."""
+    return serve(*OURS, seats=4, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,13 @@ def schedulers(args: argparse.Namespace, modes: Sequence[str]) -> list[Scheduler
     return [
         SchedulerSpec(_FCFS, "fcfs"),
         *(
-            SchedulerSpec(f"semantic-true@{mode}", "semantic-true", str(_policy(args, mode)), extra)
+            SchedulerSpec(
+                f"semantic-true@{mode}",
+                "semantic-true",
+                str(_policy(args, mode)),
+                extra,
+                args.profile,
+            )
             for mode in modes
         ),
     ]
@@ -83,8 +89,6 @@ def _policy(args: argparse.Namespace, mode: str) -> Path:
     data, source = read_config(args.policy, kind="policy")
     data = {**(data or {}), "predictor": {"enabled": False}}
     data["retention"] = {**data.get("retention", {}), "mode": mode}
-    if args.profile:
-        data["profile"] = args.profile
     parse_policy(data, source)
     path: Path = args.output / f"{mode}.yaml"
     path.write_text(yaml.safe_dump(data))

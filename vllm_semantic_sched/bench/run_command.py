@@ -16,6 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
     add = parser.add_argument
     add("--schedulers", default=_SCHEDULERS, help="comma-separated (default: %(default)s)")
+    add("--profile", help="engine profile of the semantic schedulers, by name or path")
+    add(
+        "--host-gib",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="host memory in which the semantic schedulers keep KV of preempted requests "
+        "(docs/preemption.md); 0: it is computed again (default: %(default)s)",
+    )
     add("--mix", default="even,rare", help="names or five weights like 1:2:3:2:2, comma-separated")
     add(
         "--check-outputs",
@@ -33,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.bench.targets import check_targets, missed
 
-    schedulers = parse_schedulers(args.schedulers, args.policy)
+    schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     plan = make_plan(args, schedulers, [mix.strip() for mix in args.mix.split(",")])
     console = make_console()
     comparison = compare(plan, vars(args), not args.quiet)

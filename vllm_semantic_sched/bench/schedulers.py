@@ -24,13 +24,15 @@ class SchedulerSpec:
     """One row of the comparison.
 
     `name` is one of `NAMES`, for the semantic ones with `@POLICY` behind it where the policy
-    is not the run's default. `extra_args` are further arguments of `vllm serve`.
+    is not the run's default. `profile` is the engine profile, where it is not the policy's;
+    `extra_args` are further arguments of `vllm serve`.
     """
 
     name: str
     kind: str
     policy: str | None = None
     extra_args: tuple[str, ...] = ()
+    profile: str | None = None
 
     @property
     def title(self) -> str:
@@ -45,9 +47,9 @@ class SchedulerSpec:
         if self.kind == "priority":
             return ("--scheduling-policy", "priority")
         args: tuple[str, ...] = ("--scheduler-cls", SCHEDULER_CLASS)
-        if self.policy is not None:
-            config = {"semantic_sched": {"policy": self.policy}}
-            args += ("--additional-config", json.dumps(config))
+        given = {"policy": self.policy, "profile": self.profile}
+        if config := {key: value for key, value in given.items() if value is not None}:
+            args += ("--additional-config", json.dumps({"semantic_sched": config}))
         return args + self.extra_args
 
     def body_extras(self, request: BenchRequest) -> Mapping[str, object]:
@@ -70,13 +72,20 @@ def swap_arguments(host_gib: float) -> tuple[str, ...]:
     return ("--kv-transfer-config", json.dumps(connector))
 
 
-def parse_schedulers(names: str, default_policy: str | None) -> list[SchedulerSpec]:
+def parse_schedulers(
+    names: str, default_policy: str | None, profile: str | None = None, host_gib: float = 0.0
+) -> list[SchedulerSpec]:
     """Read a list like `fcfs,semantic,semantic@sjf`.
+
+    Args:
+        profile: engine profile of the semantic ones, if it is not their policy's.
+        host_gib: host memory in which they keep KV of preempted requests; 0: they do not.
 
     Raises:
         ValueError: an unknown or repeated name, or a policy for a stock scheduler.
     """
     specs: list[SchedulerSpec] = []
+    extra = swap_arguments(host_gib) if host_gib else ()
     for name in (part.strip() for part in names.split(",")):
         kind, _, policy = name.partition("@")
         if kind not in NAMES:
@@ -85,5 +94,5 @@ def parse_schedulers(names: str, default_policy: str | None) -> list[SchedulerSp
             raise ValueError(f"{kind} is vLLM's own and takes no policy, got {name!r}")
         if any(name == spec.name for spec in specs):
             raise ValueError(f"scheduler {name!r} is listed twice")
-        specs.append(SchedulerSpec(name, kind, policy or default_policy))
+        specs.append(SchedulerSpec(name, kind, policy or default_policy, extra, profile))
     return specs

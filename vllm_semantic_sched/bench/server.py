@@ -88,6 +88,10 @@ class ServerConfig:
             # core the threads of each matrix product wait for the one that was interrupted:
             # measured on two cores with other work around, a fifth of the throughput.
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+            # On a CPU vLLM gives the worker a process of its own, so that it can place its
+            # threads. With the settings above it need not, and the scheduler, which polls for
+            # the worker's answers, would take most of another core.
+            environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         return {**environment, **self.environment}
 
 
