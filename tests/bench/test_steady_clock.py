@@ -25,7 +25,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def clock(machine) -> SteadyClock:
-    return SteadyClock(lambda: machine.do(0.004), lambda: machine.spent)
+    return SteadyClock(None, lambda: machine.do(0.004), lambda: machine.spent)
 
 
 def test_work_takes_the_same_on_a_machine_that_becomes_slower(machine, clock) -> None:
@@ -41,6 +41,17 @@ def test_work_takes_the_same_on_a_machine_that_becomes_slower(machine, clock) ->
         assert clock.now() - before == pytest.approx(1.5)
     # The first steps after a change are still taken for longer or shorter.
     assert clock.now() - begin == pytest.approx(4.5, rel=0.05)
+
+
+def test_clocks_with_one_unit_agree_however_fast_the_machine_was_when_they_were_made() -> None:
+    seconds = []
+    for slower in (1.0, 1.7):
+        machine = Machine()
+        machine.slower = slower
+        clock = SteadyClock(0.004, lambda m=machine: m.do(0.004), lambda m=machine: m.spent)
+        machine.do(1.0)
+        seconds.append(clock.now())
+    assert seconds == pytest.approx([1.0, 1.0])
 
 
 def test_looking_takes_no_time_and_an_interruption_changes_nothing(machine, clock) -> None:

@@ -107,12 +107,16 @@ class PacedEngine:
     """Args:
     options: as after `vllm serve`: a model, then engine options.
     policy, profile: files of the SemanticScheduler.
+    unit: see `SteadyClock`.
 
     Attributes:
         base: the profile as given.
+        clock: what it is timed by.
     """
 
-    def __init__(self, options: Sequence[str], policy: str, profile: str) -> None:
+    def __init__(
+        self, options: Sequence[str], policy: str, profile: str, unit: float | None
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -133,7 +137,7 @@ class PacedEngine:
         self.base = load_profile(profile)
         self._random = np.random.default_rng(0)
         self._sequence = 0
-        self._clock = SteadyClock()
+        self.clock = SteadyClock(unit)
         self._batches: list[Any] = []
         self._preempted = 0
         self._watch()
@@ -160,9 +164,9 @@ class PacedEngine:
                 arrived = number = 0
                 while arrived < count or self._engine.has_unfinished_requests():
                     while arrived < count and number >= arrived * apart:
-                        start = self._clock.now()
+                        start = self.clock.now()
                         self._add(prompt, output, 0)
-                        arrivals.append(self._clock.now() - start)
+                        arrivals.append(self.clock.now() - start)
                         arrived += 1
                     steps += self._step()[1]
                     number += 1
@@ -176,10 +180,10 @@ class PacedEngine:
         """
         steps: list[Step] = []
         self._preempted = 0
-        begin = self._clock.now()
+        begin = self.clock.now()
 
         def passed() -> float:
-            return self._clock.now() - begin
+            return self.clock.now() - begin
 
         names: dict[str, int] = {}
         first: dict[int, float] = {}
@@ -194,7 +198,7 @@ class PacedEngine:
                 names[name] = place
                 place += 1
             if not self._engine.has_unfinished_requests():
-                self._clock.skip(max(0.0, requests[place]["arrival"] - passed()))
+                self.clock.skip(max(0.0, requests[place]["arrival"] - passed()))
                 continue
             outputs, step = self._step()
             steps += step
@@ -214,10 +218,10 @@ class PacedEngine:
         from vllm_semantic_sched.profiling.live_engine import Step
 
         self._batches.clear()
-        self._clock.adjust()
-        start = self._clock.now()
+        self.clock.adjust()
+        start = self.clock.now()
         outputs = self._engine.step()
-        seconds = self._clock.now() - start
+        seconds = self.clock.now() - start
         computed = self._batches and self._batches[0].sequences
         return outputs, [Step(self._batches[0], seconds)] if computed else []
 
@@ -266,8 +270,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
     Returns:
         The engine's shape, requests with arrivals in seconds, what was served, preemptions;
         `profile` and `seconds_per_arrival` by what was measured before and after it, at the pace
-        that the machine had meanwhile, that `pace`, 1 for the one before and after, and seconds
-        `needed` for all of the load at these costs.
+        that the engine had meanwhile, and that `pace`, 1 for the one before and after.
     """
     steps, arrivals = engine.calibrate()
     needed = _seconds_needed(engine, fit_costs(engine.base, steps, arrivals), requests)
@@ -282,7 +285,6 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
         "profile": costs.profile.model_dump(mode="json"),
         "seconds_per_arrival": costs.arrival,
         "pace": pace,
-        "needed": _seconds_needed(engine, costs, requests),
         "requests": timed,
         "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
         "preemptions": service.preemptions,
@@ -311,14 +313,27 @@ class PacedProcess:
     """A `PacedEngine` in a process of its own, for as long as a `with` block lasts.
 
     Args:
-        options, policy, profile: as for `PacedEngine`.
+        options, policy, profile, unit: as for `PacedEngine`.
+
+    Attributes:
+        unit: of its clock.
 
     Raises:
         EngineFailed: the engine does not start, or ends by itself.
     """
 
-    def __init__(self, options: Sequence[str], policy: str, profile: str) -> None:
-        self._command = [sys.executable, "-m", __name__, policy, profile, *options]
+    def __init__(
+        self, options: Sequence[str], policy: str, profile: str, unit: float | None
+    ) -> None:
+        self._command = [
+            sys.executable,
+            "-m",
+            __name__,
+            policy,
+            profile,
+            json.dumps(unit),
+            *options,
+        ]
 
     def __enter__(self) -> PacedProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
@@ -331,7 +346,7 @@ class PacedProcess:
             text=True,
         )
         try:
-            self._answer()
+            self.unit: float = self._answer()["unit"]
         except BaseException:
             self.__exit__()
             raise
@@ -366,10 +381,10 @@ def main() -> None:
     the start and to every load."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed goes to the log
-    policy, profile, *options = sys.argv[1:]
-    engine = PacedEngine(options, policy, profile)
+    policy, profile, unit, *options = sys.argv[1:]
+    engine = PacedEngine(options, policy, profile, json.loads(unit))
     engine.calibrate()  # what is slower the first time
-    answer = {"shape": engine.shape}
+    answer: dict[str, Any] = {"unit": engine.clock.unit}
     while True:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -16,19 +16,25 @@ _ROWS, _WIDTH = 8, 2048
 
 
 class SteadyClock:
-    """Seconds of CPU time of this process, as the machine counted them when the clock was made.
+    """Seconds of CPU time of this process on a machine of unchanging speed.
 
     A virtual machine may be a third slower than minutes before, as others share its processor. The
     clock does the same work again and again, and goes slower by as much as that takes longer. So
     what other programs take of the machine does not count either; nor does this work.
 
     Args:
+        unit: seconds that the work takes at the speed that is meant; what it takes now if not
+            given. Clocks of several processes with one `unit` agree.
         work: what is done; a matrix product by default.
         cpu_seconds: this process's CPU time.
+
+    Attributes:
+        unit: see above.
     """
 
     def __init__(
         self,
+        unit: float | None = None,
         work: Callable[[], object] | None = None,
         cpu_seconds: Callable[[], float] = time.process_time,
     ) -> None:
@@ -37,9 +43,9 @@ class SteadyClock:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         for _ in range(2 * _RECENT):  # the first are slower
             self._measure()
-        self._unit = median(self._recent)
-        self._pace = 1.0
+        self.unit = median(self._recent) if unit is None else unit
         self._passed = 0.0
+        self._pace = median(self._recent) / self.unit
         self._since = cpu_seconds()
 
     def now(self) -> float:
@@ -54,7 +60,7 @@ class SteadyClock:
         """Look how fast the machine is now."""
         self._passed = self.now()
         self._measure()
-        self._pace = median(self._recent) / self._unit
+        self._pace = median(self._recent) / self.unit
         self._since = self._cpu_seconds()
 
     def _measure(self) -> None:

@@ -67,14 +67,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A load under a scheduler: preemptions on the real engine and simulated, how many times
-    longer the engine's steps took than the same steps before and after the load, and seconds that
-    the engine needed for all of it at that speed."""
+    """A load under a scheduler: preemptions on the real engine and simulated, and how many times
+    longer the engine's steps took than the same steps before and after the load."""
 
     preemptions: int
     simulated_preemptions: int
     pace: float
-    needed: float
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,7 @@ class Validation:
 
     def wrong_orders(self) -> list[str]:
         """Pairs of schedulers that the simulator puts in the wrong order, where the real engine
-        tells them apart by a tenth or more. In units of what the engine needed for the load: one
-        scheduler's engine may have run at another speed than the next one's."""
+        tells them apart by a tenth or more."""
         found = {(c.load, c.level, c.metric, c.scheduler): c for c in self.comparisons}
         wrong = []
         for (load, level, metric, one), first in found.items():
@@ -95,9 +92,8 @@ class Validation:
                 second = found.get((load, level, metric, other))
                 if second is None or one >= other:
                     continue
-                speed = self.runs[load, other].needed / self.runs[load, one].needed
-                real = first.real / second.real * speed
-                simulated = first.simulated / second.simulated * speed
+                real = first.real / second.real
+                simulated = first.simulated / second.simulated
                 if abs(real - 1.0) >= _DISTINCT and (real < 1.0) != (simulated < 1.0):
                     wrong.append(f"{load}, level {level}, {metric}: {one} and {other}")
         return wrong
@@ -107,8 +103,6 @@ def validate(
     options: Sequence[str], requests: int, folder: Path, loads: Sequence[str], progress: Any
 ) -> Validation:
     """Run every load under every scheduler on the real engine and in the simulator.
-
-    The schedulers take turns, so that each has a load at about the same speed of the machine.
 
     Args:
         options: as after `vllm serve`.
@@ -122,12 +116,15 @@ def validate(
     folder.mkdir(parents=True, exist_ok=True)
     comparisons: list[Comparison] = []
     runs = {}
+    unit: float | None = None
     with ExitStack() as stack:
         engines = {}
         for scheduler, policy in SCHEDULERS.items():
             file = folder / f"policy-{scheduler}.yaml"
             file.write_text(yaml.safe_dump(policy | _COMMON))
-            engines[scheduler] = stack.enter_context(PacedProcess(options, str(file), PROFILE))
+            engine = stack.enter_context(PacedProcess(options, str(file), PROFILE, unit))
+            engines[scheduler] = engine
+            unit = engine.unit  # of all clocks, so that their times can be compared
         for name in loads:
             load = _prepare(name, requests)
             for scheduler, engine in engines.items():
@@ -166,7 +163,7 @@ def compare(
         for metric in METRICS
     ]
     preempted = int(ours[ALL]["recomputes"] + ours[ALL]["swaps"])
-    return found, Run(result["preemptions"], preempted, result["pace"], result["needed"])
+    return found, Run(result["preemptions"], preempted, result["pace"])
 
 
 def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
