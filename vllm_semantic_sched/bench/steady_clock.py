@@ -45,8 +45,7 @@ class SteadyClock:
             self._measure()
         self.unit = median(self._recent) if unit is None else unit
         self._passed = 0.0
-        self._pace = median(self._recent) / self.unit
-        self._since = cpu_seconds()
+        self._go_on()
 
     def now(self) -> float:
         """Seconds since the clock was made."""
@@ -60,6 +59,10 @@ class SteadyClock:
         """Look how fast the machine is now."""
         self._passed = self.now()
         self._measure()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """From now on at the speed that was measured last."""
         self._pace = median(self._recent) / self.unit
         self._since = self._cpu_seconds()
 
