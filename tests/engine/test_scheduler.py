@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
@@ -300,6 +301,20 @@ def test_fcfs_is_vllm_untouched() -> None:
     assert type(scheduler.waiting) is PriorityRequestQueue
     add(scheduler, "a", "b")
     finish_all(scheduler)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_fcfs_can_be_reset_paused_asked_and_stopped(async_scheduling) -> None:
+    scheduler = build({"policy": "fcfs"}, async_scheduling=async_scheduling)
+    add(scheduler, "a", "b", output_tokens=5)
+    run_step(scheduler)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.make_stats().num_waiting_reqs == 2
+    for state in (PauseState.PAUSED_ALL, PauseState.UNPAUSED):
+        scheduler.set_pause_state(state)
+        run_step(scheduler)
+    finish_all(scheduler)
+    scheduler.shutdown()
 
 
 def test_the_base_follows_the_engines_scheduling_mode(policy) -> None:

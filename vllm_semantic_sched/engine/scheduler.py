@@ -69,6 +69,9 @@ class SemanticScheduler(Scheduler):
         UnsupportedVersion: at construction, if vLLM is outside the supported range.
     """
 
+    # None: vLLM's scheduler, untouched; so it is before construction, too.
+    _core: SchedulingCore | None = None
+
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> SemanticScheduler:
         if cls is SemanticScheduler and vllm_config.scheduler_config.async_scheduling:
             cls = AsyncSemanticScheduler
@@ -79,7 +82,6 @@ class SemanticScheduler(Scheduler):
         policy, profile = load_settings(vllm_config.additional_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._counters = Counters()
-        self._core: SchedulingCore | None = None
         self._live_policy: LivePolicy | None = None
         self._clock = ServiceClock()
         commands.install()
@@ -190,10 +192,11 @@ class SemanticScheduler(Scheduler):
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        if self._core is None:
+            return super().reset_prefix_cache(*args, **kwargs)
         before, self._preempting_for = self._preempting_for, "reset"
-        if self._core is not None:
-            with self._guard("dropping host copies"):
-                self._preemptions.lose_copies(self._jobs)
+        with self._guard("dropping host copies"):
+            self._preemptions.lose_copies(self._jobs)
         try:
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
