@@ -203,13 +203,13 @@ def test_no_text_stalls_a_request_the_engine_or_the_predictor(semantic, prompt) 
 
 def test_a_repeated_prompt_is_answered_from_memory_and_lengths_are_watched(semantic) -> None:
     prompt = "is it dangerous that my cat ate a grape"
-    complete(semantic, prompt)
-    deadline = time.monotonic() + 20
-    while not (before := metric(semantic, "semsched:cached_predictions_total")):
-        assert time.monotonic() < deadline  # `metric` itself repeats a prompt
-    complete(semantic, prompt, ignore_eos=False)
-    assert metric(semantic, "semsched:cached_predictions_total") > before
-    assert page_value(semantic, "semsched:length_ratio") > 0
+    cached, ratio = "semsched:cached_predictions_total", "semsched:length_ratio"
+    before = page_value(semantic, cached)
+    deadline = time.monotonic() + 60
+    # An answer may be shorter than it takes to read its prompt.
+    while page_value(semantic, cached) == before or not page_value(semantic, ratio):
+        assert time.monotonic() < deadline
+        assert complete(semantic, prompt, ignore_eos=False)[0] == 200
 
 
 def test_answers_are_those_of_stock_vllm_in_spite_of_preemptions(semantic, stock) -> None:
@@ -263,10 +263,10 @@ def test_the_server_outlives_its_predictor(semantic) -> None:
         if any("predict.worker" in part for part in process.cmdline())
     )
     os.kill(worker.pid, signal.SIGKILL)
-    for _ in range(3):
-        assert complete(semantic, "help, he is not breathing")[0] == 200
-    assert metric(semantic, "semsched:failed_predictions_total") > 0
     deadline = time.monotonic() + 90
+    while not metric(semantic, "semsched:failed_predictions_total"):  # it may take a while to end
+        assert time.monotonic() < deadline
+        assert complete(semantic, "help, he is not breathing")[0] == 200
     while metric(semantic, "semsched:predictor_up") != 1:
         assert time.monotonic() < deadline, "the predictor was not restarted"
         time.sleep(1)
