@@ -11,6 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from metrics_page import wait_until
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.bench.chaos_command import BASE_POLICY, disturb, server_arguments
@@ -99,9 +100,8 @@ def test_a_hangup_reloads(server, policy, whom) -> None:
         os.kill(server._process.pid, signal.SIGHUP)
     else:
         assert main(["policy", "reload", "--pid", str(server._process.pid)]) == 0
-    deadline = time.monotonic() + 60
-    while (now := admin(server).status()[0]["policy"])["version"] == before:
-        assert time.monotonic() < deadline
+    wait_until(lambda: admin(server).status()[0]["policy"]["version"] != before, 60)
+    now = admin(server).status()[0]["policy"]
     assert now["changed"] == ["default_level"]
     policy.write_text(text)
     assert command(server, "policy", "reload") == 0
@@ -137,9 +137,7 @@ class Crowd:
     def __enter__(self):
         for thread in self.threads:
             thread.start()
-        deadline = time.monotonic() + 60
-        while admin(self.server).status()[0]["waiting"] == 0:
-            assert time.monotonic() < deadline
+        wait_until(lambda: admin(self.server).status()[0]["waiting"] > 0, 60)
         return self
 
     def __exit__(self, error, *_) -> None:

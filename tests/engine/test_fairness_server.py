@@ -7,6 +7,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from metrics_page import page_value
 
 pytestmark = pytest.mark.engine
 
@@ -60,12 +61,7 @@ def metric(server, name: str, **labels: str) -> float:
     complete(server, max_tokens=2)
     time.sleep(0.3)
     complete(server, max_tokens=2)
-    lines = server.get_text("/metrics").splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items())
-    )
+    return page_value(server, name, **labels)
 
 
 @pytest.mark.parametrize("by", ["user", "header"])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
+from metrics_page import page_value, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -82,22 +83,6 @@ class Asking:
         for thread in self._threads:
             thread.join()
         return self.answers
-
-
-def page_value(server, name: str, **labels: str) -> float:
-    """A value on /metrics, summed over labels that are not given."""
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in server.get_text("/metrics").splitlines()
-        if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items())
-    )
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import urllib.request
 
 import psutil
 import pytest
+from metrics_page import page_value, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -106,15 +107,6 @@ def metric(server, name: str, **labels: str) -> float:
     return page_value(server, name, **labels)
 
 
-def page_value(server, name: str, **labels: str) -> float:
-    """A value on /metrics, summed over labels that are not given."""
-    total = 0.0
-    for line in server.get_text("/metrics").splitlines():
-        if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-            total += float(line.rsplit(" ", 1)[1])
-    return total
-
-
 @pytest.mark.parametrize(
     "hint",
     [
@@ -205,11 +197,12 @@ def test_a_repeated_prompt_is_answered_from_memory_and_lengths_are_watched(seman
     prompt = "is it dangerous that my cat ate a grape"
     cached, ratio = "semsched:cached_predictions_total", "semsched:length_ratio"
     before = page_value(semantic, cached)
-    deadline = time.monotonic() + 60
-    # An answer may be shorter than it takes to read its prompt.
-    while page_value(semantic, cached) == before or not page_value(semantic, ratio):
-        assert time.monotonic() < deadline
+
+    def asked_again() -> bool:
         assert complete(semantic, prompt, ignore_eos=False)[0] == 200
+        return page_value(semantic, cached) > before and page_value(semantic, ratio) > 0
+
+    wait_until(asked_again, 60)  # an answer may be shorter than it takes to read its prompt
 
 
 def test_answers_are_those_of_stock_vllm_in_spite_of_preemptions(semantic, stock) -> None:
@@ -248,11 +241,12 @@ def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
                 {"Content-Type": "application/json"},
             )
             urllib.request.urlopen(request, timeout=0.2)
-    deadline = time.monotonic() + 20
-    while metric(semantic, "vllm:num_requests_running") + metric(
-        semantic, "vllm:num_requests_waiting"
-    ):
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: (
+            not metric(semantic, "vllm:num_requests_running")
+            and not metric(semantic, "vllm:num_requests_waiting")
+        )
+    )
     assert metric(semantic, "semsched:policy_errors_total") == 0
 
 
@@ -263,13 +257,13 @@ def test_the_server_outlives_its_predictor(semantic) -> None:
         if any("predict.worker" in part for part in process.cmdline())
     )
     os.kill(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while not metric(semantic, "semsched:failed_predictions_total"):  # it may take a while to end
-        assert time.monotonic() < deadline
+
+    def failed() -> bool:
         assert complete(semantic, "help, he is not breathing")[0] == 200
-    while metric(semantic, "semsched:predictor_up") != 1:
-        assert time.monotonic() < deadline, "the predictor was not restarted"
-        time.sleep(1)
+        return metric(semantic, "semsched:failed_predictions_total") > 0
+
+    wait_until(failed)  # it may take a while to end
+    wait_until(lambda: metric(semantic, "semsched:predictor_up") == 1, 90)
     assert metric(semantic, "semsched:predictor_restarts_total") > 0
 
 

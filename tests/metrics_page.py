@@ -1,0 +1,23 @@
+"""What a server's /metrics page says, and waiting until it says something."""
+
+import time
+from collections.abc import Callable
+
+from vllm_semantic_sched.bench.server import VllmServer
+
+
+def page_value(server: VllmServer, name: str, **labels: str) -> float:
+    """A value on /metrics, summed over labels that are not given."""
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in server.get_text("/metrics").splitlines()
+        if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items())
+    )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Ask until the answer is yes; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
