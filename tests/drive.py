@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
@@ -32,7 +32,7 @@ def drive(
     while now < until:
         while len(runs) < len(requests) and requests[len(runs)].arrival <= now:
             runs.append(_run(core, requests[len(runs)]))
-            simulated.submit(runs[-1])
+            simulated.submit(runs[-1], now)
         seconds = simulated.begin_step(now)
         if seconds is None:
             if len(runs) == len(requests):

@@ -2,7 +2,7 @@
 
 import itertools
 
-from vllm_semantic_sched.policy.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 
 _sequence = itertools.count()
 
@@ -20,3 +20,9 @@ def make_job(level: int = 2, **fields) -> Job:
         "level_source": LevelSource.HINT,
     }
     return Job(**(values | fields))
+
+
+def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:
+    """One step of the core without an engine: virtual time moves on, estimates are revised."""
+    core.tick()
+    return core.revise(observe, now)

@@ -11,7 +11,7 @@ from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.command import describe_keys
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.keys import keys_of
+from vllm_semantic_sched.policy.facts.section import keys_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

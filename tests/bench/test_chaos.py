@@ -13,7 +13,7 @@ from vllm_semantic_sched.bench.chaos import (
 )
 from vllm_semantic_sched.bench.chaos_command import BASE_POLICY
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import changed_keys, check_live_change
 
 STAYS = Visit(0, True, {}, None)

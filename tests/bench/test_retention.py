@@ -15,7 +15,7 @@ from vllm_semantic_sched.bench.results import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import make_workload
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 WORKLOAD = make_workload(WorkloadConfig(requests=20, gap=0.01), ask_source(None)[0])
 

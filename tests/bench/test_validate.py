@@ -15,8 +15,7 @@ from vllm_semantic_sched.bench.validate import (
     compare,
 )
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, load_profile
 from vllm_semantic_sched.profiling.live_engine import Step
 from vllm_semantic_sched.sim.simulation import simulate
 

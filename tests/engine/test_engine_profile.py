@@ -11,7 +11,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     make_request,
     run_step,
 )
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile
 
 pytestmark = pytest.mark.engine
 

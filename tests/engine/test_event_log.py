@@ -12,9 +12,10 @@ from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request,
 from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.stats import Counters
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.events import Event, Events
-from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.config.overload import Events
+from vllm_semantic_sched.policy.events import Event
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 pytestmark = pytest.mark.engine

@@ -18,7 +18,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 pytestmark = pytest.mark.engine
 

@@ -21,8 +21,8 @@ from vllm_semantic_sched.bench.fake_engine import (
     run_step,
 )
 from vllm_semantic_sched.engine.host_pool import HostPool
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 pytestmark = pytest.mark.engine
 

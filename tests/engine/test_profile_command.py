@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile
 
 pytestmark = pytest.mark.engine
 

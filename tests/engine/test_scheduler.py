@@ -20,8 +20,8 @@ from vllm_semantic_sched.bench.fake_engine import (
 )
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 pytestmark = pytest.mark.engine
 

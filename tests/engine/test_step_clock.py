@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.facts.profile import Batch
 
 pytestmark = pytest.mark.engine
 

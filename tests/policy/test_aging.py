@@ -2,14 +2,15 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, step
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.order import Aging
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.order.aging import Aging, Overtaking, Promotions
+from vllm_semantic_sched.policy.facts.job import LevelSource
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 
 knobs = st.builds(
     Aging,
@@ -113,7 +114,7 @@ def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
     running = arrive(core, "standard", 2)
     take(core)
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
-    core.step(lambda job: None, 5.0)
+    step(core, lambda job: None, 5.0)
     assert aged.overdue and core.waiting.peek() is aged
     assert not core.eviction.worth_preempting(aged) and core.eviction.worth_preempting(urgent)
     assert list(core.waiting.ordered()) == [aged, urgent]
@@ -123,7 +124,7 @@ def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
 def test_an_aged_job_is_not_preempted_again() -> None:
     core = aged_core()
     aged = arrive(core, "aged", 4)
-    core.step(lambda job: None, 5.0)
+    step(core, lambda job: None, 5.0)
     take(core)
     urgent = arrive(core, "urgent", 0)
     assert not core.eviction.worth_preempting(urgent) and not core.eviction.wants_room
@@ -134,7 +135,7 @@ def test_urgent_jobs_keep_their_share_when_everybody_is_overdue() -> None:
     core = aged_core(share=0.25)
     for number in range(50):
         arrive(core, f"background {number}", 4)
-    core.step(lambda job: None, 100.0)
+    step(core, lambda job: None, 100.0)
     levels = []
     for number in range(40):
         arrive(core, f"urgent {number}", 0)
@@ -146,7 +147,7 @@ def test_urgent_jobs_keep_their_share_when_everybody_is_overdue() -> None:
 def test_a_job_that_was_not_ready_is_back_as_if_nothing_had_been() -> None:
     core = aged_core(share=0.25)
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
-    core.step(lambda job: None, 5.0)
+    step(core, lambda job: None, 5.0)
     core.take(aged, core.waiting)
     assert core.waiting.peek() is urgent
     core.requeue(aged, core.waiting)

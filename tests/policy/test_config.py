@@ -5,9 +5,9 @@ import yaml
 
 from vllm_semantic_sched.policy.command import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 
 @pytest.mark.parametrize("name", shipped_names("policy"))

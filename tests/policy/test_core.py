@@ -3,16 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import step
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.eviction.preemption import Need
 from vllm_semantic_sched.policy.eviction.retention import HostRoom
-from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.capacity import Need
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
 
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]
@@ -67,12 +68,12 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             core.enqueue(job, core.waiting)
         elif action == "finish" and jobs:
             job = jobs.pop(pick % len(jobs))
-            core.finish(job, list(Ending)[level % 3])
+            core.finish(job, list(AnswerEnd)[level % 3])
             assert job not in core.waiting and job not in core.running
         elif action == "step":
             for job in running:
                 job.generated += 1
-            core.step(lambda job: None, float(number))
+            step(core, lambda job: None, float(number))
         for job in jobs:
             assert (job in core.waiting) == (job.state is JobState.WAITING)
             assert (job in core.running) == (job.state is JobState.RUNNING)
@@ -159,9 +160,9 @@ def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
 def test_the_clients_own_limit_bounds_the_expected_length() -> None:
     core = make_core()
     job = arrive(core, "a", 1)
-    assert core.expected_output(job) == core.policy.length.default_tokens
+    assert core.estimates.output_tokens(job) == core.policy.length.default_tokens
     job.max_output_tokens = 7
-    assert core.expected_output(job) == 7
+    assert core.estimates.output_tokens(job) == 7
 
 
 def test_an_overdue_job_gets_a_new_estimate() -> None:
@@ -173,12 +174,12 @@ def test_an_overdue_job_gets_a_new_estimate() -> None:
     def observe(job: Job) -> None:
         job.generated = 15
 
-    late = [core.step(observe, 0.0) for _ in range(40)]
+    late = [step(core, observe, 0.0) for _ in range(40)]
     assert [job] in late
-    assert core.expected_output(job) > 15
+    assert core.estimates.output_tokens(job) > 15
 
 
-def finish_with(core: SchedulingCore, tokens: int, ending: Ending, unread: bool = False) -> None:
+def finish_with(core: SchedulingCore, tokens: int, ending: AnswerEnd, unread: bool = False) -> None:
     job = arrive(core, "done", 1)
     if not unread:
         core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
@@ -190,11 +191,11 @@ def finish_with(core: SchedulingCore, tokens: int, ending: Ending, unread: bool 
 @pytest.mark.parametrize(
     ("calibrate", "ending", "tokens", "longer"),
     [
-        (True, Ending.STOPPED, 40, True),
-        (True, Ending.CUT, 40, True),
-        (True, Ending.CUT, 5, False),
-        (True, Ending.ABORTED, 40, False),
-        (False, Ending.STOPPED, 40, False),
+        (True, AnswerEnd.STOPPED, 40, True),
+        (True, AnswerEnd.CUT, 40, True),
+        (True, AnswerEnd.CUT, 5, False),
+        (True, AnswerEnd.ABORTED, 40, False),
+        (False, AnswerEnd.STOPPED, 40, False),
     ],
 )
 def test_estimates_follow_how_finished_jobs_ended(calibrate, ending, tokens, longer) -> None:
@@ -202,20 +203,20 @@ def test_estimates_follow_how_finished_jobs_ended(calibrate, ending, tokens, lon
     like = arrive(core, "like", 1)
     core.predicted(like, Prediction(LEVELS[0], LENGTHS[0]))
     core.waiting.remove(like)
-    assert core.length_ratio is None and core.expected_output(like) == 10
+    assert core.estimates.length_ratio is None and core.estimates.output_tokens(like) == 10
     for _ in range(300):
         finish_with(core, tokens, ending)
-    assert core.expected_output(like) == (pytest.approx(40, rel=0.05) if longer else 10)
-    assert (core.length_ratio is None) == (ending is Ending.ABORTED)
+    assert core.estimates.output_tokens(like) == (pytest.approx(40, rel=0.05) if longer else 10)
+    assert (core.estimates.length_ratio is None) == (ending is AnswerEnd.ABORTED)
 
 
 def test_jobs_without_a_predicted_length_teach_nothing() -> None:
     core = make_core()
-    finish_with(core, 40, Ending.STOPPED, unread=True)
-    assert core.buckets == BUCKETS and core.length_ratio is None
-    core.buckets = None  # a predictor without lengths
-    finish_with(core, 40, Ending.STOPPED)
-    assert core.length_ratio is None
+    finish_with(core, 40, AnswerEnd.STOPPED, unread=True)
+    assert core.estimates.buckets == BUCKETS and core.estimates.length_ratio is None
+    core.estimates.buckets = None  # a predictor without lengths
+    finish_with(core, 40, AnswerEnd.STOPPED)
+    assert core.estimates.length_ratio is None
 
 
 def of_length(core: SchedulingCore, name: str, tokens: int, urgency: int = 1) -> Job:
@@ -247,7 +248,7 @@ def test_a_much_longer_job_of_the_same_level_gives_way_if_the_policy_says_so(
     for job in running:
         seat(core, job)
     for _ in range(5):
-        core.step(lambda job: None, 0.0)
+        step(core, lambda job: None, 0.0)
     short = of_length(core, "short", 8)
     urgent = of_length(core, "urgent", 90, urgency=0)
     assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)

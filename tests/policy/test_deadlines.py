@@ -1,15 +1,16 @@
 """Rank gained shortly before a promised time to first token runs out."""
 
-from jobs import make_job
+from jobs import make_job, step
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.order import Deadlines
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.eviction.preemption import Need
-from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.order.deadlines import Deadlines, DeadlineWatch
-from vllm_semantic_sched.policy.overload.tiers import Slo
+from vllm_semantic_sched.policy.facts.capacity import Need
+from vllm_semantic_sched.policy.facts.job import LevelSource
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 
 
 def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:
@@ -29,15 +30,15 @@ def test_a_step_that_comes_too_late_raises_nobody() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
     job = make_job(2)
     watch.wait(job, Slo(ttft=4.0))
-    assert watch.due(4.0) == [] and not job.hurried
+    assert watch.due(4.0) == [] and not job.deadline_boost
 
 
 def test_whoever_has_a_first_token_or_no_promise_is_not_watched() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
-    resumed, unpromised = make_job(2, generated=3, hurried=0.5), make_job(2)
+    resumed, unpromised = make_job(2, generated=3, deadline_boost=0.5), make_job(2)
     watch.wait(resumed, Slo(ttft=1.0))
     watch.wait(unpromised, Slo())
-    assert watch.due(0.9) == [] and not resumed.hurried
+    assert watch.due(0.9) == [] and not resumed.deadline_boost
 
 
 def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
@@ -45,11 +46,11 @@ def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
     watch.wait(job, Slo(ttft=4.0))
     watch.knobs = Deadlines()
     watch.wait(job, Slo(ttft=4.0))  # as after a reload
-    assert watch.due(3.0) == [] and not job.hurried
+    assert watch.due(3.0) == [] and not job.deadline_boost
 
 
 def test_others_are_raised_up_to_the_most_urgent_level_and_its_own_beyond_it() -> None:
-    job, urgent = make_job(1, hurried=3.0), make_job(0, hurried=0.5)
+    job, urgent = make_job(1, deadline_boost=3.0), make_job(0, deadline_boost=0.5)
     assert job.effective_level == 0.0 and not job.overdue
     assert urgent.effective_level < 0.0 and not urgent.overdue
 
@@ -88,13 +89,13 @@ def test_a_tier_that_insists_takes_a_seat_of_its_own_that_has_its_first_token() 
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
     assert not core.eviction.wants_room and victims(core, job) == []
-    core.step(lambda job: None, 1.5)
+    step(core, lambda job: None, 1.5)
     assert core.eviction.wants_room and core.eviction.worth_preempting(job)
     assert victims(core, job) == [yields.request_id]
     assert victims(core, job, seats=2) == []  # nobody in vain
     rest = seated(core, 1, first_token=False)
     assert victims(core, job, seats=2) == [rest.request_id, yields.request_id]
-    core.step(lambda job: None, 2.0)  # too late
+    step(core, lambda job: None, 2.0)  # too late
     assert not core.eviction.worth_preempting(job) or victims(core, job, seats=2) == []
 
 
@@ -103,7 +104,7 @@ def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
     seated(core, 0, first_token=True)
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
-    core.step(lambda job: None, 1.5)
+    step(core, lambda job: None, 1.5)
     assert not core.eviction.wants_room and victims(core, job) == []
 
 
@@ -111,15 +112,15 @@ def test_what_the_deadline_gained_is_spent_with_the_first_token() -> None:
     core = insistent_core(takes_seats=True)
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
-    core.step(lambda job: None, 1.5)
+    step(core, lambda job: None, 1.5)
     core.take(job, core.waiting)
     core.start(job)
     other = core.new_job("later", 0.2, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(other, core.waiting)
-    core.step(lambda job: None, 1.6)
+    step(core, lambda job: None, 1.6)
     assert victims(core, other) == []
     core.first_token(job)
-    assert not job.hurried and victims(core, other) == ["late"]
+    assert not job.deadline_boost and victims(core, other) == ["late"]
 
 
 def test_in_the_queue_a_near_deadline_goes_first_but_does_not_preempt() -> None:
@@ -136,7 +137,7 @@ def test_in_the_queue_a_near_deadline_goes_first_but_does_not_preempt() -> None:
     first = arrive("long", 1, 0.0, prompt=5000)
     arrive("short", 1, 1.2)
     assert core.waiting.peek().request_id == "short"
-    core.step(lambda job: None, 1.5)
+    step(core, lambda job: None, 1.5)
     assert core.waiting.peek() is first
     premium = arrive("premium", 0, 1.5)
     assert core.waiting.peek() is premium

@@ -2,7 +2,8 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.overload.dedup import BadKey, Dedup, read_key
+from vllm_semantic_sched.policy.config.overload import Dedup
+from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 
 ON = Dedup(enabled=True)
 

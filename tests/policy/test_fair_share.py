@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.order.fair_share import FairShare, FairShareKnobs, targets_of
-from vllm_semantic_sched.policy.overload.tiers import Tier
+from vllm_semantic_sched.policy.config.order import FairShareKnobs
+from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
+from vllm_semantic_sched.policy.order.fair_share import FairShare
 
 KNOBS = FairShareKnobs(enabled=True, window=10.0, max_levels=2.0, tolerance=0.1)
 
@@ -15,9 +16,9 @@ def tiers(*shares: float | None) -> list[Tier]:
 
 
 def test_tiers_without_a_share_divide_what_is_left() -> None:
-    assert targets_of(tiers(0.5, None, None)) == [0.5, 0.25, 0.25]
-    assert targets_of(tiers(None, None)) == [0.5, 0.5]
-    assert targets_of(tiers(1.0, None)) == [1.0, 0.0]
+    assert target_shares(tiers(0.5, None, None)) == [0.5, 0.25, 0.25]
+    assert target_shares(tiers(None, None)) == [0.5, 0.5]
+    assert target_shares(tiers(1.0, None)) == [1.0, 0.0]
 
 
 charges = st.lists(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 
 # (operation, item, key); few items, so that they are re-keyed and removed often
 operations = st.lists(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.estimates.hints import read_hints
-from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.facts.job import LevelSource
 
 DEFAULT = parse_policy({})
 anything = st.recursive(

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.errors import IllegalTransition
-from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.facts.job import IllegalTransition, JobState
 
 ENDS = ["completed", "failed", "cancelled", "refused"]
 EDGES = {

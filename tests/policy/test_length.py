@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
     expected_without_prediction,
 )
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 BUCKETS = LengthBuckets(edges=(10, 50, 200), means=(5.0, 30.0, 120.0, 400.0))
 weights = st.lists(st.floats(0, 1), min_size=4, max_size=4).filter(lambda w: sum(w) > 0)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
-from vllm_semantic_sched.policy.estimates.length_calibration import (
-    Ending,
+from vllm_semantic_sched.policy.estimates.calibration import (
+    AnswerEnd,
     LengthCalibration,
     nearest_non_decreasing,
 )
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 TRAINED = LengthBuckets(edges=(13, 31, 61, 116, 238), means=(6.5, 20.3, 44.8, 85.0, 165.0, 450.0))
 NO_LIMIT = 10**9
@@ -25,7 +25,7 @@ def distribution(weights):
 
 distributions = st.lists(st.floats(0.001, 1.0), min_size=6, max_size=6).map(distribution)
 finished = st.tuples(
-    distributions, st.integers(1, 100_000), st.sampled_from([Ending.STOPPED, Ending.CUT])
+    distributions, st.integers(1, 100_000), st.sampled_from([AnswerEnd.STOPPED, AnswerEnd.CUT])
 )
 histories = st.lists(finished, max_size=60)
 
@@ -54,7 +54,7 @@ def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> 
     calibration = after(history)
     kinds = ("mean", "median", "p90")
     before = [expected(calibration, asked, kind) for kind in kinds]
-    calibration.learn(seen, tokens, tokens, Ending.CUT)
+    calibration.learn(seen, tokens, tokens, AnswerEnd.CUT)
     for kind, value in zip(kinds, before, strict=True):
         assert expected(calibration, asked, kind) >= value * (1 - 1e-9)
 
@@ -63,7 +63,7 @@ def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> 
 def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen, tokens) -> None:
     calibration = after(history)
     before = expected(calibration, seen)
-    calibration.learn(seen, tokens, NO_LIMIT, Ending.STOPPED)
+    calibration.learn(seen, tokens, NO_LIMIT, AnswerEnd.STOPPED)
     assert abs(expected(calibration, seen) - tokens) <= abs(before - tokens) + 1e-6
 
 
@@ -71,7 +71,7 @@ def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen
 def test_aborted_requests_teach_nothing(history, seen, tokens) -> None:
     calibration = after(history)
     before = calibration.buckets, calibration.ratio
-    calibration.learn(seen, tokens, NO_LIMIT, Ending.ABORTED)
+    calibration.learn(seen, tokens, NO_LIMIT, AnswerEnd.ABORTED)
     assert (calibration.buckets, calibration.ratio) == before
 
 
@@ -91,7 +91,7 @@ def true_lengths(seed: int, factor: float, count: int):
 def test_expectations_follow_a_model_with_longer_or_shorter_answers(factor, seed) -> None:
     calibration = LengthCalibration(TRAINED)
     for probabilities, tokens in true_lengths(seed, factor, 500):
-        calibration.learn(probabilities, tokens, NO_LIMIT, Ending.STOPPED)
+        calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED)
     trained = LengthCalibration(TRAINED)
     asked = [probabilities for probabilities, _ in true_lengths(99, 1.0, 300)]
     errors = [expected(calibration, one) / (factor * expected(trained, one)) - 1 for one in asked]
@@ -105,7 +105,7 @@ def test_under_a_limit_expectations_become_those_of_the_length_under_it(seed) ->
     calibration = LengthCalibration(TRAINED)
     seen = []
     for probabilities, tokens in true_lengths(seed, 3.0, 2000):
-        ending = Ending.STOPPED if tokens < limit else Ending.CUT
+        ending = AnswerEnd.STOPPED if tokens < limit else AnswerEnd.CUT
         seen.append((probabilities, min(tokens, limit)))
         calibration.learn(*seen[-1], limit, ending)
     expectations = [min(limit, expected(calibration, p)) for p, _ in seen[-500:]]
@@ -115,7 +115,7 @@ def test_under_a_limit_expectations_become_those_of_the_length_under_it(seed) ->
 def test_limits_that_nothing_reaches_beyond_leave_longer_expectations_alone() -> None:
     calibration = LengthCalibration(TRAINED)
     for _ in range(500):  # a client that wants one word
-        calibration.learn((0.0, 0.0, 0.1, 0.2, 0.3, 0.4), 1, 1, Ending.CUT)
+        calibration.learn((0.0, 0.0, 0.1, 0.2, 0.3, 0.4), 1, 1, AnswerEnd.CUT)
     assert calibration.buckets == TRAINED
     assert calibration.ratio == pytest.approx(1.0)
 
@@ -124,7 +124,7 @@ def test_the_ratio_is_kept_where_lengths_are_not_to_be_calibrated() -> None:
     calibration = LengthCalibration(TRAINED, adapt=False)
     assert calibration.ratio is None
     for probabilities, tokens in true_lengths(1, 3.0, 300):
-        calibration.learn(probabilities, tokens, NO_LIMIT, Ending.STOPPED)
+        calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED)
     assert calibration.buckets == TRAINED
     assert calibration.ratio == pytest.approx(3.0, rel=0.25)
 
@@ -134,14 +134,14 @@ def test_edges_keep_their_places_between_the_means() -> None:
     for _ in range(3000):
         for bucket, tokens in enumerate((30, 120, 300)):
             one = tuple(float(bucket == other) for other in range(3))
-            calibration.learn(one, tokens, NO_LIMIT, Ending.STOPPED)
+            calibration.learn(one, tokens, NO_LIMIT, AnswerEnd.STOPPED)
     assert calibration.buckets.means == pytest.approx((30, 120, 300), rel=0.01)
     assert calibration.buckets.edges == pytest.approx((60, 180), abs=2)
 
 
 def test_a_prediction_for_other_buckets_is_refused() -> None:
     with pytest.raises(ValueError):
-        LengthCalibration(TRAINED).learn((0.5, 0.5), 10, NO_LIMIT, Ending.STOPPED)
+        LengthCalibration(TRAINED).learn((0.5, 0.5), 10, NO_LIMIT, AnswerEnd.STOPPED)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=12))

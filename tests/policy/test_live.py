@@ -3,15 +3,16 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import step
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.facts.job import LevelSource
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import (
     NEEDS_RESTART,
     changed_keys,
@@ -42,7 +43,7 @@ def arrive(core, name, level=None, prediction=None, awaited=False, prompt=10, li
 
 def settle(core) -> None:
     while core.outdated:
-        core.step(lambda job: None, 0.0)
+        step(core, lambda job: None, 0.0)
 
 
 def order(core) -> list[str]:
@@ -105,7 +106,7 @@ def test_a_running_jobs_new_order_is_reported() -> None:
     core.waiting.remove(job)
     core.start(job)
     core.adopt(policy(default_level=4), PROFILE)
-    assert core.step(lambda job: None, 0.0) == [job]
+    assert step(core, lambda job: None, 0.0) == [job]
     assert core.running.order(job)[0] == 4
 
 
@@ -115,7 +116,7 @@ def test_waiting_jobs_that_get_another_level_are_reported() -> None:
     job = arrive(core, "a")
     arrive(core, "hinted", level=4)
     core.adopt(policy(default_level=4), PROFILE)
-    assert core.step(lambda job: None, 0.0) == [job]
+    assert step(core, lambda job: None, 0.0) == [job]
 
 
 def test_the_buffer_keeps_arrival_order_when_the_default_level_changes() -> None:
@@ -137,7 +138,7 @@ def test_no_step_ranks_more_than_a_bounded_number_anew() -> None:
     sizes = []
     while core.outdated:
         before = core.outdated
-        core.step(lambda job: None, 0.0)
+        step(core, lambda job: None, 0.0)
         sizes.append(before - core.outdated)
     assert max(sizes) <= 100 and len(sizes) == 20
 
@@ -170,11 +171,11 @@ def test_after_any_changes_the_order_is_that_of_the_policy_in_force(events) -> N
             core.preempt(victim, core.plan_preemption(victim))
             core.requeue(victim, core.waiting)
         elif kind == "finish" and jobs:
-            core.finish(jobs.pop(a % len(jobs)), Ending.ABORTED)
+            core.finish(jobs.pop(a % len(jobs)), AnswerEnd.ABORTED)
         elif kind == "adopt":
             core.adopt(policy(default_level=a, length={"default_tokens": b}), PROFILE)
         elif kind == "step":
-            core.step(lambda job: None, 0.0)
+            step(core, lambda job: None, 0.0)
     settle(core)
     waiting = [job for job in jobs if job in core.waiting]
     assert order(core) == [job.request_id for job in sorted(waiting, key=core.rank)]

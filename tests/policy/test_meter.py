@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 
 PROFILE = load_profile("default")
@@ -30,14 +30,15 @@ def test_what_is_told_is_never_behind_and_settled_in_the_end(lives, per_step) ->
         for job, start, length in jobs:
             if step == start:
                 meter.start(job)
-            elif step > start and job in told and told[job]:
+            elif step > start and job in told:
                 job.generated += per_step
                 job.computed = job.tokens - 1
                 assert job.tokens <= told[job] <= job.tokens + AHEAD + per_step
                 if job.generated >= length:
                     meter.stop(job)
+                    del told[job]
     for job, _, _ in jobs:
-        assert told[job] == 0
+        assert job not in told
         least = PROFILE.gamma1 * job.prompt_tokens * job.generated
         most = (PROFILE.gamma1 * job.tokens + PROFILE.gamma2) * (job.generated + 1)
         assert least - 1e-9 <= charged[job] <= most

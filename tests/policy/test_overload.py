@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
@@ -29,8 +30,13 @@ class World:
         self.now = 1000.0
         policy = policy if isinstance(policy, Policy) else parse_policy(policy)
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
-        self.control = OverloadControl(self.core, seats, kv_tokens)
+        capacity = EngineCapacity(seats, kv_tokens, block_size=1)
+        self.core.set_capacity(capacity)
+        self.control = OverloadControl(
+            policy, self.core.estimates, self.core.holdings, capacity
+        )
         self.core.lifecycle.listeners.append(self.control)
+        self.core.adopters.append(self.control)
         self.seats = seats
         self.jobs: list[Job] = []
         self.refused: dict[Job, Code] = {}
@@ -72,7 +78,7 @@ class World:
             assert not job.state.is_end
             assert refusal.message and refusal.retry_after >= 1
             self.refused[job] = refusal.code
-            self.core.finish(job, Ending.ABORTED, JobState.REFUSED, refusal.code.value)
+            self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value)
 
     def start(self, job: Job) -> None:
         self.core.waiting.remove(job)
@@ -81,7 +87,7 @@ class World:
     def complete(self, job: Job) -> None:
         job.generated = 50
         self.core.lifecycle.first_token(job)
-        self.core.finish(job, Ending.STOPPED, JobState.COMPLETED, "stop")
+        self.core.finish(job, AnswerEnd.STOPPED, JobState.COMPLETED, "stop")
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -276,7 +282,7 @@ def test_probabilistic_refusal_grows_with_the_excess_and_can_be_repeated() -> No
             job = world.arrive(2)
             rate.append(int(job in world.refused))
             if not job.state.is_end:
-                world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+                world.core.finish(job, AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
         return rate
 
     a_little, much = refused(6), refused(9)
@@ -399,7 +405,7 @@ class Crowd(RuleBasedStateMachine):
     @precondition(lambda self: self.world.waiting)
     def cancel(self, which) -> None:
         job = self.world.waiting[which % len(self.world.waiting)]
-        self.world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+        self.world.core.finish(job, AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.world.running)
@@ -425,8 +431,7 @@ class Crowd(RuleBasedStateMachine):
     def relevel(self, which, level) -> None:
         world = self.world
         job = world.waiting[which % len(world.waiting)]
-        job.level = level
-        world.core.lifecycle.recount(job)
+        world.core.set_level(job, level)
         world.end(world.control.revised(job, world.now, world.free_seats))
 
     @rule(seconds=st.floats(0, 4))
@@ -465,12 +470,12 @@ class Crowd(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         for job in [job for job in world.jobs if not job.state.is_end]:
-            world.core.finish(job, Ending.ABORTED, JobState.CANCELLED, "abort")
+            world.core.finish(job, AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
         account, load = world.control.account, world.control.load
         assert not account.all.requests and not account.all.tokens
-        assert not account._deadlines and not account._entries
-        assert not len(world.control._dedup) and not world.control._dedup._keys
-        assert not sum(load.outstanding()) and not load._need
+        assert not len(account) and not list(account.timed_out(float("inf")))
+        assert not len(world.control.dedup)
+        assert not sum(load.outstanding()) and not len(world.core.holdings)
 
 
 Crowd.TestCase.settings = settings(max_examples=60, stateful_step_count=60)

@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.eviction.preemption import Need, Preemption, choose_victims
-from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.config.eviction import Preemption
+from vllm_semantic_sched.policy.eviction.victims import choose_victims
+from vllm_semantic_sched.policy.facts.capacity import Need
+from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.order.running import RunningSet
 
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
-from vllm_semantic_sched.policy.estimates.profile import (
+from vllm_semantic_sched.policy.facts.profile import (
+    Batch,
+    BatchTerms,
     Environment,
     Ranges,
     Residual,

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.batch import Batch
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.profile import load_profile
 from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
-from vllm_semantic_sched.policy.job import LevelSource
+from vllm_semantic_sched.policy.facts.job import LevelSource
+from vllm_semantic_sched.policy.facts.profile import Batch, load_profile
 
 PROFILE = load_profile("a100-qwen1.5-7b")
 
@@ -96,8 +95,8 @@ def observe(subject: SchedulingCore, factor: float) -> None:
     batch = Batch(decodes=1, context=100)
     batch.add_prefill(0, 100)
     for _ in range(500):
-        subject.observe_step(batch, factor * PROFILE.step(batch))
-        subject.observe_step(Batch(decodes=1), factor * PROFILE.gamma2)
+        subject.estimates.observe_step(batch, factor * PROFILE.step(batch))
+        subject.estimates.observe_step(Batch(decodes=1), factor * PROFILE.gamma2)
 
 
 def new_job(subject: SchedulingCore, prompt: int):
@@ -114,11 +113,11 @@ def new_job(subject: SchedulingCore, prompt: int):
 def test_remaining_times_and_plans_follow_the_engine_and_old_ranks_stay_comparable() -> None:
     subject = core()
     shorter, longer = new_job(subject, 200), new_job(subject, 400)
-    before, rank = subject.remaining(shorter), subject.rank(shorter)
+    before, rank = subject.estimates.remaining(shorter), subject.rank(shorter)
     longer.computed = 300
     plan = subject.plan_preemption(longer)
     observe(subject, 8.0)
-    assert subject.remaining(shorter) == pytest.approx(8 * before, rel=0.15)
+    assert subject.estimates.remaining(shorter) == pytest.approx(8 * before, rel=0.15)
     assert subject.plan_preemption(longer).seconds == pytest.approx(8 * plan.seconds, rel=0.2)
     # Ranked late on what turned out a slow engine, the longer job still comes after.
     longer.computed = 0
@@ -136,6 +135,6 @@ def test_what_was_learned_outlives_another_policy_but_not_another_profile() -> N
     subject = core()
     observe(subject, 8.0)
     subject.adopt(parse_policy({"base": "sjf"}), load_profile("a100-qwen1.5-7b"))
-    assert subject.profile_scale.decode > 7
+    assert subject.estimates.scale.decode > 7
     subject.adopt(subject.policy, load_profile("a5000-qwen1.5-7b"))
-    assert subject.profile_scale.decode == 1.0
+    assert subject.estimates.scale.decode == 1.0

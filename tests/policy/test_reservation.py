@@ -5,18 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.eviction.preemption import Need
-from vllm_semantic_sched.policy.order.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.overload.tiers import Reserve, Tier
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.facts.tiers import Reserve, Tier
+from vllm_semantic_sched.policy.order.reservation import Reservation
 
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 
 
-def reservation(*reserves: Reserve, capacity: EngineCapacity = CAPACITY) -> Reservation:
-    kept = Reservation([Tier(name=str(n), reserve=r) for n, r in enumerate(reserves)])
+def reservation(*reserves: Reserve, capacity: EngineCapacity = CAPACITY) -> tuple[Reservation, Holdings]:
+    holdings = Holdings(len(reserves))
+    holdings.capacity = capacity
+    kept = Reservation([Tier(name=str(n), reserve=r) for n, r in enumerate(reserves)], holdings)
     kept.set_capacity(capacity)
-    return kept
+    return kept, holdings
 
 
 NONE = Reserve()
@@ -35,7 +37,7 @@ moves = st.lists(
 
 @given(st.lists(reserves, min_size=3, max_size=3), moves)
 def test_hard_reservations_hold_for_whatever_is_admitted(reserves, moves) -> None:
-    kept = reservation(*reserves, NONE)
+    kept, holdings = reservation(*reserves, NONE)
     held: dict = {}
 
     def below(level: int) -> tuple[int, int]:
@@ -61,55 +63,55 @@ def test_hard_reservations_hold_for_whatever_is_admitted(reserves, moves) -> Non
                         need = kept.shortage(level, tokens)
                         assert need.seats > 0 or need.blocks > 0
             if admitted:
-                kept.hold(job, tokens)
+                holdings.hold(job, tokens)
                 held[job] = tokens
         elif held:
             job = list(held)[tokens % len(held)]
             if kind == "leave":
-                kept.hold(job, 0)
+                holdings.release(job)
                 del held[job]
             elif kind == "grow":
                 held[job] += tokens
-                kept.hold(job, held[job])
+                holdings.hold(job, held[job])
             else:
-                job.level = level
-                kept.relevel(job)
+                before, job.level = job.level, level
+                holdings.relevel(job, before)
         for above in range(3):
-            assert (kept.held_below(above).seats, kept.held_below(above).blocks) == below(above)
+            assert (holdings.below(above).seats, holdings.below(above).blocks) == below(above)
 
 
 def test_tiers_may_use_what_they_and_less_urgent_ones_reserve() -> None:
-    kept = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
+    kept, holdings = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
     for _ in range(5):
-        kept.hold(make_job(2), 16)
+        holdings.hold(make_job(2), 16)
     assert not kept.admits(2, 16) and kept.admits(1, 16)
     for _ in range(3):
-        kept.hold(make_job(1), 16)
+        holdings.hold(make_job(1), 16)
     assert not kept.admits(1, 16) and kept.admits(0, 16)
     assert kept.shortage(1, 16) == Need(1, 0)
     assert kept.shortage(2, 16) == Need(1, 0) and kept.shortage(0, 16) == Need(0, 0)
 
 
 def test_one_request_alone_may_exceed_its_blocks_or_it_could_never_run() -> None:
-    kept = reservation(Reserve(kv=0.5), NONE)
+    kept, holdings = reservation(Reserve(kv=0.5), NONE)
     assert kept.admits(1, 16 * 90)
-    kept.hold(make_job(1), 16 * 90)
+    holdings.hold(make_job(1), 16 * 90)
     assert not kept.admits(1, 16) and kept.over_limit() is None
-    kept.hold(make_job(1), 16)
+    holdings.hold(make_job(1), 16)
     assert kept.over_limit() == 0
 
 
 def test_what_is_borrowed_is_named_until_it_is_given_back() -> None:
-    kept = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
+    kept, holdings = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
     jobs = [make_job(2) for _ in range(8)]
     for job in jobs:
         assert kept.admits(2, 16)
-        kept.hold(job, 16)
+        holdings.hold(job, 16)
     assert kept.lent(0) and not kept.lent(1)
     borrowed = kept.borrowed_from(0)
     assert [borrowed(job) for job in jobs] == [True, True] + [False] * 6
-    kept.hold(jobs[0], 0)
-    kept.hold(jobs[1], 0)
+    holdings.release(jobs[0])
+    holdings.release(jobs[1])
     assert kept.borrowed_from(0) is None
 
 
@@ -117,12 +119,12 @@ def test_what_is_borrowed_is_named_until_it_is_given_back() -> None:
 def test_a_reservation_that_leaves_the_others_nothing_is_refused(reserve) -> None:
     with pytest.raises(PolicyError, match=r"tiers\.0\.reserve: .*the engine has 10 seats"):
         reservation(reserve, NONE)
-    kept = reservation(Reserve(seats=1), NONE)
+    kept, holdings = reservation(Reserve(seats=1), NONE)
     with pytest.raises(PolicyError):
         kept.set_tiers([Tier(name="a", reserve=reserve), Tier(name="b")])
     assert kept.limit_below(0, hard=True).seats == 9
 
 
 def test_without_reservations_everything_is_admitted() -> None:
-    kept = reservation(NONE, NONE)
+    kept, holdings = reservation(NONE, NONE)
     assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.cost import resume_seconds
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionKind,
-    Retention,
     plan_preemption,
     tokens_left_on_device,
 )
-from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
 
 A100 = load_profile("a100-qwen1.5-7b")
 MODES = ("optimal", "paper", "swap", "recompute", "none")
@@ -204,17 +204,17 @@ def preempted_core(**policy) -> tuple[SchedulingCore, object]:
 
 def test_the_place_in_the_queue_follows_the_plan() -> None:
     core, job = preempted_core()
-    before = core.remaining(job)
+    before = core.estimates.remaining(job)
     plan = core.plan_preemption(job, HostRoom(16, 10))
     core.preempt(job, plan)
     assert (job.state, job.swapped, job.computed) == (JobState.SWAPPED, 160, 0)
     core.requeue(job, core.waiting)
     partial = core.profile.load(160) + core.profile.prefill(160, 410)
-    assert core.remaining(job) == pytest.approx(before + partial)
-    assert core.rank(job).remaining == core.remaining(job)
+    assert core.estimates.remaining(job) == pytest.approx(before + partial)
+    assert core.rank(job).remaining == core.estimates.remaining(job)
     core.lose_copy(job)
     assert (job.state, job.swapped) == (JobState.WAITING, 0)
-    assert core.remaining(job) == pytest.approx(before + core.profile.prefill(0, 410))
+    assert core.estimates.remaining(job) == pytest.approx(before + core.profile.prefill(0, 410))
 
 
 def test_preempted_again_soon_is_thrashing() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.order.running import RunningSet
 
 STEP = 0.5
@@ -26,7 +26,8 @@ def test_eviction_order_is_by_level_then_remaining_time_now(starts) -> None:
         running.add(job, Rank(level, steps * STEP, job.sequence), steps * STEP)
         left[job] = steps
         for _ in range(advance):
-            for late in running.advance():
+            running.tick()
+            for late in running.outlived():
                 # comes up exactly when it should be done; gets ten steps more
                 assert left[late] == 1
                 left[late] = 11
@@ -44,7 +45,7 @@ def test_without_remaining_time_in_the_rank_order_is_by_arrival() -> None:
     running = RunningSet(STEP)
     first, second = make_job(1), make_job(1)
     running.add(second, Rank(1, 0.0, second.sequence), 5.0)
-    running.advance()
+    running.tick()
     running.add(first, Rank(1, 0.0, first.sequence), 50.0)
     assert list(running.by_eviction()) == [second, first]
 
@@ -56,4 +57,6 @@ def test_a_job_leaves_once() -> None:
     assert job in running and len(running) == 1
     assert running.discard(job) and not running.discard(job)
     assert len(running) == 0 and running.least_urgent() is None
-    assert [running.advance() for _ in range(5)] == [[]] * 5
+    for _ in range(5):
+        running.tick()
+        assert running.outlived() == []

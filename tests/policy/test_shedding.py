@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.overload.shedding import Shedder, Shedding
-from vllm_semantic_sched.policy.overload.tiers import Tier
+from vllm_semantic_sched.policy.config.overload import Shedding
+from vllm_semantic_sched.policy.facts.tiers import Tier
+from vllm_semantic_sched.policy.overload.shedding import Shedder
 
 RULES = Shedding(enabled=True)  # escalate 1 s, recover 2 s
 TIERS = (

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
 from vllm_semantic_sched.policy.overload.rolling import RollingValues
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
-from vllm_semantic_sched.policy.overload.tiers import Slo, Tier
 
 VALUES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=200)
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.order.stage import Stage, prefill_token_limit
+from vllm_semantic_sched.policy.config.order import Stage
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.order.stage import prefill_token_limit
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 

@@ -5,21 +5,21 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, step
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.order import TopLevelCap
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.estimates.prediction import Prediction
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.order.lane import Lane
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.job import Rank
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.order.meter import AHEAD
-from vllm_semantic_sched.policy.order.rank import Rank
-from vllm_semantic_sched.policy.order.reservation import EngineCapacity
+from vllm_semantic_sched.policy.order.queues import LevelQueue
 from vllm_semantic_sched.policy.order.tenants import (
     ANONYMOUS,
-    TopLevelCap,
     TopLevelGuard,
     VirtualCounters,
     read_tenant,
@@ -84,7 +84,7 @@ steps = st.lists(
 
 @given(steps)
 def test_a_lane_serves_the_tenant_that_was_served_least_by_rank(steps) -> None:
-    lane = Lane(True, lambda job: Rank(2, float("inf"), job.sequence))
+    lane = LevelQueue(True, lambda job: Rank(2, float("inf"), job.sequence))
     model: dict = {}
     counters: dict[str, float] = {}
     left_last = 0.0
@@ -159,7 +159,7 @@ def test_a_request_moved_down_stays_there_and_one_is_counted_once_it_is_known() 
     assert unread.level == 1 and core.fairness.top_levels.count == 2
     core.adopt(core.policy, core.profile)
     while core.outdated:
-        core.step(lambda job: None, 0.0)
+        step(core, lambda job: None, 0.0)
     assert unread.level == 1
 
 
@@ -179,7 +179,7 @@ def test_no_tenant_holds_more_than_its_seats_and_others_pass_it(share, seats, ar
         core.enqueue(job, core.waiting)
         waiting.append(job)
         if ends and running:
-            core.finish(running.pop(0), Ending.STOPPED)
+            core.finish(running.pop(0), AnswerEnd.STOPPED)
         while len(running) < seats and (chosen := core.waiting.peek()) is not None:
             core.take(chosen, core.waiting)
             core.start(chosen)
@@ -215,7 +215,7 @@ def test_a_tenant_is_kept_to_its_kv_even_if_its_requests_grow(share, actions) ->
         job = make_job(tenant=tenant, prompt_tokens=tokens)
         core.enqueue(job, core.waiting)
         if ends and running:
-            core.finish(running.pop(0), Ending.STOPPED)
+            core.finish(running.pop(0), AnswerEnd.STOPPED)
         while len(running) < 8 and (chosen := core.waiting.peek()) is not None:
             core.take(chosen, core.waiting)
             core.start(chosen)
@@ -223,8 +223,8 @@ def test_a_tenant_is_kept_to_its_kv_even_if_its_requests_grow(share, actions) ->
         for one in running:
             grown[one] = grown.get(one, 0) + 100
         for _ in range(100):
-            core.step(observe, 0.0)
-        while (found := core.eviction.intruder()) is not None:
+            step(core, observe, 0.0)
+        while (found := core.eviction.over_quota_job()) is not None:
             victim, reason = found
             assert reason == "tenant_cap"
             assert sum(one.tenant == victim.tenant for one in running) > 1

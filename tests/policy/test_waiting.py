@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import yaml
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import shipped_configs, shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_configs, shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.predict.data import WORDINGS
 from vllm_semantic_sched.predict.domain import domain_examples, load_domain, parse_domain
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.datasets import alpaca_eval_answers, instruction_pairs, split_of
-from vllm_semantic_sched.policy.estimates.decision import Decision
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import evaluate, measure
 from vllm_semantic_sched.predict.baselines import (
     MAJORITY,

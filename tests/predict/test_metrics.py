@@ -7,7 +7,7 @@ pytest.importorskip("sklearn")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict.metrics import (
     area_under_curve,
     confusion_matrix,

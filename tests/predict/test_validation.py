@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.metrics import quadratic_weighted_kappa
 from vllm_semantic_sched.predict.validation import fitted_thresholds
 

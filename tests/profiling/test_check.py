@@ -1,7 +1,6 @@
 """The check of a profile: a good one passes, a bad one does not."""
 
-from vllm_semantic_sched.policy.estimates.batch import BatchTerms
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import BatchTerms, EngineProfile
 from vllm_semantic_sched.profiling.check import Point, judge, make_points
 from vllm_semantic_sched.profiling.measure import Grid, _steps_up
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, load_profile
 from vllm_semantic_sched.profiling.fit import (
     fit_line,
     fit_nonnegative,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.sim.scenario import load_scenarios, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 from vllm_semantic_sched.sim.trace import TraceError

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.keys import Key, keys_of
+from vllm_semantic_sched.policy.facts.section import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
 

@@ -23,7 +23,7 @@ import numpy as np
 from vllm_semantic_sched.bench.steady_clock import SteadyClock
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+    from vllm_semantic_sched.policy.facts.profile import EngineProfile
     from vllm_semantic_sched.profiling.live_engine import Step
 
 # (sequences, prompt tokens, output tokens, steps between their arrivals) of the batches from which
@@ -122,7 +122,7 @@ class PacedEngine:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from vllm_semantic_sched.policy.estimates.profile import load_profile
+        from vllm_semantic_sched.policy.facts.profile import load_profile
 
         parser: Any = FlexibleArgumentParser(prog="vLLM", add_help=False)  # type: ignore[no-untyped-call]
         EngineArgs.add_cli_args(parser)
@@ -293,7 +293,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
 
 def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]) -> float:
     """How long a full batch takes for all requests."""
-    from vllm_semantic_sched.policy.estimates.batch import Batch
+    from vllm_semantic_sched.policy.facts.profile import Batch
 
     seats = engine.shape["seats"]
     decode = sum(request["output_tokens"] for request in requests) / seats

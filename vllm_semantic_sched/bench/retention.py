@@ -84,7 +84,7 @@ def _policy(args: argparse.Namespace, mode: str) -> Path:
     import yaml
 
     from vllm_semantic_sched.policy.config import parse_policy
-    from vllm_semantic_sched.policy.files import read_config
+    from vllm_semantic_sched.policy.facts.files import read_config
 
     data, source = read_config(args.policy, kind="policy")
     data = {**(data or {}), "predictor": {"enabled": False}}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.client import Record
-    from vllm_semantic_sched.policy.order.aging import Aging
+    from vllm_semantic_sched.policy.config.order import Aging
 
 TIERS = ("premium", "standard", "background")
 

@@ -155,7 +155,7 @@ class _Study:
         """The policy with the promises that this machine can keep, or with none at all."""
         import yaml
 
-        from vllm_semantic_sched.policy.files import read_config
+        from vllm_semantic_sched.policy.facts.files import read_config
 
         data, _ = read_config(self._args.policy, "policy")
         if self._args.profile:

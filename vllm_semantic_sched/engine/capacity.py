@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.policy.order.reservation import EngineCapacity
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

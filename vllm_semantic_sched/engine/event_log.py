@@ -13,9 +13,10 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from vllm_semantic_sched.engine.stats import Counters
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.events import Event, Events
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.config.overload import Events
+from vllm_semantic_sched.policy.events import Event
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 _INTERVAL = 0.1  # seconds between writes: the engine's thread is not to wake another one

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_semantic_sched.engine.host_pool import HostPool
 from vllm_semantic_sched.engine.kv_copy import CopyBackend, block_regions, make_backend
 from vllm_semantic_sched.engine.swap_ledger import Orders, SwapLedger
-from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

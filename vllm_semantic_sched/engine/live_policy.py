@@ -19,8 +19,8 @@ from typing import Any
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import (
     PolicyVersion,
     changed_keys,

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.job import JobState
+from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 # Tokens that the engine may have gone on for after a stop string, until the abort came.

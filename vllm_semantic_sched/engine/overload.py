@@ -14,8 +14,8 @@ from vllm.v1.request import Request
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.stats import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.overload.control import Ending, OverloadControl
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.predict.service import PredictionService
 
 # Tokens taken from each end of a prompt: about what fits into a predictor's window twice over.

@@ -20,7 +20,7 @@ from vllm_semantic_sched.policy.eviction.retention import (
     PreemptionPlan,
     tokens_left_on_device,
 )
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_semantic_sched.engine.stats import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 

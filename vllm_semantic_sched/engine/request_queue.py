@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 

@@ -42,8 +42,8 @@ from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.version import check_vllm_version
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
-from vllm_semantic_sched.policy.eviction.room import Room, choose_evictions
-from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.eviction.victims import Room
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
-from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 POLICY_VARIABLE = "SEMSCHED_POLICY"
 DEFAULT_POLICY = "ems"

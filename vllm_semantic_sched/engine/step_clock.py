@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.facts.profile import Batch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

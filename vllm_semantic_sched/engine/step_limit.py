@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from vllm_semantic_sched.admin import reference, reload
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import load_profile
-from vllm_semantic_sched.policy.files import resolve_config, shipped_names
-from vllm_semantic_sched.policy.keys import keys_of
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError, Section, keys_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

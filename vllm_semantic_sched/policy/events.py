@@ -1,34 +1,12 @@
 """The event log: a JSON line for every transition of every request (point O6: never on the
-scheduling thread)."""
+scheduling thread).
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
 from vllm_semantic_sched.policy.lifecycle import Transition
-from vllm_semantic_sched.policy.section import Section
-
-
-class Events(Section):
-    """The event log, read by `semsched trace`."""
-
-    path: str | None = Field(
-        None,
-        description="File to append a JSON line to for each change of a request's state; unset: "
-        "none. With data parallelism engine N > 0 writes to NAME-N.SUFFIX.",
-    )
-    queue: int = Field(
-        100_000,
-        ge=1,
-        description="Changes that may wait to be written; beyond that they are dropped and "
-        "counted. The engine never waits for the disk.",
-    )
-    max_bytes: int = Field(
-        100_000_000, ge=1000, description="Size at which the file is renamed to PATH.1."
-    )
-    backups: int = Field(5, ge=1, description="Renamed files kept: PATH.1 is the newest.")
 
 
 class Event(NamedTuple):

@@ -1,7 +1,7 @@
-"""What becomes of each request, and when: transitions with their times, and who waits (O4, I1).
+"""State changes of jobs with their times, and how long jobs wait (O4, I1).
 
-The state machine is the job's own (`policy/job.py`). Every move goes through here, so that it has
-a time, is counted, and reaches those who listen: metrics, event log.
+The state machine is the job's own (`facts/job.py`). Every change goes through here, so that it has
+a time, is counted, and reaches the listeners: overload control, metrics, event log.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 
 
 class Transition(NamedTuple):
@@ -32,7 +32,7 @@ class Transition(NamedTuple):
 
 
 class Listener(Protocol):
-    """Is told what happens to jobs. Must not raise, block, or move jobs itself."""
+    """Is told of state changes. Must not raise, block, or change a job's state itself."""
 
     def moved(self, transition: Transition) -> None:
         """A job arrived or changed state."""
@@ -59,16 +59,12 @@ class Lifecycle:
         self.transitions: Counter[tuple[JobState | None, JobState]] = Counter()
         self.starting: dict[Job, None] = {}
         self.clock = clock
-        # By level as it was when the job was counted: whatever changes a job's level, the
-        # tallies stay whole.
-        self._counted: dict[Job, int] = {}
         self._waiting: dict[int, AddressableHeap[Job]] = {}
-        self._running: Counter[int] = Counter()
 
     def arrive(self, job: Job) -> None:
         """A new job waits."""
         job.entered = job.arrival
-        self._count(job)
+        self._push(job)
         self._tell(job, None, job.arrival)
 
     def move(self, job: Job, state: JobState, reason: str = "", plan: str = "") -> None:
@@ -79,9 +75,10 @@ class Lifecycle:
         """
         before, now = job.state, self.clock()
         job.move_to(state, now)
-        self._discount(job, before)
-        if not state.is_end:
-            self._count(job)
+        if before is not JobState.RUNNING:
+            self._heap(job.level).discard(job)
+        if state in (JobState.WAITING, JobState.SWAPPED):
+            self._push(job)
         if state is JobState.RUNNING and job.first_token is None:
             self.starting[job] = None
         elif state.is_end:
@@ -96,19 +93,14 @@ class Lifecycle:
             for listener in self.listeners:
                 listener.first_token(job)
 
-    def recount(self, job: Job) -> None:
-        """A job's level changed."""
-        if job in self._counted:
-            self._discount(job, job.state)
-            self._count(job)
+    def relevel(self, job: Job, before: int) -> None:
+        """The level of a job was `before` and is `job.level` now."""
+        if self._heap(before).discard(job):
+            self._push(job)
 
     def waiting(self, level: int) -> int:
         """Jobs of a level that wait for a seat, wherever their KV is."""
         return len(self._waiting[level]) if level in self._waiting else 0
-
-    def running(self, level: int) -> int:
-        """Jobs of a level that have a seat."""
-        return self._running[level]
 
     def longest_wait(self, level: int) -> float:
         """Seconds for which the job of a level that waits longest has been without a seat, since
@@ -116,22 +108,14 @@ class Lifecycle:
         oldest = self._waiting[level].peek() if level in self._waiting else None
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
-    def _count(self, job: Job) -> None:
-        self._counted[job] = job.level
-        if job.state is JobState.RUNNING:
-            self._running[job.level] += 1
-        else:
-            heap = self._waiting.setdefault(job.level, AddressableHeap())
-            heap.push(job, (job.entered, job.sequence))
+    def _heap(self, level: int) -> AddressableHeap[Job]:
+        heap = self._waiting.get(level)
+        if heap is None:
+            heap = self._waiting[level] = AddressableHeap()
+        return heap
 
-    def _discount(self, job: Job, state: JobState) -> None:
-        level = self._counted.pop(job, None)
-        if level is None:
-            return
-        if state is JobState.RUNNING:
-            self._running[level] -= 1
-        else:
-            self._waiting[level].discard(job)
+    def _push(self, job: Job) -> None:
+        self._heap(job.level).push(job, (job.entered, job.sequence))
 
     def _tell(
         self, job: Job, before: JobState | None, now: float, reason: str = "", plan: str = ""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 # Key, or group of keys: what was built from it when the server started.
 NEEDS_RESTART = {

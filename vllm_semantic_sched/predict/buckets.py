@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 
 def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:

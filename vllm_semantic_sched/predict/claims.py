@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.baselines import Guesser
 from vllm_semantic_sched.predict.data import Example
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.config.estimates import Decision
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.predict.data import Example

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.config.estimates import Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.estimates.decision import decide_level, expected_cost
-from vllm_semantic_sched.policy.estimates.length import Estimate, expected_output_tokens
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,8 @@ from vllm_semantic_sched.datasets import (
     medical_questions,
     triage_visits,
 )
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.baselines import Guess, Guesser, constant_baselines
 from vllm_semantic_sched.predict.buckets import expected_tokens
 from vllm_semantic_sched.predict.data import Example

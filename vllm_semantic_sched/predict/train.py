@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_semantic_sched.datasets import DataNotFound, data_root, split_of
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.predict.data import Example

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.eviction.retention import HostRoom, Retention, plan_preemption
-from vllm_semantic_sched.policy.job import Job, LevelSource
+from vllm_semantic_sched.policy.config.eviction import Retention
+from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.profiling.fit import reduce_seconds
 from vllm_semantic_sched.profiling.live_engine import LiveEngine
 

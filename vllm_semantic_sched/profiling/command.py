@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import load_profile, write_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile, write_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.profiling.live_engine import LiveEngine

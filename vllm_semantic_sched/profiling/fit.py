@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from vllm_semantic_sched.policy.estimates.batch import Batch, BatchTerms
-from vllm_semantic_sched.policy.estimates.profile import Residual
+from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, Residual
 from vllm_semantic_sched.profiling.live_engine import Step
 
 # A relative error of this size counts in full, larger ones less and less: an interrupted step is

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
+from vllm_semantic_sched.policy.facts.profile import Batch
 from vllm_semantic_sched.profiling.copies import Copies, time_copies
 
 

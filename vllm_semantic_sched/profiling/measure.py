@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile, Environment, Ranges
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, Environment, Ranges
 from vllm_semantic_sched.profiling.fit import (
     fit_line,
     fit_steps,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.profiling.measure import Measurements
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 _CHARTS = 12  # Gantt charts and queue depths per call at most
 _DEFAULT_METRIC = "normalized_waiting"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 
 @dataclass(frozen=True, slots=True)

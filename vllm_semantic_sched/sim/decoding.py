@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.request import Run
 

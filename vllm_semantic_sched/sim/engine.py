@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable, Collection, Iterable
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.length_calibration import Ending
-from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
-from vllm_semantic_sched.policy.eviction.room import Room, choose_evictions
-from vllm_semantic_sched.policy.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionKind, PreemptionPlan
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.stage import NO_LIMITS, StageLimits
+from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
+from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
 from vllm_semantic_sched.sim.decoding import Decoding
@@ -22,19 +26,20 @@ class RequestTooLarge(ValueError):
 
 
 class Engine:
-    """Seats, KV blocks and steps, as vLLM's V1 engine has them.
+    """Seats, KV blocks and steps, as vLLM's V1 engine has them. A `policy.step.EngineView`.
 
-    A step, in this order: estimates that were outlived are revised; running requests are
-    preempted for more urgent waiting ones; the stage decision bounds the prefills; decoding
-    requests take the blocks that they need, at the expense of the tail of the running list;
-    prefills go on; waiting requests are admitted while seats, blocks and tokens last. Decodes
-    take their tokens from the budget before prefills do.
+    `begin_step` takes the decisions of `policy.step`, then does what vLLM does with them:
+    decoding requests take the blocks that they need, at the expense of the tail of the running
+    list; prefills go on; waiting requests are admitted while seats, blocks and tokens last.
+    Decodes take their tokens from the budget before prefills do.
 
     Args:
+        overload: None for a policy that never ends a request.
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
         host: where victims' KV may go; None: nowhere.
         keep_seats: record when each request had a seat.
+        ended: told of each request that the policy ends.
 
     Attributes:
         running: jobs with a seat, most urgent first.
@@ -49,7 +54,9 @@ class Engine:
         seats: int,
         token_budget: int | None,
         host: BlockPool | None,
+        overload: OverloadControl | None = None,
         keep_seats: bool = False,
+        ended: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.core = core
         self.pool = pool
@@ -57,21 +64,24 @@ class Engine:
         self.running: list[Job] = []
         self._orders: list[tuple[float, float, int]] = []  # of these
         self.waiting = [0] * core.policy.levels
+        self.step = SchedulingStep(core, overload)
         self._cost = cost
         self._token_budget = math.inf if token_budget is None else token_budget
         self._host = host
         self._keep_seats = keep_seats
+        self._ended = ended
+        self._now = 0.0
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
         self._decoding = Decoding(pool, cost.uses_longest)
         self._chunks: dict[Job, int] = {}
         self._swapped_out: list[int] = []
-        # Nothing was to be decided, and nothing has come, gone or moved since.
-        self._same_again = False
+        self._predictions: list[Run] = []
+        self._limits = NO_LIMITS
 
     # Requests
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: Run, now: float) -> None:
         """A request arrives at the queue.
 
         Raises:
@@ -85,38 +95,15 @@ class Engine:
                 f"prompt and {request.output_tokens} output tokens; the engine has "
                 f"{self.pool.total}"
             )
+        self._now = now
         self._runs[run.job] = run
         self.waiting[request.level] += 1
-        self._same_again = False
         self.core.enqueue(run.job, self.core.waiting)
+        self.step.arrived(self, run.job)
 
     def predicted(self, run: Run) -> None:
-        """The prediction for a submitted request has come back."""
-        self._decoding.observe(run)
-        self._same_again = False
-        self.core.predicted(run.job, run.prediction)
-        if run.job in self.core.running:
-            self._reposition(run.job)
-
-    def refuse(self, job: Job, code: Code, now: float) -> Run:
-        """The policy ends a request before it is complete."""
-        run = self._runs.pop(job)
-        self._same_again = False
-        self._decoding.observe(run)
-        if job in self.core.running:
-            self._leave(run, now, code.value)
-        else:
-            self.waiting[run.request.level] -= 1
-            if self._host is not None:
-                self._host.give_back(self._host.needed(job.swapped))
-        run.refused = code.value
-        self.core.finish(job, Ending.ABORTED, JobState.REFUSED, code.value)
-        return run
-
-    @property
-    def free_seats(self) -> int:
-        """Seats that nobody holds."""
-        return self.seats - len(self.running)
+        """The prediction for a submitted request has come back; the next step applies it."""
+        self._predictions.append(run)
 
     def blocks_of(self, job: Job) -> int:
         """KV blocks that a submitted job holds."""
@@ -126,35 +113,22 @@ class Engine:
 
     def begin_step(self, now: float) -> float | None:
         """Decide what the coming step does; its duration in seconds, None if all is done."""
-        core = self.core
-        if not self.running and not len(core.waiting):
+        self._now = now
+        if not self.running and not len(self.core.waiting):
             return None
         self._swapped_out = []
         self._chunks = {}
-        for job in core.step(self._observe, now):
-            self._reposition(job)
-        while (found := core.eviction.intruder()) is not None:
-            self._preempt(self._runs[found[0]], now)
-        if self._nothing_to_decide():
-            self._grow(now)
-            return self._cost.seconds(self._step_work())
-        self._make_room(now)
-        newcomer = core.waiting.peek()
-        paused = self._paused(newcomer)
-        limit = self._prefill_limit(newcomer)
-        preempted = self._grow(now)
-        budget = min(self._token_budget - len(self._decoding), limit)
-        share = math.inf if limit is math.inf else max(1, limit // max(1, len(self._prefilling)))
-        ordered = sorted(self._prefilling, key=core.running.order) if self._prefilling else ()
-        for job in ordered:
-            if job not in paused and budget > 0:
-                budget -= self._schedule(job, min(budget, share))
-        if not preempted:
-            self._admit(now, budget, share)
+        self._limits = NO_LIMITS
+        self.step.run(self)
+        if self.step.is_quiet:
+            self._grow()
+        else:
+            self._arrange()
         return self._cost.seconds(self._step_work())
 
     def end_step(self, now: float) -> list[Run]:
         """The step is over; the requests that are complete by it."""
+        self._now = now
         finished = self._decoding.advance()
         for job, tokens in self._chunks.items():
             job.computed += tokens
@@ -172,9 +146,9 @@ class Engine:
                 self._decoding.add(run)
         for run in finished:
             run.finish = now
-            self._leave(run, now, "finish")
+            self._leave(run, "finish")
             del self._runs[run.job]
-            self.core.finish(run.job, Ending.STOPPED)
+            self.core.finish(run.job, AnswerEnd.STOPPED)
         return finished
 
     def skip_steps(self, available: float) -> tuple[int, float]:
@@ -188,7 +162,7 @@ class Engine:
             How many they are, and their duration. A step's time grows linearly with the context, so
             that the first and the last of them tell the sum.
         """
-        if not self._same_again:
+        if not self.step.is_quiet:
             return 0, 0.0
         decoding = self._decoding
         steps = min(self.core.uneventful_steps(), decoding.uneventful_steps)
@@ -219,65 +193,131 @@ class Engine:
         self.core.skip_steps(steps)
         return steps, total
 
-    # Decisions, each the policy core's
+    # Questions of a step (`policy.step.EngineView`)
 
-    def _nothing_to_decide(self) -> bool:
-        """Whether all that the step can do is go on decoding. Most steps are like that, and
-        asking the policy core all its questions in them would double a simulation's time."""
-        if not self._same_again or not self.core.fairness.steady:
-            core = self.core
-            full = len(self.running) >= self.seats
-            self._same_again = not self._prefilling and (
-                core.waiting.peek() is None or (full and not core.eviction.wants_room)
-            )
-        return self._same_again
+    def now(self) -> float:
+        """Seconds of virtual time."""
+        return self._now
 
-    def _make_room(self, now: float) -> None:
-        core = self.core
-        if not core.eviction.wants_room:
-            return
-        room = Room(
-            seats=self.free_seats,
-            blocks=self.pool.free - self._decoding.growth(1),
-            prefill_tokens=self._token_budget - len(self.running),
-        )
-        for victim in choose_evictions(
-            core,
-            room,
-            ready=lambda job: True,
-            needed_blocks=self._needed,
-            freeable_blocks=self.blocks_of,
-            preemption_seconds=lambda job: self._plan(job).seconds,
-        ):
-            self._preempt(self._runs[victim], now)
+    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
+        """Predictions that came back since the last step."""
+        if not self._predictions:
+            return ()
+        came, self._predictions = self._predictions, []
+        return [(run.job, run.prediction) for run in came if run.job in self._runs]
 
-    def _paused(self, newcomer: Job | None) -> set[Job]:
-        """Prefills that sit out this step for a more urgent newcomer that can come in."""
-        if newcomer is None or not self._prefilling or self._token_budget is math.inf:
-            return set()
-        admissible = len(self.running) < self.seats and self._needed(
-            newcomer
-        ) <= self.pool.free - self._decoding.growth(1)
-        if not admissible:
-            return set()
-        budget = int(self._token_budget) - len(self._decoding)
-        return set(self.core.prefills_that_yield(newcomer, self._prefilling, budget))
+    def observe(self, job: Job) -> None:
+        """Bring a running job's `generated` and `computed` up to date."""
+        self._decoding.observe(self._runs[job])
 
-    def _prefill_limit(self, newcomer: Job | None) -> float:
-        """Prefill tokens that the stage decision allows; inf if it leaves the step as it is."""
-        if not self.running or (newcomer is None and not self._prefilling):
-            return math.inf
-        levels = [job.effective_level for job in self._prefilling]
-        if newcomer is not None:
-            levels.append(newcomer.effective_level)
-        best = self.running[0]
-        decoding = self._runs[best] in self._decoding
-        limit = self.core.prefill_token_limit(
-            best.effective_level if decoding else None, min(levels)
-        )
-        return math.inf if limit is None else limit
+    def prefilling(self) -> Collection[Job]:
+        """Running jobs whose prefill is not complete."""
+        return self._prefilling
 
-    def _grow(self, now: float) -> bool:
+    def most_urgent_decode(self) -> Job | None:
+        """The most urgent running job, if it decodes."""
+        best = self.running[0] if self.running else None
+        return None if best is None or best in self._prefilling else best
+
+    def is_paused(self) -> bool:
+        """A simulated engine is never paused."""
+        return False
+
+    def free_seats(self) -> int:
+        """Seats not taken."""
+        return self.seats - len(self.running)
+
+    def free_blocks(self) -> int:
+        """KV blocks for waiting requests: free ones less those that decodes are about to take."""
+        return self.pool.free - self._decoding.growth(1)
+
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return self.pool.use
+
+    def token_budget(self) -> float:
+        """Most tokens in a step."""
+        return self._token_budget
+
+    def decode_tokens(self) -> int:
+        """Tokens of the budget that decoding requests take."""
+        return len(self._decoding)
+
+    def is_ready(self, job: Job) -> bool:
+        """A waiting simulated request is always ready."""
+        return True
+
+    def needed_blocks(self, job: Job) -> int:
+        """KV blocks that a waiting job takes."""
+        return self.pool.needed(job.tokens)
+
+    def freeable_blocks(self, job: Job) -> int | None:
+        """KV blocks that come free with a running job."""
+        return self.blocks_of(job)
+
+    def preemption_seconds(self, job: Job) -> float:
+        """Engine seconds that preempting a running job would cost."""
+        return self._plan(job).seconds
+
+    # Orders of a step
+
+    def reposition(self, jobs: Iterable[Job]) -> None:
+        """Move running jobs to the places that their ranks give them."""
+        for job in jobs:
+            if job.state is JobState.RUNNING:
+                self._remove(job)
+                self._insert(job)
+
+    def preempt(self, job: Job, reason: str) -> None:
+        """Preempt a running job and queue it again, or end it if that is the plan."""
+        run, plan = self._runs[job], self._plan(job)
+        self.core.preempt(job, plan, reason)
+        if self._host is not None and plan.saved:
+            run.swaps += 1
+            self._swapped_out.append(plan.saved)
+            self._host.take(self._host.needed(plan.saved))
+        else:
+            run.recomputes += 1
+        self._leave(run, "swap" if plan.saved else "recompute")
+        self.waiting[run.request.level] += 1
+        self.core.requeue(job, self.core.waiting)
+        if plan.kind is PreemptionKind.DROP:
+            self.end(job, DROPPED)
+
+    def end(self, job: Job, refusal: Refusal) -> None:
+        """End a job without its answer."""
+        run, code = self._runs.pop(job), refusal.code.value
+        self._decoding.observe(run)
+        if job in self.core.running:
+            self._leave(run, code)
+        else:
+            self.waiting[run.request.level] -= 1
+            if self._host is not None:
+                self._host.give_back(self._host.needed(job.swapped))
+        run.refused = code
+        self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code)
+        self._ended(run)
+
+    def limit_prefills(self, limits: StageLimits) -> None:
+        """Bound the prefills of the coming step."""
+        self._limits = limits
+
+    # What vLLM does with a step
+
+    def _arrange(self) -> None:
+        preempted = self._grow()
+        limits = self._limits
+        limit = math.inf if limits.prefill_tokens is None else limits.prefill_tokens
+        each = limit if limits.each is None else limits.each
+        budget = min(self._token_budget - len(self._decoding), limit)
+        ordered = sorted(self._prefilling, key=self.core.running.order) if self._prefilling else ()
+        for job in ordered:
+            if job not in limits.held and budget > 0:
+                budget -= self._schedule(job, min(budget, each))
+        if not preempted:
+            self._admit(budget, max(1, each))
+
+    def _grow(self) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
         decoding = self._decoding
         enough = self.pool.take(decoding.growth(1))
@@ -287,17 +327,17 @@ class Engine:
                 decoding.outgrowing(), key=lambda run: self.core.running.order(run.job)
             ):
                 while run in decoding and not self.pool.take(1):
-                    self._preempt(self._runs[self.running[-1]], now)
+                    self.preempt(self.running[-1], "kv_shortage")
         decoding.grow()
         return not enough
 
-    def _admit(self, now: float, budget: float, share: float) -> None:
+    def _admit(self, budget: float, each: float) -> None:
         core = self.core
         while len(self.running) < self.seats and budget > 0:
             job = core.waiting.peek()
             if job is None:
                 return
-            needed = self._needed(job)
+            needed = self.needed_blocks(job)
             if not self.pool.take(needed):
                 return
             core.take(job, core.waiting)
@@ -308,13 +348,11 @@ class Engine:
             if self._host is not None:
                 self._host.give_back(self._host.needed(run.loading))
             core.start(job)
-            run.seated = now
-            run.started = now if run.started is None else run.started
+            run.seated = self._now
+            run.started = self._now if run.started is None else run.started
             self._prefilling[job] = None
             self._insert(job)
-            budget -= self._schedule(job, min(budget, share))
-
-    # Bookkeeping
+            budget -= self._schedule(job, min(budget, each))
 
     def _schedule(self, job: Job, most: float) -> int:
         """Let a request compute up to `most` tokens in this step."""
@@ -335,47 +373,23 @@ class Engine:
             run.loading = 0
         return work
 
-    def _preempt(self, run: Run, now: float) -> None:
-        job = run.job
-        plan = self._plan(job)
-        self.core.preempt(job, plan)
-        if self._host is not None and plan.saved:
-            run.swaps += 1
-            self._swapped_out.append(plan.saved)
-            self._host.take(self._host.needed(plan.saved))
-        else:
-            run.recomputes += 1
-        self._leave(run, now, "swap" if plan.saved else "recompute")
-        self.waiting[run.request.level] += 1
-        self.core.requeue(job, self.core.waiting)
+    # Bookkeeping
 
     def _plan(self, job: Job) -> PreemptionPlan:
-        self._observe(job)
+        self.observe(job)
         host = self._host
         room = HostRoom(host.block_size, host.free) if host is not None else None
-        return self.core.plan_preemption(job, room)
+        return self.core.plan_preemption(job, room, can_drop=True)
 
-    def _leave(self, run: Run, now: float, kind: str) -> None:
+    def _leave(self, run: Run, kind: str) -> None:
         """A request gives back its seat and its blocks."""
-        self._same_again = False
         self._remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
         self.pool.give_back(run.blocks)
         run.blocks = 0
         if self._keep_seats:
-            run.seats.append(Seat(run.seated, now, kind))
-
-    def _observe(self, job: Job) -> None:
-        self._decoding.observe(self._runs[job])
-
-    def _needed(self, job: Job) -> int:
-        return self.pool.needed(job.tokens)
-
-    def _reposition(self, job: Job) -> None:
-        self._same_again = False
-        self._remove(job)
-        self._insert(job)
+            run.seats.append(Seat(run.seated, self._now, kind))
 
     def _remove(self, job: Job) -> None:
         place = self.running.index(job)

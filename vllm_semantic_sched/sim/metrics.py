@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_semantic_sched.policy.overload.tiers import Slo
+from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.quantiles import Quantiles
 from vllm_semantic_sched.sim.request import Run
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_semantic_sched.policy.overload.tiers import Slo
+from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import is_promised, mean_of
 from vllm_semantic_sched.sim.routing import Routing
 from vllm_semantic_sched.sim.runner import Task, run_task

@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 _DEFAULT_SCENARIO = "capacity"
 

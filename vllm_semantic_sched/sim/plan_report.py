@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_semantic_sched.policy.overload.tiers import Slo
+from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
 from vllm_semantic_sched.sim.output import number
 from vllm_semantic_sched.sim.plan import MOST_ENGINES, Answer, Question, Trial

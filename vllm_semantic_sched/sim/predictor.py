@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction, Predictor
+from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import PredictorModel

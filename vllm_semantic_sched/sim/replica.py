@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.order.reservation import EngineCapacity
-from vllm_semantic_sched.policy.overload.admission import Admission
-from vllm_semantic_sched.policy.overload.control import Ending, OverloadControl
-from vllm_semantic_sched.policy.overload.tiers import TierQueue
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.tiers import TierQueue
+from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine
@@ -23,7 +23,7 @@ from vllm_semantic_sched.sim.sections import EngineModel
 
 
 class Observer(Protocol):
-    """Who is told how an engine is getting on, and whose clock it runs by."""
+    """Is told what an engine does, and has the clock that it runs by."""
 
     events: EventQueue
 
@@ -45,8 +45,7 @@ class Observer(Protocol):
 
 
 class Replica:
-    """One engine at work: takes requests, steps while there is something to do, and ends what
-    the policy's limits say.
+    """One engine at work: takes requests and steps while there is something to do.
 
     Args:
         number: which of several.
@@ -63,7 +62,9 @@ class Replica:
         settings = scenario.settings
         self.number = number
         self.core = core
-        self.engine = make_engine(core, settings.engine, scenario.profile, keep_seats)
+        self.engine = make_engine(
+            core, settings.engine, scenario.profile, keep_seats, self._ended, settings.seed
+        )
         self.predictor = PredictorQueue(
             observer.events, core.policy.predictor, settings.predictor, self._predicted
         )
@@ -73,19 +74,11 @@ class Replica:
         self._busy = False
         self._arrival_seconds = settings.engine.arrival
         self._taken_in = 0  # since the last step
-        self._control: OverloadControl | None = None
-        if _limits(core.policy):
-            model = settings.engine
-            kv_tokens = (model.kv_blocks or 0) * model.block_size
-            self._control = OverloadControl(core, model.seats, kv_tokens, settings.seed)
-            core.lifecycle.listeners.append(self._control)
 
     def submit(self, run: Run) -> None:
         """A request arrives at the queue."""
         self._taken_in += 1
-        self.engine.submit(run)
-        if self._control is not None:
-            self._end(self._control.arrive(run.job, self._events.now, self.engine.free_seats))
+        self.engine.submit(run, self._events.now)
         self._observer.note_depth()
         if not self._busy:
             self._busy = True
@@ -95,12 +88,11 @@ class Replica:
         for run in batch:
             if run.finish is not None or run.refused:
                 continue
-            self.engine.predicted(run)
-            if self._holds:
+            if self._holds:  # known before the request arrives at the queue
+                self.core.predicted(run.job, run.prediction)
                 self.submit(run)
-            elif self._control is not None:
-                free = self.engine.free_seats
-                self._end(self._control.revised(run.job, self._events.now, free))
+            else:
+                self.engine.predicted(run)
 
     def _begin_step(self) -> None:
         # As long as nothing else happens the next step follows here, past the event queue.
@@ -113,7 +105,7 @@ class Replica:
             self._skip_steps()
 
     def _skip_steps(self) -> None:
-        if self._control is None and self._observer.skips_steps:
+        if self._observer.skips_steps:
             steps, seconds = self.engine.skip_steps(self._events.quiet)
             self._events.skip(seconds)
             self._observer.skipped(steps)
@@ -128,8 +120,6 @@ class Replica:
 
     def _decided(self) -> float | None:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
-        if self._control is not None:
-            self._end(self._control.step(self._events.now, self.engine.pool.use))
         seconds = self.engine.begin_step(self._events.now)
         self._busy = seconds is not None
         if seconds is not None:
@@ -138,9 +128,8 @@ class Replica:
             self._observer.decided(self.engine)
         return seconds
 
-    def _end(self, endings: Iterable[Ending]) -> None:
-        for job, refusal in endings:
-            self._observer.done(self.engine.refuse(job, refusal.code, self._events.now))
+    def _ended(self, run: Run) -> None:
+        self._observer.done(run)
 
 
 def _limits(policy: Policy) -> bool:
@@ -153,16 +142,32 @@ def _limits(policy: Policy) -> bool:
 
 
 def make_engine(
-    core: SchedulingCore, model: EngineModel, profile: EngineProfile, keep_seats: bool = False
+    core: SchedulingCore,
+    model: EngineModel,
+    profile: EngineProfile,
+    keep_seats: bool = False,
+    ended: Callable[[Run], None] = lambda run: None,
+    seed: int = 0,
 ) -> Engine:
-    """The engine that a scenario describes."""
+    """The engine that a scenario describes.
+
+    Args:
+        ended: told of each request that the policy ends.
+        seed: of what is random in the policy's limits.
+    """
     cost: StepCost
     if model.kind == "paper":
         cost = SlowestOfBatch(profile)
     else:
         batch = model.batch or profile.batch_terms
         cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
-    core.set_capacity(EngineCapacity(model.seats, model.kv_blocks, model.block_size))
+    capacity = EngineCapacity(model.seats, model.kv_blocks, model.block_size)
+    core.set_capacity(capacity)
+    overload = None
+    if _limits(core.policy):
+        overload = OverloadControl(core.policy, core.estimates, core.holdings, capacity, seed)
+        core.lifecycle.listeners.append(overload)
+        core.adopters.append(overload)
     return Engine(
         core,
         cost,
@@ -170,5 +175,7 @@ def make_engine(
         seats=model.seats,
         token_budget=None if model.kind == "paper" else model.token_budget,
         host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
+        overload=overload,
         keep_seats=keep_seats,
+        ended=ended,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_semantic_sched.policy.estimates.prediction import Prediction
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile, load_profile
-from vllm_semantic_sched.policy.files import read_config
-from vllm_semantic_sched.policy.overload.tiers import Slo
-from vllm_semantic_sched.policy.section import parse_section
+from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 

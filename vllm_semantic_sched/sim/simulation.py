@@ -74,10 +74,6 @@ def simulate(
     return Result(runs, simulation.steps)
 
 
-def _reads_predictions(policy: Policy) -> bool:
-    return policy.predictor.enabled and (policy.uses_urgency or policy.uses_length)
-
-
 class _Simulation:
     """Lets the requests arrive, sends each to an engine, and sees the engines through.
 
@@ -102,7 +98,6 @@ class _Simulation:
         self.depth: DepthHistory | None = None
         self._workload = workload
         self._predictions = predictions
-        self._reads = _reads_predictions(policy)
         self._longest = int(workload.outputs.max(initial=1))
         self._depths: list[int] = []
         model = scenario.settings.engine
@@ -111,8 +106,8 @@ class _Simulation:
         self._replicas = []
         for number in range(model.replicas):
             core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
-            if self._reads:
-                core.buckets = predictions.buckets
+            if policy.reads(hinted=False):
+                core.estimates.buckets = predictions.buckets
             self._replicas.append(Replica(number, core, scenario, self, keep_seats))
 
     def run(self) -> None:
@@ -163,8 +158,7 @@ class _Simulation:
         any_core = self._replicas[0].core
         extra_args = {"urgency": request.level} if settings.workload.hints else None
         hint = any_core.read_hints(extra_args, 0)
-        # As in the engine: a text whose level is known is read for its length alone.
-        awaits = self._reads and (hint.level is None or any_core.policy.uses_length)
+        awaits = any_core.policy.reads(hinted=hint.level is not None)
         level = any_core.policy.default_level if hint.level is None else hint.level
         replica = self._replicas[self._router.choose(level)]
         self._routed_level[index] = level

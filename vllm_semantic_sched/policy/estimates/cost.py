@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:

@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.job import LevelSource
-from vllm_semantic_sched.policy.section import Section
-
-
-class Hints(Section):
-    """What a client may say about its own request: the trust boundary of the scheduler."""
-
-    urgency: Literal["honour", "cap", "ignore"] = Field(
-        "honour",
-        description="`vllm_xargs: {urgency: N}`: use it, use it but no more urgent than "
-        "`most_urgent_level`, or leave it unread.",
-    )
-    priority: Literal["honour", "cap", "ignore"] = Field(
-        "honour",
-        description="vLLM's own `priority` field and the X-Vllm-Priority header, read as an "
-        "urgency level when not 0 (vLLM cannot tell 0 from unset); same choices as `urgency`.",
-    )
-    most_urgent_level: int = Field(
-        0, ge=0, description="With `cap`: the most urgent level that a hint can claim."
-    )
+from vllm_semantic_sched.policy.config.estimates import Hints
+from vllm_semantic_sched.policy.facts.job import LevelSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,33 +6,9 @@ import bisect
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
-from vllm_semantic_sched.policy.section import Section
-
-Estimate = Literal["mean", "median", "p90"]
-
-
-class Length(Section):
-    """How a predicted distribution over output-length buckets becomes a number of tokens."""
-
-    estimate: Estimate = Field(
-        "mean",
-        description="Point estimate of the output length; `p90` is the length that nine requests "
-        "in ten stay below.",
-    )
-    calibrate: bool = Field(
-        True,
-        description="Let the lengths that buckets stand for follow the answers of the served "
-        "model.",
-    )
-    default_tokens: int = Field(
-        256, ge=1, description="Output tokens assumed where no prediction is available."
-    )
-
+from vllm_semantic_sched.policy.config.estimates import Estimate
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 # A request that outlived everything expected of it: assume that it needs half as much again as
 # it has had. A constant would make it look almost done for ever.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vllm_semantic_sched.policy.estimates.batch import Batch
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 # A scale follows the engine with a memory of about 1/_RATE steps.
 _RATE = 0.05

@@ -9,48 +9,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
 
-from pydantic import Field
-
+from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.estimates.cost import resume_seconds, starting_over_seconds
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.section import Section
-
-RetentionMode = Literal["optimal", "paper", "swap", "recompute", "none"]
-
-
-class Retention(Section):
-    """What becomes of a victim's KV."""
-
-    mode: RetentionMode = Field(
-        "optimal",
-        description="`optimal` takes the plan of least expected cost by the engine profile; "
-        "`paper` decides by eq. 3 to 6 of arXiv 2506.12204, corrected; `swap` keeps all that the "
-        "host pool takes; `recompute` keeps nothing; `none` keeps nothing and never ends a "
-        "request instead of preempting it.",
-    )
-    max_stall: float = Field(
-        1.0,
-        ge=0,
-        description="A load that takes longer than this many decode steps runs beside the "
-        "engine's steps; a shorter one before a step, which waits for it.",
-    )
-    survival: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="With this share of the KV blocks free, a victim's blocks are expected in the "
-        "device's prefix cache when it comes back, and are not saved; 1: never. Blocks that other "
-        "running requests share are always expected there.",
-    )
-    thrash_tokens: int = Field(
-        16,
-        ge=1,
-        description="A request preempted again before it has this many new tokens counts as "
-        "thrashing.",
-    )
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:

@@ -22,83 +22,13 @@ Where other tiers have hard reservations, a seat open to its tier must come free
 
 from __future__ import annotations
 
-import math
-
-from pydantic import Field
-
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.order import Aging, ROUNDING
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
 
 # Promotions in one step at most, so that a flood that grows old together does not hold one up;
 # the others follow in the next steps.
 _MOST_PER_STEP = 20
-# Sums of shares such as ten times 0.1 fall short of 1 by rounding.
-_ROUNDING = 1e-9
-
-
-class Aging(Section):
-    """Promotion of requests that wait, so that none starves."""
-
-    enabled: bool = Field(False, description="Promote at all.")
-    interval: float = Field(10.0, gt=0, description="Seconds of waiting per promotion.")
-    step: float = Field(
-        1.0,
-        gt=0,
-        description="Levels per promotion. Fractions order requests of the same level by waiting "
-        "time; whole levels keep the shortest first within a level for longer.",
-    )
-    cap: int | None = Field(
-        None,
-        ge=1,
-        description="Promotions of one request at most. Unset: until it is overdue, above level "
-        "0, where requests go by arrival. With too small a cap there is no bound on the wait.",
-    )
-    share: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="Share of the admissions that may go to requests which only their age puts "
-        "before more urgent ones.",
-    )
-
-    def promotions_to_overdue(self, level: int) -> int:
-        """Promotions after which a request of that level is overdue, whatever the cap."""
-        return math.ceil((level + 1) / self.step - _ROUNDING)
-
-    def seconds_to_overdue(self, level: int) -> float | None:
-        """Waiting time after which a request of that level is overdue; None: never."""
-        needed = self.promotions_to_overdue(level)
-        if not self.enabled or (self.cap is not None and self.cap < needed):
-            return None
-        return self.interval * needed
-
-    def most_promotions(self, level: int) -> int:
-        """Promotions that a request of that level can get."""
-        needed = self.promotions_to_overdue(level)
-        return needed if self.cap is None else min(self.cap, needed)
-
-    @property
-    def admissions_per_overtaking(self) -> int:
-        """N: of so many admissions in a row one can go to the oldest overdue request."""
-        return math.ceil(1.0 / self.share - _ROUNDING)
-
-    def wait_bound(
-        self, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
-    ) -> float | None:
-        """Seconds to the first seat at most, see the module; None if there is no bound.
-
-        Args:
-            older: q, older requests that wait on arrival.
-            admission_gap: T.
-            seat_seconds: S, where other tiers have hard reservations.
-        """
-        waited = self.seconds_to_overdue(level)
-        if waited is None:
-            return None
-        return waited + (older + 1) * (
-            self.admissions_per_overtaking * admission_gap + seat_seconds
-        )
 
 
 class Promotions:
@@ -158,7 +88,7 @@ class Overtaking:
 
     @property
     def allowed(self) -> bool:
-        return self.knobs.enabled and self._credit >= 1.0 - _ROUNDING
+        return self.knobs.enabled and self._credit >= 1.0 - ROUNDING
 
     def admitted(self, overtook: bool) -> float:
         """A job was admitted; what that changed the credit by, for `withdrawn`."""

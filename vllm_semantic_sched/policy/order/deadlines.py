@@ -1,35 +1,14 @@
-"""Deadline awareness: who is about to miss the promised time to first token goes sooner (S4)."""
+"""Deadline awareness: requests about to miss their promised time to first token go sooner (S4)."""
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
-from vllm_semantic_sched.policy.overload.tiers import Slo
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.order import Deadlines
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.tiers import Slo
 
 # Jobs looked at in one step, so that a flood of the same age does not hold it up.
 _MOST_PER_STEP = 20
-
-
-class Deadlines(Section):
-    """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
-
-    enabled: bool = Field(False, description="Look at deadlines at all.")
-    levels: float = Field(
-        0.5,
-        gt=0,
-        description="Levels gained, up to level 0, whose own requests then go before the others "
-        "of it. Below 1 a request goes before the others of its own level only.",
-    )
-    before: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="How long before the deadline, as a share of the promised time. Once it is "
-        "missed the gain is lost: others can still be in time.",
-    )
 
 
 class DeadlineWatch:
@@ -38,13 +17,13 @@ class DeadlineWatch:
     Attributes:
         knobs: as given; may be changed.
         count: jobs raised so far.
-        insisting: raised waiting jobs that may take the seat of one that has its first token.
+        may_take_seats: raised waiting jobs that may take the seat of one that has its first token.
     """
 
     def __init__(self, knobs: Deadlines) -> None:
         self.knobs = knobs
         self.count = 0
-        self.insisting: set[Job] = set()
+        self.may_take_seats: set[Job] = set()
         self._timers: AddressableHeap[Job] = AddressableHeap()
         self._takes_seats: dict[Job, bool] = {}
 
@@ -55,40 +34,40 @@ class DeadlineWatch:
             slo: what its tier is promised.
         """
         if not self.knobs.enabled or slo.ttft is None or job.generated:
-            job.hurried = 0.0  # its first token is out, or none is promised
+            job.deadline_boost = 0.0  # its first token is out, or none is promised
             self.stop(job)
             return
         job.deadline = job.arrival + slo.ttft
         raise_at = job.deadline - self.knobs.before * slo.ttft
-        self._timers.push(job, job.deadline if job.hurried else raise_at)
+        self._timers.push(job, job.deadline if job.deadline_boost else raise_at)
         self._takes_seats[job] = slo.takes_seats
-        self._insist(job)
+        self._update_may_take_seats(job)
 
     def stop(self, job: Job) -> None:
         """A job no longer waits. One that was raised stays so until its first token."""
         self._timers.discard(job)
         self._takes_seats.pop(job, None)
-        self.insisting.discard(job)
+        self.may_take_seats.discard(job)
 
     def due(self, now: float) -> list[Job]:
         """Raise the jobs whose time has come, give up on those that are too late, and return
         both."""
         moved = []
         for job in self._timers.pop_until(now, _MOST_PER_STEP):
-            raised = bool(job.hurried)
+            raised = bool(job.deadline_boost)
             if now < job.deadline:
-                job.hurried = self.knobs.levels
+                job.deadline_boost = self.knobs.levels
                 self.count += 1
                 self._timers.push(job, job.deadline)
             else:
-                job.hurried = 0.0
-            self._insist(job)
-            if raised != bool(job.hurried):
+                job.deadline_boost = 0.0
+            self._update_may_take_seats(job)
+            if raised != bool(job.deadline_boost):
                 moved.append(job)
         return moved
 
-    def _insist(self, job: Job) -> None:
-        if job.hurried and self._takes_seats[job]:
-            self.insisting.add(job)
+    def _update_may_take_seats(self, job: Job) -> None:
+        if job.deadline_boost and self._takes_seats[job]:
+            self.may_take_seats.add(job)
         else:
-            self.insisting.discard(job)
+            self.may_take_seats.discard(job)

@@ -5,30 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.overload.tiers import Tier
-from vllm_semantic_sched.policy.section import Section
-
-
-class FairShareKnobs(Section):
-    """Target shares of the engine's time (`tiers[].share`)."""
-
-    enabled: bool = Field(False, description="Steer towards the shares.")
-    window: float = Field(
-        30.0, gt=0, description="Seconds over which use is remembered, decaying exponentially."
-    )
-    max_levels: float = Field(
-        1.0,
-        gt=0,
-        description="Levels that a tier can gain below its share, and lose above it. To reach its "
-        "share under saturation a tier must gain, and the others lose, enough to meet.",
-    )
-    tolerance: float = Field(
-        0.1,
-        gt=0,
-        description="Relative distance from the share at which the whole gain or loss applies.",
-    )
+from vllm_semantic_sched.policy.config.order import FairShareKnobs
+from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
 
 
 class FairShare:
@@ -45,7 +23,7 @@ class FairShare:
 
     def __init__(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
         self.knobs = knobs
-        self.targets = targets_of(tiers)
+        self.targets = target_shares(tiers)
         self.offsets = [0.0] * len(tiers)
         self.served = [0.0] * len(tiers)
         self._used = [0.0] * len(tiers)
@@ -53,7 +31,7 @@ class FairShare:
 
     def adopt(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
         """Steer by something else from now on; as many tiers as before."""
-        self.knobs, self.targets = knobs, targets_of(tiers)
+        self.knobs, self.targets = knobs, target_shares(tiers)
         self.offsets = [0.0] * len(tiers)
 
     def charge(self, level: int, seconds: float) -> None:
@@ -94,10 +72,3 @@ class FairShare:
             return self.knobs.max_levels
         excess = (share - target) / (target * self.knobs.tolerance)
         return self.knobs.max_levels * min(1.0, max(-1.0, excess))
-
-
-def targets_of(tiers: Sequence[Tier]) -> list[float]:
-    """Target share of each tier; those without one divide what the others leave."""
-    left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in tiers))
-    without = sum(tier.share is None for tier in tiers)
-    return [left / without if tier.share is None else tier.share for tier in tiers]

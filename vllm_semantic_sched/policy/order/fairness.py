@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.eviction.preemption import Need
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
-from vllm_semantic_sched.policy.order.reservation import EngineCapacity, Reservation
-from vllm_semantic_sched.policy.order.tenant_caps import TenantCaps
-from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
+from vllm_semantic_sched.policy.order.reservation import Reservation
+from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.config import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class _Admission:
+class _Charge:
     """What an admission was charged, so that it can be withdrawn."""
 
     level: int
@@ -40,6 +36,7 @@ class Fairness:
 
     Attributes:
         waiting: the queue whose order it shapes.
+        holdings: what jobs with a seat hold; recorded here.
     """
 
     def __init__(
@@ -48,17 +45,17 @@ class Fairness:
         profile: EngineProfile,
         make_queue: Callable[[QueueRules], WaitingQueue],
     ) -> None:
-        tiers = [policy.tier(level) for level in range(policy.levels)]
         self._policy = policy
+        self.holdings = Holdings(policy.levels)
         self.promotions = Promotions(policy.aging)
         self.overtaking = Overtaking(policy.aging)
         self.deadlines = DeadlineWatch(policy.deadlines)
-        self.fair_share = FairShare(policy.fair_share, tiers)
+        self.fair_share = FairShare(policy.fair_share, policy.all_tiers)
         self.top_levels = TopLevelGuard(policy.tenants.top)
-        self.reservation = Reservation(tiers)
-        self.tenant_caps = TenantCaps(policy.tenants)
-        self.meter = Meter(profile, self._charge, self._hold)
-        self._taken: dict[Job, _Admission] = {}
+        self.reservation = Reservation(policy.all_tiers, self.holdings)
+        self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
+        self.meter = Meter(profile, self._charge, self.holdings.hold)
+        self._taken: dict[Job, _Charge] = {}
         self.waiting = make_queue(
             QueueRules(
                 by_level=policy.uses_urgency,
@@ -81,21 +78,20 @@ class Fairness:
             PolicyError: reservations leave nothing to the other tiers.
         """
         self.reservation.set_capacity(capacity)
-        self.tenant_caps.capacity = capacity
+        self.holdings.capacity = capacity
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Obey another policy from now on.
+        """Switch to a new policy.
 
         Raises:
             PolicyError: its reservations leave nothing to the other tiers; nothing has changed.
         """
-        tiers = [policy.tier(level) for level in range(policy.levels)]
-        self.reservation.set_tiers(tiers)
+        self.reservation.set_tiers(policy.all_tiers)
         self._policy = policy
         self.promotions.knobs = self.overtaking.knobs = policy.aging
         self.deadlines.knobs = policy.deadlines
-        self.fair_share.adopt(policy.fair_share, tiers)
+        self.fair_share.adopt(policy.fair_share, policy.all_tiers)
         self.top_levels.knobs = policy.tenants.top
         self.tenant_caps.knobs = policy.tenants
         self.meter.profile = profile
@@ -107,17 +103,16 @@ class Fairness:
         policy = self._policy
         return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
 
-    # A job's way
+    # Job lifecycle
 
     def wait(self, job: Job) -> None:
         """A job enters the queue, or comes back to it."""
-        admission = self._taken.pop(job, None)
-        if admission is not None:
-            self.overtaking.withdrawn(admission.overtook, admission.credit)
-            self._account(job, admission.level, -admission.seconds, first=not job.preemptions)
-        self._hold(job, 0)
-        self.promotions.wait(job)
-        self.deadlines.wait(job, self._policy.tier(job.level).slo)
+        charge = self._taken.pop(job, None)
+        if charge is not None:
+            self.overtaking.withdrawn(charge.overtook, charge.credit)
+            self._account(job, charge.level, -charge.seconds, first=not job.preemptions)
+        self.holdings.release(job)
+        self._start_timers(job)
 
     def take(self, job: Job) -> None:
         """The engine takes a job out of the queue to give it a seat."""
@@ -130,10 +125,9 @@ class Fairness:
         if self._taken.pop(job, None) is None:
             self._admit(job, overtook=False)
             del self._taken[job]
-        self.promotions.stop(job)
-        self.deadlines.stop(job)
+        self._stop_timers(job)
         # Else the tier over its share would take back the seat that it has just lost.
-        job.boosted = max(0.0, -self._offset(job.level))
+        job.share_boost = max(0.0, -self._offset(job.level))
         if self._metered:
             self.meter.start(job)
         self.waiting.changed()
@@ -141,18 +135,17 @@ class Fairness:
     def leave(self, job: Job) -> None:
         """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
         self._taken.pop(job, None)
-        self._hold(job, 0)
-        self.promotions.stop(job)
-        self.deadlines.stop(job)
+        self._stop_timers(job)
         self.meter.stop(job)
-        job.boosted = 0.0
+        self.holdings.release(job)
+        job.share_boost = 0.0
         self.waiting.changed()
 
-    def relevel(self, job: Job) -> None:
-        """The own level of a job may have changed."""
-        self.reservation.relevel(job)
+    def relevel(self, job: Job, before: int) -> None:
+        """The level of a job was `before` and is `job.level` now."""
+        self.holdings.relevel(job, before)
         if job in self.waiting:
-            self.wait(job)
+            self._start_timers(job)
 
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
         """One engine step begins.
@@ -170,6 +163,8 @@ class Fairness:
             self.waiting.changed()
         return list(dict.fromkeys(moved))
 
+    # Questions
+
     def preempting_level(self, level: int) -> float:
         """The level as which a job of that level may preempt: what it gained does not count, what
         its tier has lost by using more than its share does."""
@@ -179,8 +174,6 @@ class Fairness:
         """What less urgent tiers must give up before a job is let past hard reservations."""
         return self.reservation.shortage(job.level, job.tokens + AHEAD)
 
-    # What it adds up to
-
     @property
     def steady(self) -> bool:
         """Whether who may preempt whom depends on nothing but who waits and who runs."""
@@ -188,7 +181,7 @@ class Fairness:
 
     @property
     def timeless(self) -> bool:
-        """Whether the order of the queue changes only when somebody comes, goes or is predicted."""
+        """Whether the order of the queue changes only when a job comes, goes or is predicted."""
         return self.steady and not self._policy.aging.enabled and not self._policy.deadlines.enabled
 
     @property
@@ -196,19 +189,23 @@ class Fairness:
         policy = self._policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
 
+    # Parts
+
+    def _start_timers(self, job: Job) -> None:
+        self.promotions.wait(job)
+        self.deadlines.wait(job, self._policy.tier(job.level).slo)
+
+    def _stop_timers(self, job: Job) -> None:
+        self.promotions.stop(job)
+        self.deadlines.stop(job)
+
     def _admit(self, job: Job, overtook: bool) -> None:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
-        self._taken[job] = _Admission(job.level, seconds, overtook, credit)
-        self.tenant_caps.hold(job, job.tokens + AHEAD)
-        if self.reservation.enabled:
-            self.reservation.hold(job, job.tokens + AHEAD)
+        self._taken[job] = _Charge(job.level, seconds, overtook, credit)
+        self.holdings.hold(job, job.tokens + AHEAD)
         self._account(job, job.level, seconds, first=not job.preemptions)
         self.waiting.changed()
-
-    def _hold(self, job: Job, tokens: int) -> None:
-        self.reservation.hold(job, tokens)
-        self.tenant_caps.hold(job, tokens)
 
     def _charge(self, job: Job, seconds: float) -> None:
         self._account(job, job.level, seconds, first=True)
@@ -218,8 +215,8 @@ class Fairness:
         tenant's: it did not ask for it."""
         self.fair_share.charge(level, seconds)
         if first:
-            lane = self.waiting.lane(level)
-            lane.counters.charge(lane.tenant_of(job), seconds)
+            queue = self.waiting.queue(level)
+            queue.counters.charge(queue.tenant_of(job), seconds)
 
     def _offset(self, level: int) -> float:
         return self.fair_share.offsets[level]

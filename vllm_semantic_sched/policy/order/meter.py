@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 # Tokens between two visits. A running job comes up once in so many steps, so that 256 of them cost
 # four visits a step.
@@ -30,7 +30,7 @@ class Meter:
     Args:
         charge: told engine seconds that a job used; negative for a prefill that was charged on
             admission and did not come about.
-        hold: told the tokens of KV that a job holds at most from now on, 0 when it leaves.
+        hold: told the tokens of KV that a job holds at most until its next visit.
 
     Attributes:
         tokens_per_step: output tokens of one job in a step at most (more than 1 with speculative
@@ -72,7 +72,6 @@ class Meter:
         del self._stints[job]
         self._due.discard(job)
         self._charge(job, seconds)
-        self._hold(job, 0)
 
     def step(self, observe: Callable[[Job], None]) -> None:
         """One engine step has passed.

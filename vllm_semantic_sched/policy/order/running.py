@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
-from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job, Rank
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 class RunningSet:
@@ -18,15 +19,19 @@ class RunningSet:
     seconds, where virtual time moves on by one decode step per engine step. Tags stay frozen,
     no comparison reads a clock, and jobs started at different times compare correctly.
 
-    Attributes:
+    Args:
         step_seconds: what one decode step takes.
     """
 
     def __init__(self, step_seconds: float) -> None:
-        self.step_seconds = step_seconds
+        self._step_seconds = step_seconds
         self._now = 0.0
         self._eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
+
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Switch to a new profile; keys stored before stay as they are."""
+        self._step_seconds = profile.gamma2
 
     def __len__(self) -> int:
         return len(self._eviction)
@@ -74,23 +79,22 @@ class RunningSet:
         return self._eviction.ordered()
 
     @property
-    def steps_to_overdue(self) -> int:
-        """Steps for which `advance` returns nobody, if nobody comes or goes; erring below."""
+    def steps_to_outlived(self) -> int:
+        """Steps after which `outlived` may return a job, if none comes or goes; erring below."""
         job = self._due.peek()
         if job is None:
             return sys.maxsize
-        return max(0, int((self._due.key(job) - self._now) / self.step_seconds) - 1)
+        return max(0, int((self._due.key(job) - self._now) / self._step_seconds) - 1)
 
     def skip(self, steps: int) -> None:
-        """As many engine steps have passed, `steps_to_overdue` at most."""
-        self._now += steps * self.step_seconds
+        """As many engine steps have passed, `steps_to_outlived` at most."""
+        self._now += steps * self._step_seconds
 
-    def advance(self) -> list[Job]:
-        """One engine step has passed.
+    def tick(self) -> None:
+        """One engine step has passed."""
+        self._now += self._step_seconds
 
-        Returns:
-            Jobs that should have finished by now and have not. The caller stores each anew with
-            a revised estimate (S3's supervisor), so a job comes up O(log length) times.
-        """
-        self._now += self.step_seconds
+    def outlived(self) -> list[Job]:
+        """Jobs that should have finished by now and have not. The caller stores each again with a
+        revised estimate (S3's supervisor), so a job comes up O(log length) times."""
         return list(self._due.pop_until(self._now, len(self._due)))

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from dataclasses import dataclass
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.order import Stage
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
-class Stage(Section):
-    """Stage awareness (paper, Alg. 2): prefills of less urgent requests beside an urgent decode."""
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """What a step may do about prefills.
 
-    mode: Literal["cap", "gate", "off"] = Field(
-        "cap",
-        description="`cap` bounds the prefill tokens of such a step, `gate` admits none, `off` "
-        "leaves steps as vLLM builds them.",
-    )
-    protected_level: int = Field(
-        0,
-        ge=0,
-        description="Decodes of this level and of more urgent ones are protected.",
-    )
-    max_slowdown: float = Field(
-        1.0,
-        gt=0,
-        description="`cap`: prefill time added to a step, as a share of one decode step's time "
-        "by the engine profile.",
-    )
-    min_prefill_tokens: int = Field(
-        64, ge=1, description="`cap`: prefill tokens that a step may always have."
-    )
+    Attributes:
+        held: running prefills that get no token in this step.
+        prefill_tokens: most prefill tokens in the step; None: no limit.
+        each: most of them for one request; None: no limit.
+    """
+
+    held: tuple[Job, ...] = ()
+    prefill_tokens: int | None = None
+    each: int | None = None
+
+
+NO_LIMITS = StageLimits()
 
 
 def prefill_token_limit(

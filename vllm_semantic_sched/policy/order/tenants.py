@@ -17,65 +17,19 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
-
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.order import Tenants, TopLevelCap
+from vllm_semantic_sched.policy.facts.capacity import Holdings
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.order.meter import AHEAD
 
 ANONYMOUS = ""
+
 _MOST_CHARACTERS = 64
+
 _MOST_TENANTS = 4096  # remembered while they have nothing here
+
 _SLICES = 8  # of the sliding window
-
-
-class TopLevelCap(Section):
-    """Most of a tenant's requests that may be at the top levels."""
-
-    share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Share of a tenant's own requests in the window. 1: no cap. What exceeds it "
-        "is served at the next level.",
-    )
-    levels: int = Field(1, ge=1, description="Levels that count as top, from 0 on.")
-    window: float = Field(60.0, gt=0, description="Seconds of the sliding window.")
-    allowance: int = Field(
-        5, ge=0, description="Requests at the top in the window that a tenant may always have."
-    )
-
-
-class Tenants(Section):
-    """Who a request belongs to (`vllm_xargs: {tenant: NAME}`), and fairness among tenants."""
-
-    fair: bool = Field(
-        False,
-        description="Within a level the tenant that was served least goes first. Requests "
-        "without a tenant share one.",
-    )
-    seats: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Share of the seats that one tenant can hold, one at least: what is left is "
-        "free at once for whoever comes next. Needs `fair`; requests without a tenant share one "
-        "bound. 1: no cap.",
-    )
-    kv: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="The same of the KV blocks. Requests of a tenant that grow beyond it are "
-        "preempted until one is left. Needs `fair`. 1: no cap.",
-    )
-    top: TopLevelCap = TopLevelCap()
-
-    @model_validator(mode="after")
-    def _caps_by_tenant(self) -> Tenants:
-        for name, share in (("seats", self.seats), ("kv", self.kv)):
-            if share < 1.0 and not self.fair:
-                raise ValueError(f"tenants.{name}: {share:g} needs tenants.fair: true; valid: 1")
-        return self
 
 
 def read_tenant(extra_args: Any) -> str:
@@ -201,3 +155,47 @@ class TopLevelGuard:
             self.count += 1
             return knobs.levels
         return level
+
+
+class TenantCaps:
+    """Caps on the seats and KV blocks that one tenant holds, so that others find some free at once.
+
+    A tenant may always have one request, however large. Nobody is bounded before the engine's
+    capacity is known.
+
+    Attributes:
+        knobs: as given; may be changed.
+    """
+
+    def __init__(self, knobs: Tenants, holdings: Holdings) -> None:
+        self.knobs = knobs
+        self._holdings = holdings
+
+    def admits(self, job: Job) -> bool:
+        """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
+        held, capacity = self._holdings.tenant(job.tenant), self._holdings.capacity
+        if held is None or capacity is None:
+            return True
+        share = self.knobs.seats
+        if share < 1.0 and held.seats >= int(share * capacity.seats):
+            return False
+        limit = self._block_limit
+        needed = capacity.blocks_for(job.tokens + AHEAD)
+        return limit is None or held.blocks + needed <= limit
+
+    def over_limit(self) -> str | None:
+        """A tenant with several requests whose KV blocks together have grown beyond its cap; None
+        if there is none. O(tenants with a seat)."""
+        limit = self._block_limit
+        if limit is None:
+            return None
+        tenants = self._holdings.tenants()
+        over = (name for name, held in tenants if held.seats > 1 and held.blocks > limit)
+        return next(over, None)
+
+    @property
+    def _block_limit(self) -> float | None:
+        capacity = self._holdings.capacity
+        if self.knobs.kv >= 1.0 or capacity is None or capacity.blocks is None:
+            return None
+        return self.knobs.kv * capacity.blocks

@@ -1,4 +1,4 @@
-"""The waiting queue: a lane for each level, and which lane is next."""
+"""The waiting queue: which of the levels' queues is next."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.aging import Overtaking
-from vllm_semantic_sched.policy.order.lane import Lane
-from vllm_semantic_sched.policy.order.rank import Rank
+from vllm_semantic_sched.policy.order.queues import LevelQueue
 
 
 @dataclass(slots=True)
 class QueueRules:
-    """What decides among lanes beside their ranks; the defaults change nothing.
+    """What decides among levels besides ranks; the defaults change nothing.
 
     Attributes:
         by_level: the rank looks at the level.
-        by_tenant: see `Lane`.
-        offset: levels to add to a lane, by its level; negative goes sooner.
-        admits: whether a job may have a seat now; a lane whose head may not is passed over.
-        tenant_may_go: see `Lane.peek`.
+        by_tenant: see `LevelQueue`.
+        offset: levels to add to a level's jobs; negative goes sooner.
+        admits: whether a job may have a seat now; a level whose head may not is passed over.
+        tenant_may_go: see `LevelQueue.peek`.
         overtaking: whether aged jobs may go before more urgent ones.
-        cost: see `Lane.ordered`.
+        cost: see `LevelQueue.ordered`.
     """
 
     by_level: bool = True
@@ -38,12 +37,12 @@ class QueueRules:
 class WaitingQueue:
     """Jobs without a seat.
 
-    Within a lane jobs go by rank (and by tenant). Keys there are frozen; what changes from step
-    to step, the offsets and what is admissible, is looked at when the heads of the lanes are
+    Within a level jobs go by rank (and by tenant). Keys there are frozen; what changes from step
+    to step, the offsets and what is admissible, is looked at when the heads of the levels are
     compared. All operations are O(log n + levels).
 
     Args:
-        default_rank: see `Line`.
+        default_rank: see `TenantQueue`.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class WaitingQueue:
     ) -> None:
         self._default_rank = default_rank
         self._rules = rules or QueueRules()
-        self._lanes: dict[int, Lane] = {}
+        self._levels: dict[int, LevelQueue] = {}
         self._places: dict[Job, int] = {}
         self._next: tuple[Job | None, bool] | None = None
 
@@ -68,37 +67,37 @@ class WaitingQueue:
     @property
     def buffered(self) -> int:
         """Jobs whose prediction is not back."""
-        return sum(lane.buffered for lane in self._lanes.values())
+        return sum(queue.buffered for queue in self._levels.values())
 
     @property
     def levels(self) -> list[int]:
         """Levels at which jobs wait, most urgent first."""
-        return sorted(level for level, lane in self._lanes.items() if lane)
+        return sorted(level for level, queue in self._levels.items() if queue)
 
-    def lane(self, level: int) -> Lane:
+    def queue(self, level: int) -> LevelQueue:
         """The jobs that wait at a level."""
-        if level not in self._lanes:
-            self._lanes[level] = Lane(self._rules.by_tenant, self._default_rank)
-        return self._lanes[level]
+        if level not in self._levels:
+            self._levels[level] = LevelQueue(self._rules.by_tenant, self._default_rank)
+        return self._levels[level]
 
     def buffer(self, job: Job) -> None:
         """Append a newly arrived job about which nothing is known yet."""
         self._next = None
         self._places[job] = job.level
-        self.lane(job.level).buffer(job)
+        self.queue(job.level).buffer(job)
 
     def push(self, job: Job, rank: Rank) -> None:
         """Put a job in under its rank; one that is queued already moves."""
         self._next = None
         place = self._places.get(job)
         if place is not None and place != job.level:
-            self._lanes[place].remove(job)
+            self._levels[place].remove(job)
         self._places[job] = job.level
-        self.lane(job.level).push(job, rank)
+        self.queue(job.level).push(job, rank)
 
     def rerank(self, job: Job, rank: Rank) -> None:
         """Give a queued job a new rank; a buffered one stays so, unless its level changed."""
-        if self._lanes[self._places[job]].is_buffered(job):
+        if self._levels[self._places[job]].is_buffered(job):
             if self._places[job] == job.level:
                 return
             rank = self._default_rank(job)
@@ -110,7 +109,7 @@ class WaitingQueue:
         if place is None:
             return False
         self._next = None
-        self._lanes[place].remove(job)
+        self._levels[place].remove(job)
         return True
 
     def changed(self) -> None:
@@ -143,12 +142,12 @@ class WaitingQueue:
             yield first
             if len(self) == 1:
                 return
-        for _, job in heapq.merge(*map(self._keyed, self._lanes.values()), key=_first):
+        for _, job in heapq.merge(*map(self._keyed, self._levels.values()), key=_first):
             if job is not first:
                 yield job
 
-    def _keyed(self, lane: Lane) -> Iterator[tuple[Rank, Job]]:
-        for rank, job in lane.ordered(self._rules.cost):
+    def _keyed(self, queue: LevelQueue) -> Iterator[tuple[Rank, Job]]:
+        for rank, job in queue.ordered(self._rules.cost):
             yield self._key(rank, job, aged=False), job
 
     def _choose(self) -> tuple[Job | None, bool]:
@@ -160,7 +159,7 @@ class WaitingQueue:
         if not self._places:
             return None, False
         admits = self._rules.admits
-        nexts = (lane.peek(self._rules.tenant_may_go) for lane in self._lanes.values())
+        nexts = (queue.peek(self._rules.tenant_may_go) for queue in self._levels.values())
         heads = [head for head in nexts if head is not None and admits(head[1])]
         best = min(
             ((self._key(rank, job, aged=False), job) for rank, job in heads),
@@ -185,14 +184,14 @@ class WaitingQueue:
         return aged, True
 
     def _oldest_overdue(self) -> Job | None:
-        heads = (lane.overdue.peek() for lane in self._lanes.values())
+        heads = (queue.overdue.peek() for queue in self._levels.values())
         return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
     def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
         if aged:
             level = rank.level
         elif self._rules.by_level:
-            level = job.hurried_level
+            level = job.deadline_level
         else:
             level = 0.0
         offset = self._rules.offset(job.level)

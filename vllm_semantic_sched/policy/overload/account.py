@@ -1,12 +1,12 @@
-"""Who waits for a first seat: how many, how many tokens, since when, and who is least important."""
+"""Requests that wait for a first seat: number, tokens, age, and which is least important."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
 
 
 @dataclass(slots=True)
@@ -58,6 +58,9 @@ class QueueAccount:
         self._entries: dict[Job, Entry] = {}
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __contains__(self, job: object) -> bool:
         return job in self._entries
 
@@ -100,7 +103,7 @@ class QueueAccount:
         self._deadlines.discard(job)
         return entry
 
-    def overdue(self, now: float) -> Iterator[Job]:
+    def timed_out(self, now: float) -> Iterator[Job]:
         """Requests whose deadline has passed; the caller lets each leave before the next."""
         while (job := self._deadlines.peek()) is not None and self._deadlines.key(job) <= now:
             yield job

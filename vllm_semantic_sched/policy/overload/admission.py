@@ -5,55 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.config.overload import Admission
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
 from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
-from vllm_semantic_sched.policy.overload.tiers import Tier, TierQueue
-from vllm_semantic_sched.policy.section import Section
 
 # Requests that one newcomer may replace; a queue bounded in tokens may have to lose several.
 _REPLACED_AT_MOST = 16
-
-
-class Bound(Section):
-    """How much may wait; what is unset is not limited."""
-
-    requests: int | None = Field(None, ge=1, description="Waiting requests.")
-    tokens: int | None = Field(
-        None, ge=1, description="Waiting tokens: prompts and predicted outputs."
-    )
-
-
-class Admission(Section):
-    """Bounds on what waits for a first seat, besides those of single tiers (`tiers.queue`).
-    Requests that find a free seat are let in whatever the bounds are."""
-
-    queue: TierQueue = Field(
-        TierQueue(),
-        description="All tiers together. When full, a more urgent newcomer replaces the least "
-        "urgent request. `timeout` is for tiers that set none.",
-    )
-    tenant: Bound = Field(
-        Bound(),
-        description="Each tenant (see `tenants`). Requests without one share a bound.",
-    )
-    replace: bool = Field(
-        True,
-        description="Whether a more urgent newcomer replaces the least urgent one; else it is "
-        "refused.",
-    )
-    over_share: Literal["off", "probabilistic", "hard"] = Field(
-        "off",
-        description="Newcomers of a tier that has more than its share of the predicted work, "
-        "under pressure: `probabilistic` refuses them the more often the further it is over, and "
-        "always under critical pressure; `hard` always. The most urgent tier is not concerned.",
-    )
-    max_retry_after: float = Field(60.0, ge=1, description="Longest Retry-After, seconds.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +89,12 @@ def over_share(
     if share <= target:
         return ADMITTED
     certain = rules.over_share == "hard" or pressure is PressureLevel.CRITICAL
-    if not certain and random.random() >= share / target - 1.0:
+    if not certain and target > 0 and random.random() >= share / target - 1.0:
         return ADMITTED
     return Verdict(
         Code.TIER_OVER_SHARE,
         f"Tier {tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}",
     )
-
-
-def target_shares(tiers: Sequence[Tier]) -> list[float]:
-    """Share of each level; levels without one divide what is left evenly (at least 1 %, so that
-    a ratio to it exists)."""
-    given = sum(tier.share or 0.0 for tier in tiers)
-    open_ = sum(tier.share is None for tier in tiers)
-    rest = max((1.0 - given) / open_, 0.01) if open_ else 0.0
-    return [rest if tier.share is None else tier.share for tier in tiers]
 
 
 def _full(

@@ -1,17 +1,19 @@
-"""What happens when more comes in than can be served: the decisions in one place, as the engine
-and the simulator call them.
+"""Admission, deduplication, queue timeouts and shedding: decisions under overload, in one place.
 
-Nothing here ends a request: calls return the jobs that must end and why, and the caller ends them.
-Their ends come back through the lifecycle, like everybody's.
+Nothing here ends a request: calls return the jobs that must end and why, and `step.py` has the
+engine end them. Their ends come back through the lifecycle, as all ends do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.job import Job, JobState
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.estimator import Estimator
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.admission import ADMITTED, Verdict, fits, over_share
@@ -19,56 +21,67 @@ from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
-if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.core import SchedulingCore
-
-Ending = tuple[Job, Refusal]
+Ended = tuple[Job, Refusal]
 
 # Waiting jobs of shed tiers that may end in one step.
 _SHED_AT_A_TIME = 64
 
-_SHED = "Tier {tier!r} is shed until more urgent ones are well again"
+_SHED = "Tier {tier!r} is shed until more urgent tiers meet their targets again"
 _SUPERSEDED = "A newer request with the same dedup_key took its place"
 _REPLACED = "The queue is full and a more urgent request came"
 
 
 class OverloadControl:
-    """Admission, deduplication, queue timeouts and shedding. A `lifecycle.Listener`.
+    """Which requests are let in and which are ended. A `lifecycle.Listener`.
 
     Args:
-        core: jobs, policy and what is expected of jobs.
-        seats: requests that can run at a time.
-        kv_tokens: tokens that the KV cache holds.
+        capacity: of the engine.
         seed: of what is random, so that a run can be repeated.
+
+    Attributes:
+        account: what waits for a first seat.
+        load: pressure, promises and shed tiers.
+        dedup: the newest request of each key.
     """
 
-    def __init__(self, core: SchedulingCore, seats: int, kv_tokens: int, seed: int = 0) -> None:
-        self._core = core
+    def __init__(
+        self,
+        policy: Policy,
+        estimates: Estimator,
+        holdings: Holdings,
+        capacity: EngineCapacity,
+        seed: int = 0,
+    ) -> None:
+        self._policy = policy
+        self._estimates = estimates
         self._random = Random(seed)
-        self._dedup = DedupIndex()
-        self.account = QueueAccount(core.policy.levels)
-        self.load = LoadMonitor(core, self.account, seats, kv_tokens)
+        self.dedup = DedupIndex()
+        self.account = QueueAccount(policy.levels)
+        self.load = LoadMonitor(policy, estimates, holdings, self.account, capacity)
 
-    # What the lifecycle tells
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Switch to a new policy."""
+        self._policy = policy
+        self.load.adopt(policy, profile)
+
+    # Lifecycle events
 
     def moved(self, transition: Transition) -> None:
         """See `lifecycle.Listener`."""
-        job, before, state = transition.job, transition.before, transition.state
+        job, state = transition.job, transition.state
         if state is JobState.RUNNING:
             self.account.leave(job)
             self.load.runs(job)
         elif state.is_end:
             self.account.leave(job)
-            self._dedup.discard(job)
+            self.dedup.discard(job)
             self.load.ended(job, transition.time, completed=state is JobState.COMPLETED)
-        elif before is JobState.RUNNING:
-            self.load.stops(job)
 
     def first_token(self, job: Job) -> None:
         """See `lifecycle.Listener`."""
         self.load.first_token(job)
 
-    # What the caller asks
+    # Decisions
 
     def arrive(
         self,
@@ -77,26 +90,26 @@ class OverloadControl:
         free_seats: int,
         dedup_key: str | None = None,
         origin: str = "",
-    ) -> list[Ending]:
+    ) -> list[Ended]:
         """A job has arrived and waits, unless it is among those returned.
 
         Args:
-            free_seats: seats that nobody holds.
+            free_seats: seats not taken.
             dedup_key, origin: see `policy.overload.dedup`.
         """
         self.load.look(now)
         older = []
         if dedup_key is not None:
-            older = self._dedup.older(job, dedup_key, origin, self._core.policy.dedup)
-        endings = self._let_in(job, self._entry(job, now), free_seats, older)
-        if dedup_key is not None and not any(ended is job for ended, _ in endings):
-            self._dedup.add(job, dedup_key, origin)
-        return endings
+            older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
+        ended = self._let_in(job, self._entry(job, now), free_seats, older)
+        if dedup_key is not None and not any(other is job for other, _ in ended):
+            self.dedup.add(job, dedup_key, origin)
+        return ended
 
-    def revised(self, job: Job, now: float, free_seats: int) -> list[Ending]:
+    def revised(self, job: Job, now: float, free_seats: int) -> list[Ended]:
         """What is expected of a job has changed. One that waits and has another level now is a
         newcomer to that tier."""
-        if self.load.is_running(job):
+        if job.state is JobState.RUNNING:
             self.load.runs(job)
         old = self.account.leave(job)
         if old is None:
@@ -108,7 +121,7 @@ class OverloadControl:
         self.account.enter(job, entry, self._timeout(entry.level))
         return []
 
-    def step(self, now: float, kv_use: float) -> list[Ending]:
+    def step(self, now: float, kv_use: float) -> list[Ended]:
         """The engine is about to arrange a step.
 
         Args:
@@ -125,13 +138,11 @@ class OverloadControl:
         """Seconds after which a newcomer of a level may find room: the predicted time to serve
         what is before it, and up to a quarter more, so that not all come back at once."""
         seconds = self.load.drain_seconds(level) * self._random.uniform(1.0, 1.25)
-        return min(max(1.0, seconds), self._core.policy.admission.max_retry_after)
+        return min(max(1.0, seconds), self._policy.admission.max_retry_after)
 
     # Parts
 
-    def _let_in(
-        self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]
-    ) -> list[Ending]:
+    def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
         """`older` leave first, so that the newcomer may have their place; if it is refused all
         the same, they stay."""
         places = [(other, self.account.leave(other)) for other in older]
@@ -141,17 +152,17 @@ class OverloadControl:
                 if place is not None:
                     self.account.enter(other, place, self._timeout(place.level))
             return [(job, self._refusal(verdict.code, verdict.reason, entry.level))]
-        endings = []
+        ended = []
         for other in older:
-            endings.append((other, self._refusal(Code.SUPERSEDED, _SUPERSEDED, other.level)))
+            ended.append((other, self._refusal(Code.SUPERSEDED, _SUPERSEDED, other.level)))
         for other in verdict.replaced:
             self.account.leave(other)
-            endings.append((other, self._refusal(Code.OVER_CAPACITY, _REPLACED, other.level)))
+            ended.append((other, self._refusal(Code.OVER_CAPACITY, _REPLACED, other.level)))
         self.account.enter(job, entry, self._timeout(entry.level))
-        return endings
+        return ended
 
     def _judge(self, entry: Entry, free_seats: int) -> Verdict:
-        rules, load = self._core.policy.admission, self.load
+        rules, load = self._policy.admission, self.load
         if load.is_shed(entry.level):
             return Verdict(Code.SHED, _SHED.format(tier=load.tiers[entry.level].name))
         verdict = over_share(
@@ -166,37 +177,36 @@ class OverloadControl:
             return verdict
         return fits(entry, self.account, rules, load.tiers, free_seats)
 
-    def _timed_out(self, now: float) -> list[Ending]:
-        endings = []
-        for job in self.account.overdue(now):
+    def _timed_out(self, now: float) -> list[Ended]:
+        ended = []
+        for job in self.account.timed_out(now):
             self.account.leave(job)
             reason = f"No seat within {now - job.arrival:.1f} s"
-            endings.append((job, self._refusal(Code.QUEUE_TIMEOUT, reason, job.level)))
-        return endings
+            ended.append((job, self._refusal(Code.QUEUE_TIMEOUT, reason, job.level)))
+        return ended
 
-    def _shed(self) -> list[Ending]:
+    def _shed(self) -> list[Ended]:
         """Waiting jobs of shed tiers, if they are to end, some at a time."""
-        endings: list[Ending] = []
-        if not self.load.shedder.stage or self._core.policy.shedding.waiting == "keep":
-            return endings
+        ended: list[Ended] = []
+        if not self.load.shedder.stage or self._policy.shedding.waiting == "keep":
+            return ended
         for level, tier in enumerate(self.load.tiers):
             while (
                 self.load.is_shed(level)
-                and len(endings) < _SHED_AT_A_TIME
+                and len(ended) < _SHED_AT_A_TIME
                 and (job := self.account.oldest(level)) is not None
             ):
                 self.account.leave(job)
                 reason = _SHED.format(tier=tier.name)
-                endings.append((job, self._refusal(Code.SHED, reason, level)))
-        return endings
+                ended.append((job, self._refusal(Code.SHED, reason, level)))
+        return ended
 
     def _timeout(self, level: int) -> float | None:
         tier = self.load.tiers[level]
-        return tier.queue.timeout or self._core.policy.admission.queue.timeout
+        return tier.queue.timeout or self._policy.admission.queue.timeout
 
     def _entry(self, job: Job, since: float) -> Entry:
-        tokens = job.prompt_tokens + self._core.expected_output(job)
-        return Entry(job.level, tokens, job.tenant, since)
+        return Entry(job.level, self._estimates.tokens(job), job.tenant, since)
 
     def _refusal(self, code: Code, reason: str, level: int) -> Refusal:
         return Refusal(code, reason, self.retry_after(level))

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.job import Job
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.overload import Dedup
+from vllm_semantic_sched.policy.facts.job import Job
 
 DEDUP_FIELD = "dedup_key"
 """Key in a request's `vllm_xargs`."""
 
-
 _Key = tuple[str, str]  # tenant, key
-
-
-class Dedup(Section):
-    """Requests with the same `vllm_xargs` `dedup_key`: a newer one supersedes the older."""
-
-    enabled: bool = Field(
-        False,
-        description="Obey `dedup_key`. Keys count per tenant; without tenants every client can "
-        "supersede the requests of others whose keys it can guess.",
-    )
-    running: Literal["leave", "end"] = Field(
-        "leave",
-        description="What happens to an older request that has started: it goes on, or ends too.",
-    )
-    max_length: int = Field(
-        128, ge=1, description="Longest key in characters; a request with a longer one has none."
-    )
 
 
 class BadKey(ValueError):

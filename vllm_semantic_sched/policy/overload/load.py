@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.job import Job
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.estimator import Estimator
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
-from vllm_semantic_sched.policy.overload.drain import DrainRate
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel, PressureMonitor, Use
 from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
-from vllm_semantic_sched.policy.overload.tiers import Tier
 
-if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.config import Policy
-    from vllm_semantic_sched.policy.core import SchedulingCore
+_HALF_LIFE = 20.0
+
+_ENOUGH = 1.0
+
+
+class DrainRate:
+    """Tokens that the engine finishes per busy second, recent ones counting more.
+
+    Only time in which the engine was busy counts, so that an idle night does not make the
+    engine look slow.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def busy(self, seconds: float) -> None:
+        """The engine has worked for so long."""
+        fade = 0.5 ** (seconds / _HALF_LIFE)
+        self._tokens *= fade
+        self._seconds = self._seconds * fade + seconds
+
+    def finished(self, tokens: float) -> None:
+        """A request with so many tokens, prompt and output, has ended."""
+        self._tokens += tokens
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second; None as long as too little was seen."""
+        if self._seconds < _ENOUGH or self._tokens <= 0:
+            return None
+        return self._tokens / self._seconds
+
 
 # How often pressure and promises are looked at.
 _LOOK_SECONDS = 0.1
+
 # Weight of a step in the smoothed time of a step, and a pause that is not one.
 _STEP_WEIGHT = 0.1
+
 _LONGEST_STEP = 5.0
 
 
@@ -30,49 +64,52 @@ class LoadMonitor:
     Need counts tokens that are predicted, not only those that are there.
 
     Args:
-        seats: requests that can run at a time.
-        kv_tokens: tokens that the KV cache holds.
+        account: what waits for a first seat.
+        capacity: of the engine.
     """
 
     def __init__(
-        self, core: SchedulingCore, account: QueueAccount, seats: int, kv_tokens: int
+        self,
+        policy: Policy,
+        estimates: Estimator,
+        holdings: Holdings,
+        account: QueueAccount,
+        capacity: EngineCapacity,
     ) -> None:
-        self._core = core
+        self._policy = policy
+        self._estimates = estimates
+        self._holdings = holdings
         self._account = account
-        self._seats = max(1, seats)
-        self._kv_tokens = max(1, kv_tokens)
-        self._need: dict[Job, tuple[int, float]] = {}
-        self._need_by_level = [0.0] * core.policy.levels
+        self._seats = max(1, capacity.seats)
+        self._kv_tokens = max(1, (capacity.blocks or 0) * capacity.block_size)
         self._drain = DrainRate()
         self._kv_use = 0.0
         self._stepped: float | None = None
         self._step_seconds = 0.0
         self._looked = float("-inf")
-        self._policy = core.policy
-        self.tiers = _tiers(core.policy)
         self.pressure = PressureMonitor()
         self.shedder = Shedder()
         self.slo, self._recent = self._monitors()
 
-    # What happens
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Switch to a new policy; what was measured counts on where the windows stay the same."""
+        old, self._policy = self._policy, policy
+        if (old.slo, old.shedding.window) == (policy.slo, policy.shedding.window):
+            self.slo.adopt(policy.all_tiers)
+            self._recent.adopt(policy.all_tiers)
+        else:
+            self.slo, self._recent = self._monitors()
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tier of each level."""
+        return self._policy.all_tiers
+
+    # Events
 
     def runs(self, job: Job) -> None:
         """A job has a seat, or what is expected of it has changed while it has one."""
-        self.stops(job)
-        need = job.prompt_tokens + self._core.expected_output(job)
-        self._need[job] = (job.level, need)
-        self._need_by_level[job.level] += need
-
-    def stops(self, job: Job) -> None:
-        """A job has no seat any more."""
-        level, need = self._need.pop(job, (0, 0.0))
-        self._need_by_level[level] -= need
-        if not self._need:  # no rounding is left over
-            self._need_by_level = [0.0] * len(self._need_by_level)
-
-    def is_running(self, job: Job) -> bool:
-        """Whether a job has a seat."""
-        return job in self._need
+        self._holdings.expect(job, self._estimates.tokens(job))
 
     def first_token(self, job: Job) -> None:
         """A job's first token is there."""
@@ -81,7 +118,6 @@ class LoadMonitor:
 
     def ended(self, job: Job, now: float, completed: bool) -> None:
         """A job is gone; if it got its whole answer, its latencies count."""
-        self.stops(job)
         if job.generated:
             self._drain.finished(job.tokens)
         if completed and job.first_token is not None:
@@ -92,7 +128,7 @@ class LoadMonitor:
     def stepped(self, now: float, kv_use: float) -> None:
         """The engine arranges a step; `kv_use` is the share of its KV blocks in use."""
         self._kv_use = kv_use
-        if self._stepped is not None and self._need:
+        if self._stepped is not None and len(self._holdings):
             seconds = now - self._stepped
             if 0 <= seconds < _LONGEST_STEP:
                 self._drain.busy(seconds)
@@ -101,45 +137,44 @@ class LoadMonitor:
 
     def look(self, now: float) -> None:
         """Bring pressure and shedding up to date; O(levels), and now and then only."""
-        self._follow_policy()
         if 0 <= now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
         self.slo.advance(now)
         self._recent.advance(now)
-        policy = self._core.policy
+        policy = self._policy
         self.pressure.observe(self.use(), policy.pressure, now)
         nobody_presses = self.pressure.present is PressureLevel.NONE
         calm = nobody_presses and self._account.all.requests < self._seats
         self.shedder.observe(self._broken(now), calm, policy.shedding, self.tiers, now)
 
-    # What is known
+    # Questions
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting, bound = self._account.all, self._core.policy.admission.queue
+        waiting, bound = self._account.all, self._policy.admission.queue
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
-            kv=max(self._kv_use, sum(self._need_by_level) / self._kv_tokens),
-            seats=(len(self._need) + waiting.requests) / self._seats,
+            kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
+            seats=(len(self._holdings) + waiting.requests) / self._seats,
             queue=max(
                 waiting.requests / bound.requests if bound.requests else 0.0,
                 waiting.tokens / bound.tokens if bound.tokens else 0.0,
             ),
-            step=self._step_seconds / min(promised) if promised and self._need else 0.0,
+            step=self._step_seconds / min(promised) if promised and len(self._holdings) else 0.0,
         )
 
     def outstanding(self) -> list[float]:
         """Predicted tokens of waiting and running jobs, per level."""
         return [
-            need + self._account.level(level).tokens
-            for level, need in enumerate(self._need_by_level)
+            held.tokens + self._account.level(level).tokens
+            for level, held in enumerate(self._holdings.levels())
         ]
 
     def drain_seconds(self, level: int) -> float:
         """Predicted time to serve what is before a newcomer of a level: what waits at its level
         and above, and half of what runs."""
-        ahead = self._account.tokens_up_to(level) + sum(self._need_by_level) / 2
+        ahead = self._account.tokens_up_to(level) + self._predicted_tokens() / 2
         return ahead / (self._drain.rate or self._rate_by_profile())
 
     def is_shed(self, level: int) -> bool:
@@ -151,7 +186,7 @@ class LoadMonitor:
     def _broken(self, now: float) -> bool:
         """Whether a promise to a tier that shedding would help is broken, by what was measured or
         because its oldest request waits too long already."""
-        rules = self._core.policy.shedding
+        rules = self._policy.shedding
         if not rules.enabled:
             return False
         for level, tier in enumerate(self.tiers):
@@ -165,17 +200,9 @@ class LoadMonitor:
                 return True
         return False
 
-    def _follow_policy(self) -> None:
-        old, new = self._policy, self._core.policy
-        if new is old:
-            return
-        self._policy = new
-        self.tiers = _tiers(new)
-        if (old.slo, old.shedding.window) == (new.slo, new.shedding.window):
-            self.slo.adopt(self.tiers)
-            self._recent.adopt(self.tiers)
-        else:
-            self.slo, self._recent = self._monitors()
+    def _predicted_tokens(self) -> float:
+        """KV tokens that running jobs are predicted to need in the end."""
+        return sum(held.tokens for held in self._holdings.levels())
 
     def _monitors(self) -> tuple[SloMonitor, SloMonitor]:
         return (
@@ -190,8 +217,4 @@ class LoadMonitor:
     def _rate_by_profile(self) -> float:
         """Tokens per second while nothing was measured: every seat decodes at the profile's
         pace."""
-        return self._seats / max(self._core.profile.gamma2, 1e-6)
-
-
-def _tiers(policy: Policy) -> Sequence[Tier]:
-    return tuple(policy.tier(level) for level in range(policy.levels))
+        return self._seats / max(self._estimates.profile.gamma2, 1e-6)

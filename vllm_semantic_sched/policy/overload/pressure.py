@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pydantic import Field, model_validator
-
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.overload import Pressure
 
 
 class PressureLevel(enum.IntEnum):
@@ -16,53 +14,6 @@ class PressureLevel(enum.IntEnum):
     NONE = 0
     WARNING = 1
     CRITICAL = 2
-
-
-class Threshold(Section):
-    """Two marks on a scale where 1 is all there is."""
-
-    warning: float = Field(gt=0, description="From here on `warning`.")
-    critical: float = Field(gt=0, description="From here on `critical`.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Threshold:
-        if self.critical < self.warning:
-            raise ValueError(
-                f"critical: {self.critical:g} is below warning: {self.warning:g}; valid: at least "
-                "as much"
-            )
-        return self
-
-
-class Pressure(Section):
-    """When resources count as scarce; each scale is 1 when the resource is used up."""
-
-    kv: Threshold = Field(
-        Threshold(warning=0.9, critical=1.2),
-        description="KV blocks: in use, or what running requests are predicted to need in the "
-        "end, whichever is more.",
-    )
-    seats: Threshold = Field(
-        Threshold(warning=1.5, critical=4.0),
-        description="Seats: running and waiting requests per seat.",
-    )
-    queue: Threshold = Field(
-        Threshold(warning=0.5, critical=0.9),
-        description="Waiting requests or tokens, by what `admission` lets wait in all.",
-    )
-    step: Threshold = Field(
-        Threshold(warning=0.8, critical=1.0),
-        description="Time of a step, smoothed, by the shortest `tpot` promised to a tier.",
-    )
-    margin: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Pressure falls once the value is this share below the mark that raised it.",
-    )
-    hold: float = Field(
-        2.0, ge=0, description="Seconds for which it must have been below before pressure falls."
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,14 @@ class Refusal:
         return {"error": error}
 
 
+DROPPED = Refusal(
+    Code.DROPPED,
+    "The request was ended to make room for more urgent ones: preempting it once more would have "
+    "cost more than starting over.",
+)
+"""For a request whose tier may be dropped (`tiers[].drop`)."""
+
+
 def refusal_of(output: Any) -> Refusal | None:
     """Why a request was refused; None if it was not.
 

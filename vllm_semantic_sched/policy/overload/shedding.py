@@ -3,40 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from pydantic import Field
-
-from vllm_semantic_sched.policy.overload.tiers import Tier
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.config.overload import Shedding
+from vllm_semantic_sched.policy.facts.tiers import Tier
 
 _LONGEST_RECOVERY = 8  # times `recover`
-
-
-class Shedding(Section):
-    """Refusing whole tiers (`tiers.shed_order`) while more important ones miss their promises."""
-
-    enabled: bool = Field(False, description="Shed tiers that have a `shed_order`.")
-    window: float = Field(5.0, gt=0, description="Seconds over which promises are judged for this.")
-    min_samples: int = Field(
-        5,
-        ge=1,
-        description="Measured requests of a tier in the window below which it is not judged.",
-    )
-    escalate: float = Field(
-        1.0, ge=0, description="Seconds between shedding one tier and the next one."
-    )
-    recover: float = Field(
-        2.0,
-        gt=0,
-        description="Seconds for which promises must be kept before the tier shed last is served "
-        "again. Doubled, up to eight times, each time that this soon proves to be too early.",
-    )
-    waiting: Literal["keep", "end"] = Field(
-        "keep",
-        description="What happens to requests of a shed tier that wait already: they stay, or end "
-        "with the code `shed`.",
-    )
 
 
 class Shedder:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
-
+from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.rolling import RollingValues
-from vllm_semantic_sched.policy.overload.tiers import Tier
-from vllm_semantic_sched.policy.section import Section
 
 MEASURES = ("ttft", "tpot", "e2e")
 """What can be promised: see `tiers.Slo`."""
-
-
-class SloWindow(Section):
-    """How promises (`tiers.slo`) are watched."""
-
-    window: float = Field(
-        60.0, gt=0, description="Seconds over which compliance and headroom are taken."
-    )
 
 
 class SloMonitor:

@@ -1,7 +1,7 @@
-"""A typed group of knobs or coefficients, read from YAML.
+"""A typed group of policy keys or coefficients, read from YAML.
 
-Unknown keys, wrong types and unknown choices are refused with one sentence per problem that names
-the field, the offending value and what is valid.
+Unknown keys, wrong types and unknown choices are rejected with one sentence per problem that names
+the field, the offending value and the valid ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import difflib
 import json
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_semantic_sched.policy.errors import PolicyError
+
+class PolicyError(ValueError):
+    """A policy or profile that cannot be used. The message names the field and what is valid."""
 
 
 class Section(BaseModel):
@@ -76,3 +79,48 @@ def section_in(annotation: Any) -> type[Section] | None:
         inner = (section_in(argument) for argument in typing.get_args(annotation))
         return next((found for found in inner if found is not None), None)
     return None
+
+
+class Key(NamedTuple):
+    """One key.
+
+    Attributes:
+        name: dotted; entries of a list have `[]`.
+        default: as text; empty where the key only groups others.
+        valid: the choices, if it is one of few.
+    """
+
+    name: str
+    default: str
+    valid: str
+    meaning: str
+
+
+def keys_of(model: type[Section]) -> Iterator[Key]:
+    """The keys of a file, in the order of the fields."""
+    required = any(field.is_required() for field in model.model_fields.values())
+    yield from _keys(model, "", None if required else model())
+
+
+def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterator[Key]:
+    """`defaults`: the section as it is where nothing is said; None in the entries of a list."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        section = section_in(annotation)
+        is_list = typing.get_origin(annotation) is tuple
+        if section is None or is_list:
+            choices = typing.get_args(annotation)
+            literal = typing.get_origin(annotation) is typing.Literal
+            valid = " | ".join(map(str, choices)) if literal else ""
+            default = "(required)" if field.is_required() else field.default
+            default = default if defaults is None else getattr(defaults, name)
+            yield Key(f"{prefix}{name}", str(default), valid, field.description or "")
+        elif field.description:
+            yield Key(f"{prefix}{name}", "", "", field.description)
+        if section is not None:
+            inner = field.default if defaults is None else getattr(defaults, name)
+            yield from _keys(
+                section,
+                f"{prefix}{name}{'[]' if is_list else ''}.",
+                inner if isinstance(inner, Section) else None,
+            )

@@ -1,13 +1,51 @@
-"""A request as the policy sees it: what is known about it and where it stands."""
+"""A request as the policy sees it: its rank, what is known about it and its state."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from vllm_semantic_sched.policy.errors import IllegalTransition
-from vllm_semantic_sched.policy.estimates.prediction import Prediction
-from vllm_semantic_sched.policy.order.rank import HURRIED, OVERDUE
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+
+BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
+
+# Level of a request that has waited as long as aging lets it; above all others.
+OVERDUE = -1.0
+
+# Level of a request of the most urgent level whose deadline is near; others gain up to level 0.
+DEADLINE_NEAR = -0.5
+
+
+class Rank(NamedTuple):
+    """Lower runs first. The sequence number makes the order total (paper, section 3.3:
+    (f_e, f_t); without a third term equal jobs would be compared as objects)."""
+
+    level: float
+    remaining: float  # seconds
+    sequence: int
+
+
+def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> Rank:
+    """The rank of a job. Terms that the base policy does not look at are zero, so that the
+    comparison falls through to the next one. Overdue jobs go by arrival under every policy.
+
+    Args:
+        level: effective urgency level, 0 = most urgent, `OVERDUE` before that.
+        remaining: predicted seconds of engine work left; inf where nothing is known.
+        sequence: arrival number.
+    """
+    if level <= OVERDUE:
+        return Rank(OVERDUE, 0.0, sequence)
+    return Rank(
+        level if base in ("semantic", "priority") else 0,
+        remaining if base in ("semantic", "sjf") else 0.0,
+        sequence,
+    )
+
+
+class IllegalTransition(RuntimeError):
+    """A job was moved between two states that the state machine does not connect."""
 
 
 class JobState(enum.Enum):
@@ -32,6 +70,7 @@ class JobState(enum.Enum):
 
 
 _ENDS = {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.REFUSED}
+
 _LEGAL = {
     JobState.WAITING: {JobState.RUNNING} | _ENDS,
     JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED} | _ENDS,
@@ -70,8 +109,8 @@ class Job:
         best_level: the most urgent level that its tenant's part of the top levels leaves it.
         promotions, aged: how often aging promoted it, and by how many levels in all.
         deadline: when its first token is due, if its deadline is watched.
-        hurried: levels gained because the deadline is near.
-        boosted: levels that its tier was short of its share when it got its seat.
+        deadline_boost: levels gained because the deadline is near.
+        share_boost: levels that its tier was short of its share when it got its seat.
         state, entered: where it stands, and since when.
         started, first_token: when it got its first seat and its first token.
         waited: seconds without a seat, up to `entered`.
@@ -97,8 +136,8 @@ class Job:
     promotions: int = 0
     aged: float = 0.0
     deadline: float = 0.0
-    hurried: float = 0.0
-    boosted: float = 0.0
+    deadline_boost: float = 0.0
+    share_boost: float = 0.0
     state: JobState = JobState.WAITING
     entered: float = 0.0
     started: float | None = None
@@ -109,17 +148,17 @@ class Job:
     def effective_level(self) -> float:
         """The level that orders it: its own, less what it gained by waiting, by a near deadline
         or by its tier's share."""
-        if not self.hurried and not self.boosted and not self.aged:
+        if not self.deadline_boost and not self.share_boost and not self.aged:
             return self.level
         aged = max(self.level - self.aged, OVERDUE)
-        return min(aged, max(self.level - self.boosted, 0.0), self.hurried_level)
+        return min(aged, max(self.level - self.share_boost, 0.0), self.deadline_level)
 
     @property
-    def hurried_level(self) -> float:
+    def deadline_level(self) -> float:
         """Its own level, less what it gained by a near deadline."""
-        if not self.hurried:
+        if not self.deadline_boost:
             return self.level
-        return max(self.level - self.hurried, 0.0) if self.level else HURRIED
+        return max(self.level - self.deadline_boost, 0.0) if self.level else DEADLINE_NEAR
 
     @property
     def overdue(self) -> bool:

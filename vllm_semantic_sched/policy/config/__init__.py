@@ -1,7 +1,7 @@
-"""The policy file: every knob, its default and its meaning, typed and validated.
+"""The policy file: every key, its default and its meaning, typed and validated.
 
-A policy is YAML. Each default is stated once, beside the text that explains it and the code that
-obeys it: a section stands in the module of its subject.
+A policy is YAML. Each default is stated once, beside the text that explains it: in the module of
+this package that has the section's subject.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.estimates.decision import Decision
-from vllm_semantic_sched.policy.estimates.hints import Hints
-from vllm_semantic_sched.policy.estimates.length import Length
-from vllm_semantic_sched.policy.estimates.prediction import Predictor
-from vllm_semantic_sched.policy.events import Events
-from vllm_semantic_sched.policy.eviction.preemption import Preemption
-from vllm_semantic_sched.policy.eviction.retention import Retention
-from vllm_semantic_sched.policy.files import read_config
-from vllm_semantic_sched.policy.order.aging import Aging
-from vllm_semantic_sched.policy.order.deadlines import Deadlines
-from vllm_semantic_sched.policy.order.fair_share import FairShareKnobs
-from vllm_semantic_sched.policy.order.stage import Stage
-from vllm_semantic_sched.policy.order.tenants import Tenants
-from vllm_semantic_sched.policy.overload.admission import Admission
-from vllm_semantic_sched.policy.overload.dedup import Dedup
-from vllm_semantic_sched.policy.overload.pressure import Pressure
-from vllm_semantic_sched.policy.overload.shedding import Shedding
-from vllm_semantic_sched.policy.overload.slo import SloWindow
-from vllm_semantic_sched.policy.overload.tiers import Tier
-from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Length, Predictor
+from vllm_semantic_sched.policy.config.eviction import Preemption, Retention
+from vllm_semantic_sched.policy.config.order import Aging, Deadlines, FairShareKnobs, Stage, Tenants
+from vllm_semantic_sched.policy.config.overload import (
+    Admission,
+    Dedup,
+    Events,
+    Pressure,
+    Shedding,
+    SloWindow,
+)
+from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.tiers import Tier
 
 
 class Policy(Section):
@@ -112,10 +106,11 @@ class Policy(Section):
 
     def tier(self, level: int) -> Tier:
         """The tier of a level; one without promises or limits if the policy names none."""
-        return self._by_level[level]
+        return self.all_tiers[level]
 
     @cached_property
-    def _by_level(self) -> tuple[Tier, ...]:
+    def all_tiers(self) -> tuple[Tier, ...]:
+        """The tier of each level, most urgent first; see `tier`."""
         return self.tiers or tuple(Tier(name=str(level)) for level in range(self.levels))
 
     @cached_property
@@ -132,6 +127,16 @@ class Policy(Section):
     def uses_length(self) -> bool:
         """Whether the rank depends on the predicted output length."""
         return self.base in ("semantic", "sjf")
+
+    def reads(self, hinted: bool) -> bool:
+        """Whether a request's text goes to the predictor.
+
+        Args:
+            hinted: whether a hint states its level; then it is read for its length alone.
+        """
+        if not self.predictor.enabled or not (self.uses_urgency or self.uses_length):
+            return False
+        return self.uses_length or not hinted
 
 
 def load_policy(name_or_path: str | Path) -> Policy:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import yaml
 
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 Kind = Literal["policy", "profile", "domain", "scenario"]
 

@@ -12,19 +12,22 @@ import math
 import operator
 from collections.abc import Sequence
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 # Share of an error that one request corrects: falls from the first to the last of these as
 # requests come in, so that the first ones tell the rough factor and later ones are averaged.
 _FIRST_STEP, _LAST_STEP = 1 / 10, 1 / 50
+
 # Requests expected to be shorter than this share of the average bucket correct less than that:
 # a long answer to one of them would otherwise throw all lengths off.
 _STEADINESS = 0.3
+
 _REMEMBERED = 0.99  # weight of a request in the ratio, per request since: about the last hundred
+
 _SHORTEST = 1.0  # tokens; an answer has at least one
 
 
-class Ending(enum.Enum):
+class AnswerEnd(enum.Enum):
     """How a request ended, as far as that says something about the length of its answer."""
 
     STOPPED = "stopped"  # the model ended its answer: this is the length
@@ -75,7 +78,7 @@ class LengthCalibration:
         return self._observed / self._expected if self._expected else None
 
     def learn(
-        self, probabilities: Sequence[float], tokens: int, limit: int, ending: Ending
+        self, probabilities: Sequence[float], tokens: int, limit: int, end: AnswerEnd
     ) -> None:
         """Take in a finished request.
 
@@ -87,7 +90,7 @@ class LengthCalibration:
         Raises:
             ValueError: there are not as many probabilities as buckets.
         """
-        if ending is Ending.ABORTED or tokens < 1:
+        if end is AnswerEnd.ABORTED or tokens < 1:
             return
         means = self.buckets.means
         expected = sum(p * mean for p, mean in zip(probabilities, means, strict=True))
@@ -95,7 +98,7 @@ class LengthCalibration:
             return
         self._observed = _REMEMBERED * self._observed + tokens
         self._expected = _REMEMBERED * self._expected + min(expected, limit)
-        if self.adapt and not (ending is Ending.CUT and expected >= tokens):
+        if self.adapt and not (end is AnswerEnd.CUT and expected >= tokens):
             self._correct(probabilities, tokens, tokens - expected)
 
     def _correct(self, probabilities: Sequence[float], tokens: int, error: float) -> None:

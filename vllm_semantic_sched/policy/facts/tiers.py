@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.section import Section
+from vllm_semantic_sched.policy.facts.section import Section
 
 
 class Slo(Section):
@@ -78,3 +79,10 @@ class Tier(Section):
         description="May be ended, with an error that says so, where preempting it again would "
         "cost more than starting over.",
     )
+
+
+def target_shares(tiers: Sequence[Tier]) -> list[float]:
+    """Target share of each tier; tiers without one divide what the others leave evenly."""
+    left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in tiers))
+    without = sum(tier.share is None for tier in tiers)
+    return [left / without if tier.share is None else tier.share for tier in tiers]

@@ -1,0 +1,304 @@
+"""Which running jobs are preempted for which waiting ones (paper, Alg. 4; P5)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.eviction import Preemption
+from vllm_semantic_sched.policy.facts.capacity import Need
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.order.fairness import Fairness
+from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+
+# Jobs of a level among which the cheapest victim is looked for.
+_COMPARED = 16
+
+
+def choose_victims(
+    level: float,
+    need: Need,
+    running: RunningSet,
+    limits: Preemption,
+    max_victims: int,
+    freeable_blocks: Callable[[Job], int | None],
+    preemption_seconds: Callable[[Job], float] | None = None,
+    gives_way: Callable[[Job], bool] | None = None,
+    among_equals: bool = False,
+) -> list[Job]:
+    """The victims that make room for a job of `level`.
+
+    They come off the eviction heap, least urgent first, each at least `min_level_gap` levels
+    less urgent than the newcomer and not preempted too often. A job that gives way has neither
+    protection, as long as it is less urgent. Nothing is evicted in vain: if the eligible jobs do
+    not suffice the answer is empty, and a victim that the later ones made unnecessary is spared.
+
+    What a running job gained by waiting protects it: its effective level counts, and the
+    newcomer's own.
+
+    Args:
+        max_victims: how many this call may name.
+        freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
+        preemption_seconds: what preempting a job would cost; needed for `victim: cost`.
+        gives_way: whether a job must yield to the newcomer however near its level is; None: none.
+        among_equals: such jobs may also be as urgent as the newcomer.
+    """
+    candidates = running.by_eviction()
+    if limits.victim == "cost" and preemption_seconds is not None:
+        candidates = _cheapest_first(candidates, preemption_seconds)
+    chosen: list[tuple[Job, int]] = []
+    blocks = 0
+    for job in candidates:
+        if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
+            break
+        near = job.effective_level < level + limits.min_level_gap
+        above = job.effective_level < level or (job.effective_level == level and not among_equals)
+        if above or (near and gives_way is None):
+            break  # all that follow are at least as urgent
+        protected = near or job.preemptions >= limits.max_per_request
+        if protected and (gives_way is None or not gives_way(job)):
+            continue
+        freed = freeable_blocks(job)
+        if freed is None:
+            continue
+        chosen.append((job, freed))
+        blocks += freed
+    if len(chosen) < need.seats or blocks < need.blocks:
+        return []
+    return _without_spare(chosen, blocks, need)
+
+
+def _cheapest_first(jobs: Iterable[Job], cost: Callable[[Job], float]) -> Iterator[Job]:
+    """The first jobs of each level by cost, the later ones as they come; lazily."""
+    for _, same_level in itertools.groupby(jobs, key=lambda job: job.effective_level):
+        yield from sorted(itertools.islice(same_level, _COMPARED), key=cost)
+        yield from same_level  # noqa: B031 - those that were not compared
+
+
+def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
+    kept = list(chosen)
+    # Spare the most urgent first.
+    for victim in reversed(chosen):
+        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
+            kept.remove(victim)
+            blocks -= victim[1]
+    return [job for job, _ in kept]
+
+
+class VictimEligibility:
+    """Which running jobs may be preempted for which waiting ones.
+
+    Args:
+        seconds_left: predicted seconds of work left of a waiting job, on the scale of
+            `RunningSet.remaining`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        running: RunningSet,
+        fairness: Fairness,
+        seconds_left: Callable[[Job], float],
+    ) -> None:
+        self._policy = policy
+        self._running = running
+        self._fairness = fairness
+        self._seconds_left = seconds_left
+
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Switch to a new policy."""
+        self._policy = policy
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether some waiting job may take a running one's place. O(levels), so that a step in
+        which nothing is to be done costs nothing."""
+        waiting = self._fairness.waiting
+        if self._some_may_take_seats or any(map(self._level_may_preempt, waiting.levels)):
+            return True
+        head = waiting.peek() if self._policy.preemption.shorter is not None else None
+        return head is not None and self._is_much_shorter(head)
+
+    def worth_preempting(self, job: Job) -> bool:
+        """Whether `job` may take the place of some running job. O(1).
+
+        By its own level: what a job gained by waiting, by a near deadline or by its tier's share
+        gets it the next seat that comes free, and never somebody's, unless its tier's promise
+        allows it (`tiers[].slo.takes_seats`). A tier over its share has no right to preempt such as
+        its offset puts it behind.
+        """
+        takes_seat = self._some_may_take_seats and job in self._fairness.deadlines.may_take_seats
+        return takes_seat or self._level_may_preempt(job.level) or self._is_much_shorter(job)
+
+    def need_of(self, job: Job, need: Need) -> Need:
+        """What must come free for a job, given what the engine lacks: more where less urgent
+        tiers fill their part beside a hard reservation."""
+        missing = self._fairness.shortage(job)
+        return Need(max(need.seats, missing.seats), max(need.blocks, missing.blocks))
+
+    def victims_for(
+        self,
+        job: Job,
+        need: Need,
+        max_victims: int,
+        freeable_blocks: Callable[[Job], int | None],
+        preemption_seconds: Callable[[Job], float] | None = None,
+    ) -> list[Job]:
+        """See `policy.eviction.preemption.choose_victims`."""
+
+        def freeable(victim: Job) -> int | None:
+            return freeable_blocks(victim) if self._policy.tier(victim.level).preemptible else None
+
+        borrowed = self._fairness.reservation.borrowed_from(job.level)
+        takes_seat = job in self._fairness.deadlines.may_take_seats
+        limits = self._policy.preemption
+        longer_than = self._much_longer_than(job)
+
+        def gives_way(victim: Job) -> bool:
+            if victim.preemptions < limits.max_per_request and (
+                (takes_seat and victim.first_token is not None)
+                or self._running.remaining(victim) >= longer_than
+            ):
+                return True
+            return borrowed is not None and borrowed(victim)
+
+        among_equals = takes_seat or longer_than < math.inf
+
+        return choose_victims(
+            self._fairness.preempting_level(job.level),
+            need,
+            self._running,
+            limits,
+            max_victims,
+            freeable,
+            preemption_seconds,
+            gives_way if among_equals or borrowed is not None else None,
+            among_equals,
+        )
+
+    def over_quota_job(self) -> tuple[Job, str] | None:
+        """A running job that must be preempted, and why: `reservation`, because less urgent tiers
+        hold part of a hard one, or `tenant_cap`, because its tenant holds too much KV, after one
+        grew or turned out to be less urgent than thought."""
+        above = self._fairness.reservation.over_limit()
+        tenant = self._fairness.tenant_caps.over_limit()
+        if above is None and tenant is None:
+            return None
+        for job in self._running.by_eviction():
+            if above is not None and job.level > above:
+                return job, "reservation"
+            if job.tenant == tenant:
+                return job, "tenant_cap"
+        return None
+
+    @property
+    def _some_may_take_seats(self) -> bool:
+        return bool(self._fairness.deadlines.may_take_seats) and self._policy.preemption.enabled
+
+    def _level_may_preempt(self, level: int) -> bool:
+        worst = self._running.least_urgent()
+        limits = self._policy.preemption
+        if not limits.enabled or not self._policy.uses_urgency or worst is None:
+            return False
+        gap = worst.effective_level - self._fairness.preempting_level(level)
+        return gap >= limits.min_level_gap or (gap > 0 and self._fairness.reservation.lent(level))
+
+    def _is_much_shorter(self, job: Job) -> bool:
+        worst = self._running.least_urgent()
+        if worst is None or worst.effective_level < self._fairness.preempting_level(job.level):
+            return False
+        return self._running.remaining(worst) >= self._much_longer_than(job)
+
+    def _much_longer_than(self, job: Job) -> float:
+        """Remaining time from which a running job gives way to a shorter one; inf: none does."""
+        limits = self._policy.preemption
+        if limits.shorter is None or not limits.enabled or self._policy.base != "semantic":
+            return math.inf
+        return limits.shorter * self._seconds_left(job)
+
+
+# How far down the waiting queue a step looks for jobs to make room for.
+_LOOKAHEAD = 64
+
+# Of these, jobs that may not preempt and stand before such as may.
+_PASSED = 8
+
+
+@dataclass(slots=True)
+class Room:
+    """What the coming step has for waiting jobs: seats, KV blocks, tokens to prefill."""
+
+    seats: int
+    blocks: int
+    prefill_tokens: float
+
+
+class AdmissionView(Protocol):
+    """What planning asks of the engine about single jobs."""
+
+    def is_ready(self, job: Job) -> bool:
+        """Whether a waiting job could be admitted if there were room."""
+
+    def needed_blocks(self, job: Job) -> int:
+        """KV blocks that a waiting job takes."""
+
+    def freeable_blocks(self, job: Job) -> int | None:
+        """KV blocks that come free with a running job; None if it cannot be preempted now."""
+
+    def preemption_seconds(self, job: Job) -> float:
+        """Engine seconds that preempting a running job would cost."""
+
+
+def plan_admission_preemptions(
+    waiting: WaitingQueue,
+    eligibility: VictimEligibility,
+    fairness: Fairness,
+    max_victims: int,
+    room: Room,
+    view: AdmissionView,
+) -> list[Job]:
+    """Running jobs to preempt before a step, for waiting ones that vLLM would let wait (P5).
+
+    Goes down the waiting queue as far as jobs can be admitted in this step, and keeps account
+    of what those before have taken. A job that its age, its deadline or its tier's share put
+    before a more urgent one takes what comes free first, so it is counted, although no job is
+    preempted for it. The jobs themselves are not touched.
+
+    Args:
+        max_victims: how many one step may preempt.
+        room: what there is without preempting; used up by the call.
+    """
+    victims: list[Job] = []
+
+    def freeable(victim: Job) -> int | None:
+        return None if victim in victims else view.freeable_blocks(victim)
+
+    passed = 0
+    for job in itertools.islice(waiting.ordered(), _LOOKAHEAD):
+        entitled = eligibility.worth_preempting(job)
+        passed += not entitled
+        if room.prefill_tokens <= 0 or passed > (_PASSED if fairness.reorders_levels else 0):
+            break
+        if not view.is_ready(job) or not fairness.tenant_caps.admits(job):
+            continue
+        blocks = view.needed_blocks(job)
+        need = eligibility.need_of(job, Need(seats=1 - room.seats, blocks=blocks - room.blocks))
+        if entitled and not need.met:
+            chosen = eligibility.victims_for(
+                job, need, max_victims - len(victims), freeable, view.preemption_seconds
+            )
+            if not chosen:
+                break
+            victims += chosen
+            room.seats += len(chosen)
+            room.blocks += sum(view.freeable_blocks(victim) or 0 for victim in chosen)
+        room.seats -= 1
+        room.blocks -= blocks
+        room.prefill_tokens -= job.tokens
+    return victims

@@ -1,0 +1,1 @@
+"""What decisions are about: jobs, tiers, capacity, profiles, predictions."""

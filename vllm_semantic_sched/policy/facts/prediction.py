@@ -1,0 +1,40 @@
+"""A prediction: how urgent a request is, and how long its answer gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted distribution over urgency levels and output-length buckets.
+
+    `urgency[i]` is the probability of level i, 0 being the most urgent. `length[i]` is the
+    probability of length bucket i (see `LengthBuckets`), None if the model has no such head.
+    Both sum to 1.
+    """
+
+    urgency: tuple[float, ...]
+    length: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBuckets:
+    """Output lengths in tokens, divided into n buckets as in S3 (Jin et al., 2023).
+
+    `edges` are the n - 1 inner edges, increasing: bucket i holds the lengths from
+    `edges[i - 1]` (inclusive) to `edges[i]` (exclusive). `means` are the n mean lengths.
+    Raises ValueError if the two do not belong together.
+    """
+
+    edges: tuple[int, ...]
+    means: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.means) != len(self.edges) + 1:
+            raise ValueError(
+                f"{len(self.edges)} inner edges make {len(self.edges) + 1} buckets, "
+                f"but {len(self.means)} mean lengths are given"
+            )
+        if any(low >= high for low, high in zip(self.edges, self.edges[1:], strict=False)):
+            raise ValueError(f"bucket edges must increase: {self.edges}")

@@ -1,0 +1,283 @@
+"""One scheduling step: every decision before the engine runs, in one order.
+
+The engine and the simulator both call `SchedulingStep.run`. They differ in what answers its
+questions (`EngineView`): vLLM's own accounts, or a model of them.
+
+The order, and why:
+
+1. Virtual time moves on, because the previous step is over: whatever is stored from here on is
+   stored at the present time.
+2. Predictions that have come back are applied, so that everything after them uses the level and
+   the length that are known now.
+3. Estimates that were outlived are revised, waiting requests are promoted, and a new policy
+   ranks some more jobs. Jobs that changed are judged again by the limits of their tier.
+4. Requests that waited too long or belong to a shed tier are ended. They must be gone before
+   room is made: no running request is preempted for one that ends in the same step.
+5. Requests that outgrew a hard reservation or their tenant's cap are preempted. What they held
+   counts as free when room is made.
+6. Room is made: running requests are preempted for more urgent waiting ones.
+7. The stage limits bound the prefills of the step. They come last, because they depend on who
+   runs and who is next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.victims import (
+    AdmissionView,
+    Room,
+    plan_admission_preemptions,
+)
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.stage import (
+    NO_LIMITS,
+    StageLimits,
+    prefill_token_limit,
+    prefills_that_yield,
+)
+from vllm_semantic_sched.policy.overload.control import Ended, OverloadControl
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+
+class EngineView(AdmissionView, Protocol):
+    """What a step asks of an engine, and what it orders."""
+
+    # Questions
+
+    def now(self) -> float:
+        """Seconds, on the clock of `Job.arrival`."""
+
+    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
+        """Predictions that have come back since the last call, of jobs that have not ended."""
+
+    def observe(self, job: Job) -> None:
+        """Bring a running job's `generated` and `computed` up to date."""
+
+    def prefilling(self) -> Collection[Job]:
+        """Running jobs whose prefill is not complete; their `computed` is up to date."""
+
+    def most_urgent_decode(self) -> Job | None:
+        """The most urgent running job; None if it is in prefill, or none runs."""
+
+    def is_paused(self) -> bool:
+        """Whether an operator holds the queue: no request gets a seat."""
+
+    def free_seats(self) -> int:
+        """Seats for waiting requests; negative where more are taken than there are."""
+
+    def free_blocks(self) -> int:
+        """KV blocks for waiting requests, with those that running ones need next put aside."""
+
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+
+    def token_budget(self) -> float:
+        """Most tokens in a step."""
+
+    def decode_tokens(self) -> int:
+        """Tokens of the budget that decoding requests take."""
+
+    # Orders
+
+    def reposition(self, jobs: Iterable[Job]) -> None:
+        """The rank of these jobs changed; where they run, so does their place."""
+
+    def preempt(self, job: Job, reason: str) -> None:
+        """Preempt a running job and queue it again, or end it if that is the plan."""
+
+    def end(self, job: Job, refusal: Refusal) -> None:
+        """End a job without its answer."""
+
+    def limit_prefills(self, limits: StageLimits) -> None:
+        """Bound the prefills of the coming step."""
+
+
+class SchedulingStep:
+    """The sequence of a step over one engine.
+
+    Args:
+        overload: None for a policy that never ends a request.
+        on_error: told, inside the except block, what failed; the step goes on with the next part.
+            None: errors are raised.
+
+    Attributes:
+        parts: what `run` does after virtual time has moved on, in order, each with a phrase that
+            says what it does.
+    """
+
+    def __init__(
+        self,
+        core: SchedulingCore,
+        overload: OverloadControl | None = None,
+        on_error: Callable[[str], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._overload = overload
+        self._on_error = on_error
+        self._quiet_version = -1  # of the core, when a step found nothing to decide
+        self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
+            ("applying predictions", self._apply_predictions),
+            ("revising estimates", self._revise_estimates),
+            ("ending what waited too long", self._end_overdue),
+            ("keeping reservations", self._keep_reservations),
+            ("making room for urgent requests", self._make_room),
+            ("limiting prefills", self._limit_prefills),
+        )
+
+    def run(self, view: EngineView) -> None:
+        """Take every decision before a step; the engine then runs it."""
+        self._core.tick()
+        for doing, part in self.parts:
+            try:
+                part(view)
+            except Exception:
+                if self._on_error is None:
+                    raise
+                self._on_error(doing)
+
+    def arrived(
+        self, view: EngineView, job: Job, dedup_key: str | None = None, origin: str = ""
+    ) -> None:
+        """A new job is in the queue; it, or others because of it, may end. Between two steps.
+
+        Args:
+            dedup_key, origin: see `policy.overload.dedup`.
+        """
+        if self._overload is not None:
+            seats = self._seats_open(view)
+            self._end(view, self._overload.arrive(job, view.now(), seats, dedup_key, origin))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the last step had nothing to decide about seats and prefills, and no job has
+        come, gone or moved since, so that the next one has not either."""
+        return self._core.version == self._quiet_version
+
+    # Parts
+
+    def _apply_predictions(self, view: EngineView) -> None:
+        changed = []
+        for job, prediction in view.predictions():
+            if job.state is JobState.RUNNING:
+                view.observe(job)
+            self._core.predicted(job, prediction)
+            changed.append(job)
+        if changed:
+            self._changed(view, changed)
+
+    def _revise_estimates(self, view: EngineView) -> None:
+        changed = self._core.revise(view.observe, view.now())
+        if changed:
+            self._changed(view, changed)
+
+    def _end_overdue(self, view: EngineView) -> None:
+        if self._overload is not None:
+            self._end(view, self._overload.step(view.now(), view.kv_use()))
+
+    def _keep_reservations(self, view: EngineView) -> None:
+        while (found := self._core.eviction.over_quota_job()) is not None:
+            job, reason = found
+            if view.freeable_blocks(job) is None:
+                break
+            view.preempt(job, reason)
+
+    def _make_room(self, view: EngineView) -> None:
+        core = self._core
+        if self._nothing_to_decide(view) or not core.eviction.wants_room or view.is_paused():
+            return
+        room = Room(
+            seats=view.free_seats(),
+            blocks=view.free_blocks(),
+            prefill_tokens=view.token_budget() - len(core.running),
+        )
+        limit = core.policy.preemption.max_victims_per_step
+        for victim in plan_admission_preemptions(
+            core.waiting, core.eviction, core.fairness, limit, room, view
+        ):
+            view.preempt(victim, "urgent")
+
+    def _limit_prefills(self, view: EngineView) -> None:
+        if not self.is_quiet:
+            limits = self._stage_limits(view)
+            if limits is not NO_LIMITS:
+                view.limit_prefills(limits)
+
+    # Decisions of the parts
+
+    def _nothing_to_decide(self, view: EngineView) -> bool:
+        """Whether all that the step can do is decode. Most steps are like that, and asking all
+        questions in them would double the time of a simulation."""
+        core = self._core
+        if self.is_quiet and core.fairness.steady:
+            return True
+        quiet = not view.prefilling() and (
+            core.waiting.peek() is None
+            or (view.free_seats() <= 0 and not core.eviction.wants_room)
+        )
+        self._quiet_version = core.version if quiet else -1
+        return quiet
+
+    def _stage_limits(self, view: EngineView) -> StageLimits:
+        """Alg. 2 of the paper: which prefills are held, and how many tokens they all may have."""
+        core = self._core
+        prefilling, newcomer = view.prefilling(), core.waiting.peek()
+        nobody = not len(core.running) or (newcomer is None and not prefilling)
+        if nobody or not core.policy.uses_urgency:
+            return NO_LIMITS
+        held = self._held_for(newcomer, prefilling, view) if newcomer is not None else ()
+        levels = [job.effective_level for job in prefilling]
+        if newcomer is not None:
+            levels.append(newcomer.effective_level)
+        best = view.most_urgent_decode()
+        limit = prefill_token_limit(
+            None if best is None else best.effective_level,
+            min(levels),
+            core.policy.stage,
+            core.profile,
+        )
+        if limit is None:
+            return StageLimits(held) if held else NO_LIMITS
+        if limit == 0:
+            return StageLimits(tuple(prefilling), 0)
+        # vLLM serves these before decodes that are less urgent than they are; none may take the
+        # decodes' share of the budget.
+        each = max(1, limit // len(prefilling)) if prefilling else None
+        return StageLimits(held, limit, each)
+
+    def _held_for(
+        self, newcomer: Job, prefilling: Collection[Job], view: EngineView
+    ) -> tuple[Job, ...]:
+        """Prefills that sit out this step for a more urgent newcomer that can come in; holding
+        them for one that cannot would only waste the step."""
+        budget = view.token_budget() - view.decode_tokens()
+        if not prefilling or budget == math.inf:
+            return ()
+        held = prefills_that_yield(newcomer, prefilling, int(budget))
+        admissible = (
+            held
+            and view.free_seats() > 0
+            and view.is_ready(newcomer)
+            and view.needed_blocks(newcomer) <= view.free_blocks()
+        )
+        return tuple(held) if admissible else ()
+
+    def _changed(self, view: EngineView, jobs: list[Job]) -> None:
+        view.reposition(jobs)
+        if self._overload is None:
+            return
+        for job in jobs:
+            if not job.state.is_end:
+                seats = self._seats_open(view)
+                self._end(view, self._overload.revised(job, view.now(), seats))
+
+    def _end(self, view: EngineView, ended: Iterable[Ended]) -> None:
+        for job, refusal in ended:
+            view.end(job, refusal)
+
+    def _seats_open(self, view: EngineView) -> int:
+        return 0 if view.is_paused() else max(0, view.free_seats())
