@@ -120,7 +120,8 @@ def codes_table() -> str:
     lines = ["| code | HTTP status | meaning | keys |", "|---|---|---|---|"]
     for code in Code:
         names = [name for name, trace in TRACES.items() if code in trace.codes]
-        groups = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+        parents = tuple(f"{name}." for name in names)
+        groups = [name for name in names if not name.startswith(parents)]
         keys = ", ".join(f"`{name}`" for name in groups)
         lines.append(f"| `{code.value}` | {code.status} | {_CODE_MEANINGS[code]} | {keys} |")
     return "\n".join(lines) + "\n"
