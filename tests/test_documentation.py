@@ -102,6 +102,29 @@ def test_every_page_is_reachable_from_readme() -> None:
     assert {page for page in PAGES if DOCS in page.parents} <= reached
 
 
+# Figures
+
+
+def numbers_in(text: str) -> list[str]:
+    """Whole and decimal numbers that are not part of a word."""
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text)
+
+
+def test_readme_figures_stand_in_the_measurements() -> None:
+    """Each row's figures occur in the pages that it links, or in the comparison of schedulers."""
+    checked = 0
+    for row in re.findall(r"^\| .+ \|$", text_of(ROOT / "README.md"), re.MULTILINE):
+        targets = re.findall(r"\((docs/measurements/[\w-]+\.md)", row)
+        pages = [ROOT / name for name in targets or ["docs/measurements/comparison.md"]]
+        known = {number for page in pages for number in numbers_in(text_of(page))}
+        cells = row.strip("| ").split(" | ")[1:]
+        # A row of costs has its figures in the first of two further cells.
+        for figure in numbers_in(" ".join(cells if len(cells) > 2 else cells[:1])):
+            assert figure in known, f"{figure} in: {row}"
+            checked += 1
+    assert checked > 20
+
+
 # Commands
 
 
