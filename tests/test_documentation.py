@@ -1,80 +1,313 @@
-"""What the documentation names exists: files, links, commands and options."""
+"""Links, commands, policy keys, metrics and code names in the documentation exist."""
 
+import argparse
+import json
 import re
 import shlex
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
+from monitoring import RULES
 
+import vllm_semantic_sched
 from vllm_semantic_sched.admin import reference
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
-from vllm_semantic_sched.policy.command import describe_keys
-from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.engine.settings import EngineSettings
+from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
+from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import keys_of
+from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.sim.scenario import parse_scenarios
+from vllm_semantic_sched.sim.sections import Settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
+DOCS = ROOT / "docs"
+GENERATED = DOCS / "measurements" / "predictor-report"
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *ROOT.glob("scripts/**/*.md"))
+    if GENERATED not in page.parents
+]
+FOLDERS = "scripts|configs|tests|docs|patches|policy|predict|engine|sim|bench|cli|admin"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
-    text = page.read_text("utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (page.parent / target).exists(), target
-    for path in re.findall(
-        r"`((?:scripts|configs|tests|docs|patches|policy|predict|engine)/[\w./-]+)`", text
-    ):
+def text_of(page: Path) -> str:
+    return page.read_text("utf-8")
+
+
+def blocks_of(page: Path, *languages: str) -> list[str]:
+    """Code blocks in one of the languages; `""` for blocks without a language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
+# Links and paths
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+def links_of(page: Path) -> list[tuple[str, str]]:
+    """Relative targets and their anchors; the target is empty for a link within the page."""
+    return re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", text_of(page))
+
+
+@every_page
+def test_links_resolve(page: Path) -> None:
+    for target, anchor in links_of(page):
+        path = (page.parent / target) if target else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors_of(path), f"{target}#{anchor}"
+
+
+@every_page
+def test_named_paths_exist(page: Path) -> None:
+    for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", text_of(page)):
         assert (ROOT / path).exists() or (ROOT / "vllm_semantic_sched" / path).exists(), path
 
 
-def _commands() -> list[list[str]]:
-    lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
-    found = [line.strip() for line in lines if line.strip().startswith("semsched ")]
-    found += re.findall(r"`(semsched [a-z][^`\n]*)`", TEXT)
-    return [shlex.split(line, comments=True)[1:] for line in dict.fromkeys(found)]
+def test_pages_named_by_other_files_exist() -> None:
+    files = [ROOT / "pyproject.toml"]
+    for folder in ("vllm_semantic_sched", "configs", "scripts", "tests", "patches"):
+        paths = (ROOT / folder).rglob("*")
+        files += [path for path in paths if path.suffix in (".py", ".yaml", ".sh")]
+    for file in files:
+        for named in re.findall(r"\bdocs/[\w/-]+\.(?:md|png)", text_of(file)):
+            assert (ROOT / named).exists(), f"{file.relative_to(ROOT)}: {named}"
 
 
-@pytest.mark.parametrize("words", _commands(), ids=" ".join)
-def test_commands_and_their_options_exist(words: list[str], capsys) -> None:
-    names = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
-    for depth in (2, 1):  # two levels of subcommands at most
-        with pytest.raises(SystemExit) as stop:
-            main([*names[:depth], "--help"])
-        if stop.value.code == 0:
-            break
-    assert stop.value.code == 0, capsys.readouterr().err
-    helped = capsys.readouterr().out
-    for option in (word for word in words if word.startswith("--")):
-        assert option in helped, option
+def test_every_page_is_reachable_from_readme() -> None:
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            linked = ((page.parent / target).resolve() for target, _ in links_of(page) if target)
+            ahead += [target for target in linked if target.suffix == ".md" and target.exists()]
+    assert {page for page in PAGES if DOCS in page.parents} <= reached
 
 
-def test_policy_keys_named_in_the_text_exist() -> None:
-    keys = {line.split(":")[0] for line in describe_keys().splitlines()}
-    sections = {key.split(".")[0] for key in keys if "." in key}
-    for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?::[^`]*)?`", TEXT):
-        if key.split(".")[0] in sections:
-            assert key in keys, key
+# Figures
 
 
-def test_the_tables_of_the_operations_page_are_those_of_the_code(tmp_path) -> None:
-    page = ROOT / "docs" / "operations.md"
-    copy = tmp_path / "operations.md"
-    copy.write_text(page.read_text("utf-8"), "utf-8")
-    reference.insert(copy)
-    assert copy.read_text("utf-8") == page.read_text("utf-8"), (
-        "run `semsched policy keys --into docs/operations.md`"
+def numbers_in(text: str) -> list[str]:
+    """Whole and decimal numbers that are not part of a word."""
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text)
+
+
+def test_readme_figures_stand_in_the_measurements() -> None:
+    """Each row's figures occur in the pages that it links, or in the comparison of schedulers."""
+    checked = 0
+    for row in re.findall(r"^\| .+ \|$", text_of(ROOT / "README.md"), re.MULTILINE):
+        targets = re.findall(r"\((docs/measurements/[\w-]+\.md)", row)
+        pages = [ROOT / name for name in targets or ["docs/measurements/comparison.md"]]
+        known = {number for page in pages for number in numbers_in(text_of(page))}
+        cells = row.strip("| ").split(" | ")[1:]
+        # A row of costs has its figures in the first of two further cells.
+        for figure in numbers_in(" ".join(cells if len(cells) > 2 else cells[:1])):
+            assert figure in known, f"{figure} in: {row}"
+            checked += 1
+    assert checked > 20
+
+
+# Commands
+
+
+def command_lines(page: Path, start: str) -> list[str]:
+    """Commands in code blocks that begin like that, without their line continuations."""
+    blocks = "\n".join(blocks_of(page, "bash", "sh", ""))
+    indented = "\n".join(re.findall(r"^    (.+)$", text_of(page), re.MULTILINE))
+    lines = re.sub(r"\\\n\s*", "", f"{blocks}\n{indented}").splitlines()
+    return [line for line in lines if re.match(start, line)]
+
+
+def mentions(page: Path, start: str) -> list[str]:
+    """Commands in running text that begin like that."""
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"`([^`]+)`", re.sub(r"\n(?!\n)", " ", prose))
+    return [" ".join(text.split()) for text in found if re.match(start, text)]
+
+
+class Parsed(Exception):
+    """Raised in place of running a command whose arguments were parsed."""
+
+
+@pytest.fixture
+def parse_only(monkeypatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, *args):
+        parse(self, *args)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+@every_page
+def test_semsched_commands_parse(page: Path, parse_only, capsys) -> None:
+    for line in command_lines(page, "semsched "):
+        try:
+            main(shlex.split(line, comments=True)[1:])
+        except Parsed:
+            continue
+        except SystemExit:
+            pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+@cache
+def help_of(*command: str) -> str | None:
+    """What a command prints for --help; None if there is no such command."""
+    if command[0] == "semsched":
+        command = ("-c", "from vllm_semantic_sched.cli import main; main()", *command[1:])
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True
     )
+    return done.stdout if done.returncode == 0 else None
 
 
-def test_every_knob_names_metrics_that_exist() -> None:
+@every_page
+def test_mentioned_semsched_commands_and_options_exist(page: Path) -> None:
+    for text in dict.fromkeys(mentions(page, r"semsched [a-z]")):
+        words = shlex.split(text)
+        names = [word for word in words[1:3] if re.fullmatch(r"[a-z-]+", word)]
+        printed = help_of("semsched", *names) or help_of("semsched", *names[:1])
+        assert printed is not None, text
+        options = words[: words.index("--")] if "--" in words else words
+        for option in (word for word in options if word.startswith("--")):
+            assert option in printed, f"{text}: {option}"
+
+
+@every_page
+def test_scripts_and_their_options_exist(page: Path) -> None:
+    start = r"(python )?scripts/[a-z_/]+\.(py|sh)"
+    for text in dict.fromkeys(command_lines(page, start) + mentions(page, start)):
+        words = shlex.split(text.removeprefix("python "), comments=True)
+        assert (ROOT / words[0]).exists(), text
+        end = words.index("--") if "--" in words else len(words)
+        options = [word.split("=")[0] for word in words[1:end] if word.startswith("--")]
+        described = text_of(ROOT / words[0])
+        if options and words[0].endswith(".py"):
+            described = help_of(words[0]) or ""
+        for option in options:
+            assert option in described, f"{text}: {option}"
+
+
+@every_page
+def test_server_options_of_this_package_are_valid(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", text_of(page))
+    for given in re.findall(r"--additional-config '([^']+)'", text):
+        settings = parse_section(EngineSettings, json.loads(given)["semantic_sched"], "page")
+        if "/" not in settings.policy:
+            load_policy(settings.policy)
+    for given in re.findall(r"--kv-transfer-config '([^']+)'", text):
+        assert json.loads(given)
+
+
+@every_page
+def test_names_of_the_package_exist(page: Path) -> None:
+    names = set(re.findall(r"\bvllm_semantic_sched(?:\.\w+)+", text_of(page)))
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        known = vllm_semantic_sched.__all__ if parent == "vllm_semantic_sched" else ()
+        assert last in known or find_spec(name), name
+    for block in blocks_of(page, "python"):
+        for module, imported in re.findall(r"from (vllm_semantic_sched\S*) import (\w+)", block):
+            source = find_spec(module)
+            assert source is not None and source.origin is not None, module
+            assert re.search(rf"\b{imported}\b", Path(source.origin).read_text("utf-8")), imported
+
+
+# Policy keys
+
+
+def with_groups(names: set[str]) -> set[str]:
+    """Dotted names and all their beginnings."""
+    parts = [name.split(".") for name in names]
+    beginnings = {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+    return beginnings | {name.removesuffix("[]") for name in beginnings}
+
+
+@every_page
+def test_named_keys_exist(page: Path) -> None:
+    known = with_groups({key.name for model in (Policy, Settings) for key in keys_of(model)})
+    sections = {name for name in known if "." not in name}
+    for name in re.findall(r"`([a-z_]+(?:\[\])?(?:\.[a-z_]+)+)(?::[^`]*)?`", text_of(page)):
+        is_file = name.endswith((".jsonl", ".json", ".md", ".yaml"))
+        if name.split(".")[0] in sections and not is_file:
+            assert name in known, name
+
+
+@every_page
+def test_yaml_blocks_are_valid(page: Path) -> None:
+    for block in blocks_of(page, "yaml"):
+        data = yaml.safe_load(block.replace("mode: off", "mode: 'off'"))
+        if "workload" in data:
+            parse_scenarios(data, "page")
+        else:
+            parse_policy(data)
+
+
+def test_keys_named_by_the_alerts_exist() -> None:
+    known = with_groups({key.name for key in keys_of(Policy)})
+    sections = {name for name in known if "." not in name}
+    text = " ".join(rule["annotations"]["description"] for rule in RULES)
+    for name in re.findall(r"[a-z_]+(?:\[\])?(?:\.[a-z_]+)+", text):
+        if name.split(".")[0] in sections:
+            assert name in known, name
+
+
+def test_every_shipped_policy_is_described() -> None:
+    text = text_of(DOCS / "policies.md")
+    cells = "".join(re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE))
+    assert set(shipped_names("policy")) <= set(re.findall(r"`(\w+)`", cells))
+
+
+# Generated tables and metrics
+
+
+def test_reference_page_is_current(tmp_path) -> None:
+    page = DOCS / "reference.md"
+    copy = tmp_path / "reference.md"
+    copy.write_text(text_of(page), "utf-8")
+    reference.insert(copy)
+    assert text_of(copy) == text_of(page), "run `semsched policy keys --into docs/reference.md`"
+
+
+def test_each_key_lists_metrics_that_exist() -> None:
     counters = {f"{name}_total" for name in COUNTERS}
     for key in keys_of(Policy):
         assert set(reference.trace_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
 
 
-def test_metrics_named_in_the_text_exist() -> None:
-    counters = {f"{name}_total" for name in COUNTERS}
-    named = set(re.findall(r"`semsched:([a-z_0-9]+)", TEXT))
-    assert named <= counters | {*GAUGES, *HISTOGRAMS}
+@every_page
+def test_named_metrics_and_their_labels_exist(page: Path) -> None:
+    metrics = {f"{name}_total": metric for name, metric in COUNTERS.items()} | GAUGES | HISTOGRAMS
+    named = re.findall(r"\bsemsched:([a-z_0-9]+)(?:\{([^}`]*)\})?", text_of(page))
+    named += [(name, "") for name in re.findall(r"`([a-z_]+_total)[`{]", text_of(page))]
+    for name, selector in named:
+        assert name in metrics, name
+        labels = {"engine", *metrics[name].labels}
+        for label, value in re.findall(r"(\w+)(?:=\"([^\"]*)\")?,?", selector):
+            assert label in labels, f"{name}{{{selector}}}"
+            values = {word for words in metrics[name].values for word in words}
+            assert not (value and values) or value in values or label == "engine", selector
+
+
+def test_monitoring_page_lists_every_alert() -> None:
+    listed = re.findall(r"^\| `(Semsched\w+)` \|", text_of(DOCS / "monitoring.md"), re.MULTILINE)
+    assert listed == [rule["alert"] for rule in RULES]

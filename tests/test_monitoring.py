@@ -12,7 +12,7 @@ QUERIES = [*panel_queries(), *rule_queries()]
 
 
 def known_series() -> dict[str, set[str]]:
-    """Name on the page: labels beside `engine`."""
+    """Labels of each series, without `engine`, by its name on the metrics page."""
     series = {f"semsched:{name}_total": set(metric.labels) for name, metric in COUNTERS.items()}
     series |= {f"semsched:{name}": set(metric.labels) for name, metric in GAUGES.items()}
     for name, metric in HISTOGRAMS.items():
@@ -22,7 +22,7 @@ def known_series() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES, ids=[title for title, _ in QUERIES])
-def test_queries_parse_and_read_metrics_that_there_are(title, query) -> None:
+def test_queries_parse_and_use_existing_metrics(title, query) -> None:
     known = known_series()
     found = selectors(query)
     assert found
@@ -39,12 +39,12 @@ def test_queries_parse_and_read_metrics_that_there_are(title, query) -> None:
         }
 
 
-def test_a_parser_that_takes_anything_would_prove_nothing() -> None:
+def test_parser_rejects_invalid_query() -> None:
     with pytest.raises(ValueError):
         selectors("sum by (tier (semsched:waiting_requests)")
 
 
-def test_a_counter_is_read_by_its_increase_and_legends_name_labels_that_are_left() -> None:
+def test_counters_are_read_as_increases_and_legends_use_kept_labels() -> None:
     for title, query in QUERIES:
         for name in re.findall(r"semsched:\w+_total", query):
             increase = re.search(rf"(rate|increase)\({name}", query)
@@ -57,7 +57,7 @@ def test_a_counter_is_read_by_its_increase_and_legends_name_labels_that_are_left
             assert shown <= left, panel["title"]
 
 
-def test_the_dashboard_has_what_grafana_needs() -> None:
+def test_dashboard_has_the_fields_that_grafana_needs() -> None:
     assert {"title", "uid", "panels", "templating", "schemaVersion", "time"} <= set(DASHBOARD)
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -79,7 +79,7 @@ def test_the_dashboard_has_what_grafana_needs() -> None:
     assert variables == {"datasource", "engine"}
 
 
-def test_what_an_operator_has_to_see_is_on_the_dashboard() -> None:
+def test_dashboard_shows_the_important_metrics() -> None:
     shown = {name for _, query in panel_queries() for name, _ in selectors(query)}
     ending = re.compile(r"_(total|bucket|sum|count)$")
     shown = {ending.sub("", name.removeprefix("semsched:")) for name in shown}
@@ -94,7 +94,7 @@ def test_what_an_operator_has_to_see_is_on_the_dashboard() -> None:
     }
 
 
-def test_the_rules_have_what_prometheus_needs() -> None:
+def test_alert_rules_have_the_fields_that_prometheus_needs() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
@@ -118,6 +118,6 @@ def test_the_rules_have_what_prometheus_needs() -> None:
         ("SemschedOwnErrors", "policy_errors_total"),
     ],
 )
-def test_the_alerts_that_an_operator_is_promised(alert, threshold) -> None:
+def test_promised_alerts_exist(alert, threshold) -> None:
     (expression,) = [rule["expr"] for rule in RULES if rule["alert"] == alert]
     assert threshold in expression

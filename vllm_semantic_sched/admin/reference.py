@@ -1,4 +1,4 @@
-"""The tables of knobs and metrics in docs/operations.md, from the code itself."""
+"""Generates the tables of docs/reference.md: policy keys, refusal codes and metrics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 class Trace(NamedTuple):
-    """Where an operator sees what a knob does.
+    """Where an operator sees the effect of a policy key.
 
     Attributes:
-        codes: with which requests are refused because of it.
+        codes: of the requests that it can refuse.
         metrics: without the prefix `semsched:`.
     """
 
@@ -72,13 +72,29 @@ TRACES = {
     "admission.over_share": Trace((Code.TIER_OVER_SHARE,), ("refused_total",)),
     "dedup": Trace((Code.SUPERSEDED,), ("refused_total", "invalid_dedup_keys_total")),
 }
-"""By key or group of keys; the longest that fits counts."""
+"""By key or group of keys; the longest matching name counts."""
 
-_HEAD = ("| key | default | live | what it does | code | seen in |", "|---|---|---|---|---|---|")
+_CODE_MEANINGS = {
+    Code.OVER_CAPACITY: "The queue of the tier, or the queue of all tiers, is full; or a more "
+    "urgent request replaced this one in a full queue.",
+    Code.SHED: "The tier is shed until the promises to more urgent tiers hold again.",
+    Code.SUPERSEDED: "A newer request with the same `dedup_key` replaced this one.",
+    Code.TIER_OVER_SHARE: "Under pressure, the tier has more than its share of the work.",
+    Code.TENANT_OVER_SHARE: "The queue of this tenant is full.",
+    Code.QUEUE_TIMEOUT: "The request got no seat in time.",
+    Code.DROPPED: "Running the preempted request again would cost more than starting over.",
+}
+
+
+_KEYS_HEAD = (
+    "| key | default | takes effect | meaning | refusal code | metrics |",
+    "|---|---|---|---|---|---|",
+)
+_YAML_WORDS = {"None": "unset", "True": "true", "False": "false", "()": "[]"}
 
 
 def trace_of(key: str) -> Trace:
-    """Where the effect of a key shows. KeyError if nobody has said."""
+    """The codes and metrics that show the effect of a key. KeyError if none are listed."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         for name in (".".join(parts[:end]), ".".join(parts[:end]).removesuffix("[]")):
@@ -88,18 +104,31 @@ def trace_of(key: str) -> Trace:
 
 
 def insert(path: Path) -> None:
-    """Bring the tables of a page up to date: what stands between `<!-- keys -->` or
-    `<!-- metrics -->` and the `<!-- end -->` after it."""
+    """Update the tables of a page: the text between `<!-- keys -->`, `<!-- codes -->` or
+    `<!-- metrics -->` and the next `<!-- end -->`."""
     text = path.read_text("utf-8")
-    for name, table in (("keys", keys_table()), ("metrics", metrics_table())):
+    tables = {"keys": keys_table(), "codes": codes_table(), "metrics": metrics_table()}
+    for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         before, rest = text.split(begin)
         text = before + begin + table + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
     path.write_text(text, "utf-8")
 
 
+def codes_table() -> str:
+    """The refusal codes with their HTTP status, meaning and policy keys."""
+    lines = ["| code | HTTP status | meaning | keys |", "|---|---|---|---|"]
+    for code in Code:
+        names = [name for name, trace in TRACES.items() if code in trace.codes]
+        parents = tuple(f"{name}." for name in names)
+        groups = [name for name in names if not name.startswith(parents)]
+        keys = ", ".join(f"`{name}`" for name in groups)
+        lines.append(f"| `{code.value}` | {code.status} | {_CODE_MEANINGS[code]} | {keys} |")
+    return "\n".join(lines) + "\n"
+
+
 def metrics_table() -> str:
-    """What this package adds to the server's /metrics."""
+    """The metrics that this package adds to the server's /metrics page."""
     lines = ["| metric | labels | meaning |", "|---|---|---|"]
     for table, ending in ((COUNTERS, "_total"), (GAUGES, ""), (HISTOGRAMS, "")):
         for name, metric in sorted(table.items()):
@@ -122,7 +151,7 @@ def keys_table() -> str:
         groups.setdefault(group, []).append(" | ".join(_cells(key)))
     lines: list[str] = []
     for group, rows in groups.items():
-        lines += ["", f"### `{group}`" if group else "### At the top", "", *_HEAD, *rows]
+        lines += ["", f"### `{group}`" if group else "### Top level", "", *_KEYS_HEAD, *rows]
     return "\n".join(lines).strip() + "\n"
 
 
@@ -130,8 +159,15 @@ def _cells(key: Key) -> Iterator[str]:
     trace = trace_of(key.name)
     valid = f" One of {key.valid}." if key.valid else ""
     yield f"| `{key.name}`"
-    yield f"{key.default}"
-    yield "yes" if restart_reason(key.name) is None else "restart"
+    yield _yaml(key.default)
+    yield "on reload" if restart_reason(key.name) is None else "at restart"
     yield " ".join(f"{key.meaning}{valid}".split()).replace("|", "\\|")
     yield ", ".join(f"`{code.value}`" for code in trace.codes)
     yield ", ".join(f"`{name}`" for name in trace.metrics) + " |"
+
+
+def _yaml(default: str) -> str:
+    """A default as it is written in a policy file."""
+    if default.startswith("(") and default.endswith(")") and "," in default:
+        return f"[{default[1:-1]}]"
+    return _YAML_WORDS.get(default, default)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as tables, with what can change while the server runs, codes and metrics",
     )
     keys.add_argument(
-        "--into", type=Path, metavar="PAGE", help="write the tables into docs/operations.md instead"
+        "--into", type=Path, metavar="PAGE", help="write the tables into docs/reference.md instead"
     )
     check = actions.add_parser("check", help="check a policy by name or path")
     check.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
