@@ -1,0 +1,71 @@
+"""What jobs hold, in the one record of it."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
+
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+
+LEVELS = 3
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "grow", "expect", "release", "relevel"]),
+        st.integers(0, 30),
+        st.integers(1, 500),
+    ),
+    max_size=80,
+)
+
+
+@given(actions)
+def test_totals_are_those_of_the_jobs_that_hold_something(actions) -> None:
+    holdings = Holdings(LEVELS)
+    holdings.capacity = EngineCapacity(seats=8, blocks=100, block_size=16)
+    blocks, expected = {}, {}
+    for action, pick, tokens in actions:
+        if action == "take":
+            job = make_job(pick % LEVELS, tenant="abc"[pick % 3])
+        elif blocks:
+            job = list(blocks)[pick % len(blocks)]
+        else:
+            continue
+        if action in ("take", "grow"):
+            holdings.hold(job, tokens)
+            blocks[job] = -(-tokens // 16)
+            expected.setdefault(job, 0)
+        elif action == "expect":
+            holdings.expect(job, tokens)
+            expected[job] = tokens
+        elif action == "release":
+            holdings.release(job)
+            holdings.release(job)  # the second is a no-op
+            del blocks[job], expected[job]
+        else:
+            before, job.level = job.level, pick % LEVELS
+            holdings.relevel(job, before)
+
+        assert len(holdings) == len(blocks)
+        seats = Counter(job.level for job in blocks)
+        for level in range(LEVELS):
+            held = holdings.level(level)
+            here = [job for job in blocks if job.level == level]
+            assert held.seats == seats[level]
+            assert held.blocks == sum(blocks[job] for job in here)
+            assert held.tokens == sum(expected[job] for job in here)
+            below = holdings.below(level)
+            assert below.seats == sum(count for other, count in seats.items() if other > level)
+            assert below.blocks == sum(blocks[job] for job in blocks if job.level > level)
+        by_tenant = Counter(job.tenant for job in blocks)
+        assert {tenant: held.seats for tenant, held in holdings.tenants()} == by_tenant
+        assert all(holdings.blocks(job) == count for job, count in blocks.items())
+
+
+def test_jobs_hold_no_blocks_while_the_capacity_is_unknown() -> None:
+    holdings = Holdings(LEVELS)
+    job = make_job(1, tenant="a")
+    holdings.hold(job, 100)
+    assert holdings.level(1).seats == 1 and holdings.blocks(job) == 0
+    holdings.expect(make_job(0), 100)  # has no seat
+    assert holdings.level(0).tokens == 0 and holdings.tenant("b") is None
