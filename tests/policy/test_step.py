@@ -1,0 +1,117 @@
+"""The sequence of a scheduling step, over the simulated engine as its view."""
+
+import pytest
+from drive import PROFILE, drive
+
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.sim.replica import make_engine
+from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.sections import EngineModel
+
+PARTS = [
+    "applying predictions",
+    "revising estimates",
+    "ending what waited too long",
+    "keeping reservations",
+    "making room for urgent requests",
+    "limiting prefills",
+]
+
+
+def make_world(policy: dict, **engine):
+    core = SchedulingCore(parse_policy(policy), PROFILE)
+    core.estimates.buckets = LengthBuckets((100,), (50.0, 200.0))
+    return core, make_engine(core, EngineModel(**engine), PROFILE)
+
+
+def arrive(core, engine, index: int, urgency: int | None = None, prediction=None) -> Run:
+    hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
+    job = core.new_job(str(index), 0.0, 40, 500, hint, awaits_prediction=urgency is None)
+    run = Run(SimRequest(index, 0.0, urgency or 0, 40, 500), job, prediction)
+    engine.submit(run, 0.0)
+    return run
+
+
+def test_parts_run_in_order_and_an_error_skips_its_own_part_only() -> None:
+    core, engine = make_world({}, seats=2)
+    failed: list[str] = []
+    step = SchedulingStep(core, on_error=failed.append)
+    assert [doing for doing, _ in step.parts] == PARTS
+    ran: list[str] = []
+
+    def watched(doing: str):
+        def part(view) -> None:
+            ran.append(doing)
+            if doing == "revising estimates":
+                raise RuntimeError("broken")
+
+        return part
+
+    step.parts = tuple((doing, watched(doing)) for doing in PARTS)
+    step.run(engine)
+    assert ran == PARTS and failed == ["revising estimates"]
+    with pytest.raises(RuntimeError):
+        step_that_raises = SchedulingStep(core)
+        step_that_raises.parts = step.parts
+        step_that_raises.run(engine)
+
+
+def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
+    """A queue timeout is applied before room is made."""
+    policy = {"admission": {"queue": {"timeout": 1.0}}, "predictor": {"enabled": False}}
+    core, engine = make_world(policy, seats=1)
+    background = arrive(core, engine, 0, urgency=4)
+    engine.begin_step(0.0)
+    engine.end_step(0.01)
+    urgent = arrive(core, engine, 1, urgency=0)
+    engine.begin_step(5.0)
+    assert urgent.refused == "queue_timeout"
+    assert background.job.preemptions == 0 and background.job.state is JobState.RUNNING
+
+
+def test_a_prediction_is_used_by_the_same_step_that_makes_room() -> None:
+    core, engine = make_world({}, seats=1)
+    background = arrive(core, engine, 0, urgency=4)
+    engine.begin_step(0.0)
+    engine.end_step(0.01)
+    unread = arrive(core, engine, 1, prediction=Prediction((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 0.0)))
+    core.set_level(unread.job, 4)  # at the default level it would not preempt
+    engine.predicted(unread)
+    assert unread.job.level == 4
+    engine.begin_step(0.02)
+    assert unread.job.level == 0 and unread.job.state is JobState.RUNNING
+    assert background.job.preemptions == 1
+
+
+def test_a_level_that_becomes_known_is_judged_by_its_tiers_bound() -> None:
+    tiers = [{"name": str(n)} for n in range(4)] + [{"name": "4", "queue": {"requests": 1}}]
+    core, engine = make_world({"tiers": tiers}, seats=1)
+    for index in range(2):  # one runs, one waits: tier 4 is full
+        arrive(core, engine, index, urgency=4)
+        if index == 0:
+            engine.begin_step(0.0)
+            engine.end_step(0.01)
+    unread = arrive(core, engine, 2, prediction=Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (1.0, 0.0)))
+    engine.predicted(unread)
+    engine.begin_step(0.02)
+    assert unread.refused == "over_capacity"
+
+
+def test_a_tier_that_may_be_dropped_is_in_a_simulation_too() -> None:
+    tiers = [{"name": "0"}, {"name": "1", "drop": True}]
+    policy = {
+        "levels": 2,
+        "default_level": 0,
+        "tiers": tiers,
+        "preemption": {"max_per_request": 99},
+        "predictor": {"enabled": False},
+    }
+    requests = [SimRequest(0, 0.0, 1, 400, 300)]
+    requests += [SimRequest(n, n * 0.08, 0, 10, 2) for n in range(1, 30)]
+    runs = drive(policy, requests, seats=1)
+    assert runs[0].refused == "dropped" and runs[0].finish is None
+    assert all(run.finish is not None for run in runs[1:])
