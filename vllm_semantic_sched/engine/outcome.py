@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm.v1.request import Request, RequestStatus
-
+from vllm_semantic_sched.engine.vllm_api import Request, RequestStatus
 from vllm_semantic_sched.policy.estimates.length_calibration import Ending
 from vllm_semantic_sched.policy.job import JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal

@@ -8,11 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import Request
-
 from vllm_semantic_sched.engine.capacity import Capacity
 from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.engine.vllm_api import PauseState, Request, kv_cache_usage
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.overload.control import Ending, OverloadControl
@@ -89,7 +87,7 @@ class Overload:
 
     def step(self) -> None:
         """A step is about to be arranged."""
-        self._end(self.control.step(self._clock(), self._scheduler.kv_cache_manager.usage))
+        self._end(self.control.step(self._clock(), kv_cache_usage(self._scheduler)))
 
     def gauges(self) -> Gauges:
         """Pressure, shedding and promises."""

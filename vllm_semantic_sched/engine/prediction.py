@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.request import Request
-
 from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.job import Job, LevelSource

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.engine.capacity import Capacity
+from vllm_semantic_sched.engine.vllm_api import (
+    Scheduler,
+    TokenLimits,
+    hold_for_one_step,
+    inflight_prefills,
+    set_token_limits,
+    token_limits,
+)
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class StepLimit:
@@ -31,17 +35,18 @@ class StepLimit:
         self._capacity = capacity
         self._jobs = jobs
         self._observe = observe
-        self._saved: tuple[int, int] | None = None
+        self._saved: TokenLimits | None = None
 
     def set(self, core: SchedulingCore) -> None:
         """Arrange the coming step. O(prefills under way)."""
         scheduler = self._scheduler
         newcomer = core.waiting.peek()
-        if not scheduler.running or (newcomer is None and not scheduler._inflight_prefills):
+        prefills = inflight_prefills(scheduler)
+        if not scheduler.running or (newcomer is None and not prefills):
             return
         prefilling = [
             self._jobs[request.request_id]
-            for request in scheduler._inflight_prefills
+            for request in prefills
             if request.request_id in self._jobs
         ]
         decoding = (len(scheduler.running) - len(prefilling)) * (1 + scheduler.num_spec_tokens)
@@ -52,9 +57,7 @@ class StepLimit:
     def restore(self) -> None:
         """Undo what `set` set."""
         if self._saved is not None:
-            scheduler = self._scheduler
-            scheduler.max_num_scheduled_tokens, threshold = self._saved
-            scheduler.scheduler_config.long_prefill_token_threshold = threshold
+            set_token_limits(self._scheduler, self._saved)
             self._saved = None
 
     def _let_in(
@@ -82,19 +85,17 @@ class StepLimit:
         )
         if limit is None:
             return
-        config = scheduler.scheduler_config
-        self._saved = (scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold)
-        scheduler.max_num_scheduled_tokens = min(decoding + limit, self._saved[0])
+        saved = self._saved = token_limits(scheduler)
+        limits = saved._replace(step=min(decoding + limit, saved.step))
         if limit == 0:
             self._pause(prefilling)
         elif prefilling:
             # vLLM serves these before decodes that are less urgent than they are; none may take
             # the decodes' share of the budget.
             share = max(1, limit // len(prefilling))
-            config.long_prefill_token_threshold = min(share, self._saved[1] or share)
+            limits = limits._replace(prefill=min(share, saved.prefill or share))
+        set_token_limits(scheduler, limits)
 
     def _pause(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            # schedule() counts the step up before it looks at this.
-            request = self._scheduler.requests[job.request_id]
-            request.next_decode_eligible_step = self._scheduler.current_step + 2
+            hold_for_one_step(self._scheduler, self._scheduler.requests[job.request_id])
