@@ -53,7 +53,7 @@ class SwapEngine:
         self.llm = LLM(model, **options)
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.swap = self.scheduler._preemptions._connector
+        self.swap = self.scheduler.preemptions._connector
         self.ledger = self.swap.ledger
         group = get_kv_transfer_group()
         self.worker = getattr(group, "sub_connectors", [group])[0]
@@ -83,7 +83,7 @@ class SwapEngine:
         """Put another retention policy in force, and another size of the host pool."""
         from vllm_semantic_sched.engine.host_pool import HostPool
 
-        core = self.scheduler._core
+        core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
         core.policy = core.policy.model_copy(update={"retention": retention})
         assert self.ledger.pool.used == 0
@@ -91,9 +91,11 @@ class SwapEngine:
 
     def chaos(self, every: int = 3, seed: int = 0, also=lambda step, names: None) -> dict:
         """Answer all prompts at once, and preempt a random running request every few steps."""
+        from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+
         chance = random.Random(seed)
-        scheduler, counters = self.scheduler, self.scheduler._counters
-        scheduler._preemptions.gauges()  # takes over what the workers measured
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        scheduler.preemptions.gauges()  # takes over what the workers measured
         before = dict(counters._totals)
         names = [f"{seed}-{index}" for index in range(len(self.prompts))]
         for name, prompt in zip(names, self.prompts, strict=True):
@@ -103,16 +105,16 @@ class SwapEngine:
         while self.engine.has_unfinished_requests():
             step += 1
             assert step < 5000, "the engine makes no progress"
-            running = [r for r in scheduler.running if scheduler._request_blocks_can_be_freed(r)]
+            running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
             if step % every == 0 and running:
-                scheduler._evict(chance.choice(running), "urgent")
+                scheduler.evict(chance.choice(running), "urgent")
                 forced += 1
             also(step, names)
             for output in self.engine.step():
                 if output.finished:
                     answers[output.request_id] = list(output.outputs[0].token_ids)
         self.engine.step()
-        scheduler._preemptions.gauges()
+        scheduler.preemptions.gauges()
         totals = {
             "_".join((name, *labels)): total - before.get((name, labels), 0)
             for (name, labels), total in counters._totals.items()
@@ -123,7 +125,7 @@ class SwapEngine:
             "counters": totals,
             "host_blocks_left": self.ledger.pool.used,
             "device_blocks_left": self.block_total - self.pool.get_num_free_blocks(),
-            "jobs_left": len(scheduler._jobs),
+            "jobs_left": len(scheduler.jobs),
         }
 
     def poison(self, blocks: list[int]) -> None:
@@ -249,7 +251,7 @@ class SwapEngine:
             while self.engine.has_unfinished_requests():
                 step += 1
                 if mode is not None and step % 6 == 0 and self.scheduler.running:
-                    self.scheduler._evict(self.scheduler.running[0], "urgent")
+                    self.scheduler.evict(self.scheduler.running[0], "urgent")
                 for output in self.engine.step():
                     found = output.outputs[0].logprobs
             return [
@@ -278,7 +280,7 @@ def main() -> None:
         "caching": engine.caching,
         "groups": len(engine.scheduler.kv_cache_config.kv_cache_groups),
         "connector": type(engine.scheduler.connector).__name__,
-        "policy_errors": engine.scheduler._counters.total("policy_errors"),
+        "policy_errors": engine.scheduler.counters.total("policy_errors"),
     }
     with open(report, "w") as file:
         json.dump(results, file)

@@ -45,9 +45,9 @@ def test_vllms_pause_stops_the_clock(tmp_path, state) -> None:
     path.write_text("predictor: {enabled: false}\n")
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
     scheduler.set_pause_state(state)
-    assert scheduler._clock() == scheduler._clock()
+    assert scheduler.clock() == scheduler.clock()
     scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert scheduler._clock() < scheduler._clock()
+    assert scheduler.clock() < scheduler.clock()
 
 
 def test_no_decision_reads_the_time_of_day() -> None:
@@ -67,7 +67,7 @@ def test_no_queue_timeout_fires_for_a_pause(tmp_path) -> None:
     scheduler = build_scheduler(
         SemanticScheduler, semantic_sched={"policy": str(path)}, max_num_seqs=1
     )
-    scheduler._clock._seconds = seconds = Seconds()
+    scheduler.clock._seconds = seconds = Seconds()
     for name in "ab":
         scheduler.add_request(make_request(name, output_tokens=100))
     run_step(scheduler)
@@ -81,4 +81,4 @@ def test_no_queue_timeout_fires_for_a_pause(tmp_path) -> None:
     seconds.now += 11
     run_step(scheduler)
     assert set(scheduler.requests) == {"a"}
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("policy_errors") == 0

@@ -1,4 +1,4 @@
-"""Ending requests from inside the scheduler, without a model."""
+"""AnswerEnd requests from inside the scheduler, without a model."""
 
 import pytest
 from vllm.v1.engine import FinishReason
@@ -40,7 +40,7 @@ def test_a_waiting_request_on_an_idle_engine_is_told_at_once(scheduler) -> None:
     assert scheduler.refuse("r", FULL)
     assert scheduler.has_requests()  # else the engine would not step
     assert_refused(step(scheduler)["r"])
-    assert not scheduler.requests and not scheduler._jobs
+    assert not scheduler.requests and not scheduler.jobs
     step(scheduler)
     assert not scheduler.has_requests()
 
@@ -98,8 +98,8 @@ def test_a_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     assert scheduler.refuse("r", FULL)
     assert not scheduler.refuse("r", FULL)
     assert not scheduler.refuse("stranger", FULL)
-    assert scheduler._counters.total("refused", ("over_capacity", "4")) == 1
-    assert scheduler._counters.total("ended_requests", ("4", "refused")) == 1
+    assert scheduler.counters.total("refused", ("over_capacity", "4")) == 1
+    assert scheduler.counters.total("ended_requests", ("4", "refused")) == 1
     assert len(step(scheduler)) == 1
 
 

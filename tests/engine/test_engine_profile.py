@@ -79,15 +79,15 @@ def test_a_profile_that_reaches_too_short_is_told_once_with_both_figures(build) 
 
 def test_estimates_follow_the_time_that_steps_take(build, monkeypatch) -> None:
     scheduler, _ = build(**measured(8192))  # a decode step of it: 13.3 ms
-    clock = scheduler._step_clock
+    clock = scheduler.step_clock
     finished = clock.finished
     # Real times would be those of whatever else the machine does.
     monkeypatch.setattr(clock, "finished", lambda *args: (finished(*args)[0], STEP_SECONDS))
     for number in range(4):
         scheduler.add_request(make_request(f"r{number}", output_tokens=400))
-    scale = scheduler._core.profile_scale
+    scale = scheduler.core.estimates.scale
     for _ in range(200):
         run_step(scheduler)
     assert scale.decode == pytest.approx(STEP_SECONDS / scale.given.gamma2, rel=0.07)
-    assert scheduler._core.profile.gamma2 == pytest.approx(scale.given.gamma2 * scale.decode)
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.core.profile.gamma2 == pytest.approx(scale.given.gamma2 * scale.decode)
+    assert scheduler.counters.total("policy_errors") == 0

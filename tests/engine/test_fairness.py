@@ -50,11 +50,11 @@ def finish_all(scheduler, limit: int = 5000) -> None:
             break
         run_step(scheduler)
     run_step(scheduler)
-    assert not scheduler.requests and not scheduler._jobs
-    assert scheduler._counters.total("policy_errors") == 0
-    fairness = scheduler._core.fairness
-    assert not fairness.meter._stints and not fairness._taken
-    assert all(held.seats == held.blocks == 0 for held in fairness.reservation._held)
+    assert not scheduler.requests and not scheduler.jobs
+    assert scheduler.counters.total("policy_errors") == 0
+    holdings = scheduler.core.holdings
+    assert not len(scheduler.core.fairness.meter) and not len(holdings)
+    assert all(held.seats == held.blocks == 0 for held in holdings.levels())
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
@@ -74,7 +74,7 @@ def test_reserved_seats_stay_empty_for_others_and_are_there_when_needed(build) -
     add(scheduler, "urgent", "pressing", urgency=0, output_tokens=5)
     run_step(scheduler)
     assert running(scheduler) == {"p", "q", "urgent", "pressing"}
-    assert scheduler._counters.total("preemptions") == 0
+    assert scheduler.counters.total("preemptions") == 0
     finish_all(scheduler)
 
 
@@ -130,7 +130,7 @@ def test_background_is_served_under_permanent_premium_load(build) -> None:
             number += 1
             run_step(scheduler)
         assert ("background" not in scheduler.requests) == enabled
-        assert scheduler._counters.total("policy_errors") == 0
+        assert scheduler.counters.total("policy_errors") == 0
 
 
 def test_a_flood_of_one_tenant_leaves_the_next_seat_to_another(build) -> None:
@@ -151,11 +151,11 @@ def test_a_tenants_part_of_the_top_level(build) -> None:
     scheduler = build({"tenants": {"top": top}}, max_num_seqs=8)
     add(scheduler, *"abcde", urgency=0, tenant="greedy")
     add(scheduler, "f", urgency=0, tenant="modest")
-    levels = {name: job.level for name, job in scheduler._jobs.items()}
+    levels = {name: job.level for name, job in scheduler.jobs.items()}
     assert levels == dict.fromkeys("abf", 0) | dict.fromkeys("cde", 1)
     run_step(scheduler)
-    assert scheduler._gauges(scheduler._core)
-    assert scheduler._counters.total("capped_requests") == 3
+    assert scheduler.gauges()
+    assert scheduler.counters.total("capped_requests") == 3
     finish_all(scheduler)
 
 
@@ -189,9 +189,9 @@ def test_random_traffic_with_everything_on_leaves_nothing_behind(
         max_num_batched_tokens=128,
         async_scheduling=ahead,
     )
-    core, skipped = scheduler._core, [0.0]
-    clock = scheduler._clock._seconds
-    scheduler._clock._seconds = lambda: clock() + skipped[0]
+    core, skipped = scheduler.core, [0.0]
+    clock = scheduler.clock._seconds
+    scheduler.clock._seconds = lambda: clock() + skipped[0]
     policies = [core.policy, core.policy.model_copy(update={"aging": core.policy.aging.model_copy(
         update={"enabled": False})})]  # fmt: skip
     in_flight = deque()

@@ -75,15 +75,15 @@ def test_a_valid_file_is_in_force_from_the_next_step(scheduler, file) -> None:
 def test_a_file_that_cannot_be_used_leaves_the_old_policy_in_force(
     scheduler, file, text, words
 ) -> None:
-    old = scheduler._core.policy
+    old = scheduler.core.policy
     file.unlink() if text is None else file.write_text(text)
     report = reload(scheduler)
     assert report["result"] == "refused" and report["version"] == 1
     for word in words:
         assert word in report["reason"]
-    assert scheduler._core.policy is old
-    assert scheduler._counters.total("policy_reloads", "refused") == 1
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.core.policy is old
+    assert scheduler.counters.total("policy_reloads", "refused") == 1
+    assert scheduler.counters.total("policy_errors") == 0
     file.write_text(HINTS_ONLY + "default_level: 3\n")
     assert reload(scheduler)["result"] == "adopted"
 
@@ -92,18 +92,18 @@ def test_an_error_in_our_code_is_no_success(scheduler, file, monkeypatch) -> Non
     def fail(*args):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(scheduler._core, "adopt", fail)
+    monkeypatch.setattr(scheduler.core, "adopt", fail)
     file.write_text(HINTS_ONLY + "default_level: 4\n")
     commands.run(scheduler, "load_policy").result(timeout=10)
     add(scheduler, "a", output_tokens=2)
     run_step(scheduler)
-    assert scheduler._counters.total("policy_errors") == 1
+    assert scheduler.counters.total("policy_errors") == 1
     report = commands.run(scheduler, "adopt_policy")
     assert (report["result"], report["version"]) == ("refused", 1)
 
 
 def test_no_step_waits_for_the_file(scheduler, monkeypatch) -> None:
-    live = scheduler._live_policy
+    live = scheduler.live_policy
     load, begun = live._load, []
 
     def slow():
@@ -136,10 +136,10 @@ def test_running_requests_are_in_the_new_order(scheduler, file) -> None:
 
 
 def test_version_hash_and_reloads_are_published(scheduler, file) -> None:
-    before = scheduler._gauges(scheduler._core)
+    before = scheduler.gauges()
     file.write_text(HINTS_ONLY + "default_level: 4\n")
     reload(scheduler)
-    after = scheduler._gauges(scheduler._core)
+    after = scheduler.gauges()
     assert (before["policy_version"], after["policy_version"]) == (1, 2)
     assert before["policy_hash"] != after["policy_hash"]
     assert {"policy_version", "policy_hash"} <= set(GAUGES) and "policy_reloads" in COUNTERS

@@ -13,7 +13,8 @@ from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request,
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.stats import Counters, detach
+from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.vllm_api import attach_message
 
 pytestmark = pytest.mark.engine
 
@@ -21,14 +22,13 @@ _engines = itertools.count(1000)  # the registry is the process's: an engine num
 
 
 def message(counters, gauges=None, now=0.0, idle=True):
-    stats = SchedulerStats()
-    counters.attach(stats, lambda: gauges or {}, now, idle)
-    return detach(stats)
+    return counters.take_message(lambda: gauges or {}, now, idle)
 
 
 def publish(counters, logger, gauges=None) -> None:
     stats = SchedulerStats()
-    counters.attach(stats, lambda: gauges or {}, 0.0, idle=True)
+    if (new := message(counters, gauges)) is not None:
+        attach_message(stats, new)
     logger.record(stats)
     assert not stats.num_kv_fetch_reqs_by_stage  # vLLM's own loggers must not see it
 
@@ -42,15 +42,15 @@ def test_each_message_holds_what_the_ones_before_did_not() -> None:
     counters.add("invalid_hints")
     counters.add("requests", "hint", 2)
     first = message(counters, {"predictor_queue": 3, "waiting_requests": {"gold": 1.0}})
-    assert first["counters"] == [["invalid_hints", [], 1], ["requests", ["hint"], 2]]
-    assert first["gauges"] == [["predictor_queue", [], 3], ["waiting_requests", ["gold"], 1.0]]
+    assert first["counters"] == [["invalid_hints", (), 1], ["requests", ("hint",), 2]]
+    assert first["gauges"] == [["predictor_queue", (), 3], ["waiting_requests", ("gold",), 1.0]]
     assert message(counters, {"predictor_queue": 3}) is None
     counters.add("requests", "hint")
     counters.raise_to("predictor_restarts", 4)
     counters.raise_to("predictor_restarts", 5)
     second = message(counters, {"predictor_queue": 2})
-    assert second["counters"] == [["requests", ["hint"], 1], ["predictor_restarts", [], 5]]
-    assert second["gauges"] == [["predictor_queue", [], 2]]
+    assert second["counters"] == [["requests", ("hint",), 1], ["predictor_restarts", (), 5]]
+    assert second["gauges"] == [["predictor_queue", (), 2]]
     assert counters.total("requests") == 3 and counters.total("predictor_restarts") == 5
 
 
@@ -66,7 +66,7 @@ def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
     assert sent(100.2, idle=True)
     assert sent(101.0, idle=False)
     counters.add("invalid_hints", count=5)
-    assert message(counters, now=101.1, idle=True)["counters"] == [["invalid_hints", [], 5]]
+    assert message(counters, now=101.1, idle=True)["counters"] == [["invalid_hints", (), 5]]
 
 
 @given(
@@ -153,13 +153,13 @@ def test_what_happens_to_requests_is_counted_per_tier(tmp_path) -> None:
     run_step(scheduler)
     scheduler.add_request(make_request("urgent", urgency=0, output_tokens=5))
     run_step(scheduler)
-    gauges = scheduler._gauges(scheduler._core)
+    gauges = scheduler.gauges()
     assert gauges["waiting_requests"] == {"gold": 0, "silver": 0, "bronze": 2}
     assert gauges["running_requests"] == {"gold": 1, "silver": 0, "bronze": 0}
     assert gauges["longest_wait_seconds"]["bronze"] > 0 == gauges["longest_wait_seconds"]["gold"]
     while scheduler.get_num_unfinished_requests():
         run_step(scheduler)
-    counters = scheduler._counters
+    counters = scheduler.counters
     assert counters.total("ended_requests", ("gold", "completed")) == 1
     assert counters.total("ended_requests", ("bronze", "completed")) == 2
     assert counters.total("preemptions", ("recompute", "urgent")) == 1
@@ -180,7 +180,7 @@ def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_complete
         def decode(self, ids):
             return "".join("word, "[i % 6] for i, _ in enumerate(ids))
 
-    scheduler._predictions._tokenizer = Tokenizer()
+    scheduler.predictions._tokenizer = Tokenizer()
     from vllm.v1.request import RequestStatus
 
     for name, stop in (("gone", None), ("stopped", ["rd"]), ("other", ["xyz"])):
@@ -190,8 +190,8 @@ def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_complete
     for _ in range(10):
         run_step(scheduler)
     scheduler.finish_requests(["gone", "stopped", "other"], RequestStatus.FINISHED_ABORTED)
-    assert scheduler._counters.total("ended_requests", ("silver", "cancelled")) == 2
-    assert scheduler._counters.total("ended_requests", ("silver", "completed")) == 1
+    assert scheduler.counters.total("ended_requests", ("silver", "cancelled")) == 2
+    assert scheduler.counters.total("ended_requests", ("silver", "completed")) == 1
 
 
 EVERYTHING = """
@@ -242,4 +242,4 @@ def test_every_panel_and_rule_reads_series_that_a_scheduler_reports(tmp_path) ->
                     name,
                 )
     assert max(sizes) < 20_000 and sorted(sizes)[len(sizes) // 2] < 2000
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("policy_errors") == 0

@@ -35,13 +35,13 @@ SCRIPT = textwrap.dedent(
     older, newer = llm.generate(["first", "second"], same, use_tqdm=False)
     refusal = refusal_of(older)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    counters = scheduler._counters
+    counters = scheduler.counters
     print(json.dumps({
         "tokens": [answer.outputs[0].token_ids for answer in answers],
         "invalid": counters.total("invalid_hints"),
         "predicted": counters.total("predictions"),
         "errors": counters.total("policy_errors"),
-        "left": len(scheduler._jobs),
+        "left": len(scheduler.jobs),
         "refused": [refusal.code.value, older.outputs[0].finish_reason, older.finished],
         "served": [refusal_of(newer), len(newer.outputs[0].token_ids)],
     }))

@@ -56,8 +56,8 @@ def test_what_does_not_fit_into_the_queue_is_told_in_the_next_step(build, async_
     assert step(scheduler) == {"e": Code.OVER_CAPACITY}
     add(scheduler, "urgent", urgency=0)
     assert step(scheduler) == {"d": Code.OVER_CAPACITY}
-    assert scheduler._counters.total("refused", ("over_capacity", "1")) == 2
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("refused", ("over_capacity", "1")) == 2
+    assert scheduler.counters.total("policy_errors") == 0
 
 
 def test_parts_of_one_client_request_have_one_origin(build) -> None:
@@ -88,7 +88,7 @@ def test_a_key_that_cannot_be_used_is_counted_and_the_request_served(build) -> N
     for number, key in enumerate([7, "", "x" * 500, ["a"]]):
         add(scheduler, f"r{number}", extra={"dedup_key": key})
     assert step(scheduler) == {}
-    assert scheduler._counters.total("invalid_dedup_keys") == 4
+    assert scheduler.counters.total("invalid_dedup_keys") == 4
 
 
 def test_requests_that_cannot_be_told_are_not_refused(build) -> None:
@@ -104,11 +104,11 @@ def test_requests_that_cannot_be_told_are_not_refused(build) -> None:
 
 def test_an_error_in_our_code_lets_the_request_in(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
-    scheduler._overload.control.arrive = lambda *args: 1 / 0
+    scheduler.overload_control.arrive = lambda *args: 1 / 0
     add(scheduler, "a", "b", "c")
     while scheduler.get_num_unfinished_requests():
         assert step(scheduler) == {}
-    assert scheduler._counters.total("policy_errors", "admitting a request") == 3
+    assert scheduler.counters.total("policy_errors", "admitting a request") == 3
 
 
 def test_pressure_shedding_and_promises_are_reported(build) -> None:
@@ -117,7 +117,7 @@ def test_pressure_shedding_and_promises_are_reported(build) -> None:
     add(scheduler, "a", "b", "c", "d", urgency=0)
     step(scheduler)
     step(scheduler)
-    gauges = scheduler._overload.gauges()
+    gauges = scheduler.overload.gauges()
     assert gauges["resource_use"]["seats"] == 4.0
     assert gauges["slo_compliance"] == {"premium": 1.0}
     assert 0.5 < gauges["slo_headroom"]["premium"] <= 1.0
@@ -150,7 +150,7 @@ ACTIONS = st.lists(
 def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> None:
     scheduler = build(CHAOS, max_num_seqs=2, num_blocks=12, async_scheduling=async_scheduling)
     clock = SimpleNamespace(now=0.0)
-    scheduler._clock._seconds = lambda: clock.now
+    scheduler.clock._seconds = lambda: clock.now
     rounds = iter(range(10**6))
 
     @settings(max_examples=60)
@@ -178,13 +178,14 @@ def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> 
             if not scheduler.has_requests():
                 break
             one_step(0.05)
-        assert not scheduler.requests and not scheduler._jobs
-        account, load = scheduler._overload.control.account, scheduler._overload.control.load
+        assert not scheduler.requests and not scheduler.jobs
+        control = scheduler.overload_control
+        account, load = control.account, control.load
         assert not account.all.requests and not sum(load.outstanding())
-        assert not len(scheduler._overload.control._dedup)
+        assert not len(control.dedup)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        assert scheduler._counters.total("policy_errors") == 0
+        assert scheduler.counters.total("policy_errors") == 0
         clock.now += 100.0  # what this round has measured leaves the windows
 
     run()

@@ -21,6 +21,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     run_step,
 )
 from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -183,8 +184,8 @@ def build(tmp_path):
             max_num_batched_tokens=100,
             **options,
         )
-        if scheduler._preemptions._connector is not None:
-            scheduler._preemptions._connector.ledger.pool = HostPool(host_blocks)
+        if scheduler.preemptions._connector is not None:
+            scheduler.preemptions._connector.ledger.pool = HostPool(host_blocks)
         return scheduler
 
     return make
@@ -209,25 +210,25 @@ def test_answers_do_not_depend_on_preemptions(
 
     def preempt(step: int) -> None:
         nonlocal forced
-        running = [r for r in scheduler.running if scheduler._request_blocks_can_be_freed(r)]
+        running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
         # An answer has to get on between two preemptions.
         if step % (5 if asynchronous else 2) == 0 and running:
-            scheduler._evict(chance.choice(running), "urgent")
+            scheduler.evict(chance.choice(running), "urgent")
             forced += 1
 
     answers = FakeDevice(scheduler).answer(requests, int(asynchronous), preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
     assert forced > 15
-    total = scheduler._counters.total
+    total = scheduler.counters.total
     back = sum(total(f"{what}_tokens") for what in ("loaded", "found", "recomputed", "abandoned"))
     assert total("loaded_tokens") > 0
     assert total("preempted_tokens") == back
     if host_blocks == 7:
         assert total("recomputed_tokens") > 0 < total("preemptions", ("partial", "urgent"))
     assert total("policy_errors") == 0
-    assert scheduler._preemptions._connector.ledger.pool.used == 0
+    assert scheduler.preemptions._connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
-    assert not scheduler._preemptions._away and not scheduler._preemptions._returning
+    assert not scheduler.preemptions._away and not scheduler.preemptions._returning
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -235,14 +236,14 @@ def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
     build, asynchronous
 ) -> None:
     scheduler = build(max_stall=0.0, async_scheduling=asynchronous)
-    ledger = scheduler._preemptions._connector.ledger
+    ledger = scheduler.preemptions._connector.ledger
     chance = random.Random(3)
     requests = make_requests(chance, count=16)
     cancelled = {"away": [], "loading": []}
 
     def disturb(step: int) -> None:
         if step % 4 == 0 and scheduler.running:
-            scheduler._evict(chance.choice(scheduler.running), "urgent")
+            scheduler.evict(chance.choice(scheduler.running), "urgent")
         for where, names in (("away", ledger._held), ("loading", ledger._loading)):
             name = next((name for name in names if name not in cancelled[where]), None)
             if name is not None and len(cancelled[where]) < 4:
@@ -255,7 +256,7 @@ def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
     for request in requests:
         if request.request_id not in gone:
             assert answers[request.request_id] == expected(request)
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("policy_errors") == 0
     assert ledger.pool.used == ledger.loading == 0 and not scheduler.requests
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
@@ -274,15 +275,15 @@ def test_layers_with_a_sliding_window_are_kept_whole_or_not_at_all(
 
     def preempt(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
-            scheduler._evict(chance.choice(scheduler.running), "urgent")
+            scheduler.evict(chance.choice(scheduler.running), "urgent")
 
     answers = FakeDevice(scheduler, window).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request, window) for request in requests}
-    total = scheduler._counters.total
+    total = scheduler.counters.total
     assert total("preemptions", ("swap", "urgent")) > 5
     assert total("loaded_tokens") > 0 == total("preemptions", ("partial", "urgent"))
     assert total("policy_errors") == 0
-    assert scheduler._preemptions._connector.ledger.pool.used == 0
+    assert scheduler.preemptions._connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
@@ -293,11 +294,11 @@ def test_blocks_that_will_be_found_again_are_not_saved(build) -> None:
 
     def preempt(step: int) -> None:
         if step == 6:
-            scheduler._evict(scheduler.running[0], "urgent")
+            scheduler.evict(scheduler.running[0], "urgent")
 
     answers = FakeDevice(scheduler).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
-    total = scheduler._counters.total
+    total = scheduler.counters.total
     assert total("preempted_tokens") > 100
     assert 0 < total("saved_tokens") == total("loaded_tokens") < BLOCK_SIZE
     assert total("found_tokens") == total("preempted_tokens") - total("saved_tokens")
@@ -328,8 +329,8 @@ def test_why_nothing_is_swapped_is_said_once_at_start(build) -> None:
 def test_without_a_connector_every_plan_recomputes(build) -> None:
     scheduler = build(kv_transfer_config=None)
     add_and_preempt(scheduler, "a", times=2)
-    assert scheduler._counters.total("preemptions", ("recompute", "urgent")) == 2
-    assert scheduler._counters.total("saved_tokens") == 0
+    assert scheduler.counters.total("preemptions", ("recompute", "urgent")) == 2
+    assert scheduler.counters.total("saved_tokens") == 0
 
 
 def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
@@ -338,7 +339,7 @@ def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
         for _ in range(3):
             run_step(scheduler)
         if name in scheduler.requests:
-            scheduler._evict(scheduler.requests[name], "urgent")
+            scheduler.evict(scheduler.requests[name], "urgent")
 
 
 def test_a_mistyped_pool_size_is_named() -> None:
@@ -349,14 +350,14 @@ def test_a_mistyped_pool_size_is_named() -> None:
 def test_a_reset_cache_forgets_all_copies(build) -> None:
     scheduler = build()
     add_and_preempt(scheduler, "a", times=1)
-    job = scheduler._jobs["a"]
+    job = scheduler.jobs["a"]
     assert (job.swapped, job.state) == (22, JobState.SWAPPED)
-    before = scheduler._core.remaining(job)
+    before = scheduler.core.estimates.remaining(job)
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     assert (job.swapped, job.state) == (0, JobState.WAITING)
-    assert scheduler._core.remaining(job) > before
-    assert scheduler._counters.total("lost_copies") == 1
-    assert scheduler._preemptions._connector.ledger.pool.used == 0
+    assert scheduler.core.estimates.remaining(job) > before
+    assert scheduler.counters.total("lost_copies") == 1
+    assert scheduler.preemptions._connector.ledger.pool.used == 0
 
 
 def test_prompts_whose_logprobs_are_wanted_are_computed_again(build) -> None:
@@ -366,8 +367,8 @@ def test_prompts_whose_logprobs_are_wanted_are_computed_again(build) -> None:
     request.skip_reading_prefix_cache = True
     scheduler.add_request(request)
     run_step(scheduler)
-    scheduler._evict(request, "urgent")
-    assert scheduler._counters.total("preemptions", ("recompute", "urgent")) == 1
+    scheduler.evict(request, "urgent")
+    assert scheduler.counters.total("preemptions", ("recompute", "urgent")) == 1
 
 
 def test_a_request_that_is_not_worth_another_preemption_is_ended(tmp_path) -> None:
@@ -379,7 +380,7 @@ def test_a_request_that_is_not_worth_another_preemption_is_ended(tmp_path) -> No
     )
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
     add_and_preempt(scheduler, "a", times=9, prompt_tokens=600)
-    total = scheduler._counters.total
+    total = scheduler.counters.total
     assert total("refused", ("dropped", "bronze")) == 1
     assert total("preemptions", ("drop", "urgent")) == 1
     assert 1 <= total("preemptions", ("recompute", "urgent")) < 8

@@ -9,6 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
@@ -19,7 +20,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     run_step,
 )
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
-from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.engine.vllm_api import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -66,8 +67,8 @@ def finish_all(scheduler, limit: int = 5000) -> int:
 def assert_clean(scheduler) -> None:
     """Nothing is left: no request, no job, no block."""
     run_step(scheduler)
-    assert not scheduler.requests and not scheduler._jobs
-    assert not scheduler._core.waiting and not len(scheduler._core.running)
+    assert not scheduler.requests and not scheduler.jobs
+    assert not scheduler.core.waiting and not len(scheduler.core.running)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM keeps one as null block
 
@@ -80,7 +81,7 @@ def test_an_urgent_request_takes_a_seat_in_the_step_after_it_arrives(policy) -> 
     step = run_step(scheduler)
     assert "urgent" in step.num_scheduled_tokens
     assert running(scheduler) == ["urgent", "a", "b"]
-    assert scheduler._counters.total("admission_preemptions") == 1
+    assert scheduler.counters.total("admission_preemptions") == 1
     finish_all(scheduler)
     assert_clean(scheduler)
 
@@ -92,7 +93,7 @@ def test_several_victims_make_room_for_one_long_prompt(policy) -> None:
     add(scheduler, "urgent", urgency=0, prompt_tokens=200, output_tokens=5)
     run_step(scheduler)
     assert running(scheduler)[0] == "urgent"
-    assert scheduler._counters.total("admission_preemptions") > 1
+    assert scheduler.counters.total("admission_preemptions") > 1
     finish_all(scheduler)
     assert_clean(scheduler)
 
@@ -105,7 +106,7 @@ def test_nothing_is_evicted_when_it_would_not_suffice(policy) -> None:
     add(scheduler, "urgent", urgency=1, prompt_tokens=300, output_tokens=5)
     for _ in range(5):
         run_step(scheduler)
-    assert scheduler._counters.total("admission_preemptions") == 0
+    assert scheduler.counters.total("admission_preemptions") == 0
     finish_all(scheduler)
 
 
@@ -117,7 +118,7 @@ def test_a_victim_is_protected_after_so_many_preemptions(policy) -> None:
         add(scheduler, name, urgency=0, output_tokens=2)
         for _ in range(4):
             run_step(scheduler)
-    assert scheduler._counters.total("admission_preemptions") == 2
+    assert scheduler.counters.total("admission_preemptions") == 2
     finish_all(scheduler)
     assert_clean(scheduler)
 
@@ -181,9 +182,9 @@ def test_a_long_prefill_under_way_yields_to_an_urgent_request(
 def test_an_invalid_hint_is_counted_and_the_request_served(policy, urgency) -> None:
     scheduler = build(policy())
     add(scheduler, "a", urgency=urgency)
-    assert scheduler._jobs["a"].level == 2
-    assert scheduler._counters.total("invalid_hints") == 1
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.jobs["a"].level == 2
+    assert scheduler.counters.total("invalid_hints") == 1
+    assert scheduler.counters.total("policy_errors") == 0
     finish_all(scheduler)
 
 
@@ -205,7 +206,7 @@ def answer(scheduler, name: str, length: int, ending: str, ignore_eos: bool = Fa
             pooling_params=None,
         )
     )
-    scheduler._core.predicted(scheduler._jobs[name], Prediction((0.0, 1.0), (1.0, 0.0)))
+    scheduler.core.predicted(scheduler.jobs[name], Prediction((0.0, 1.0), (1.0, 0.0)))
     while name in scheduler.requests:
         step = scheduler.schedule()
         output = model_output(scheduler, step)
@@ -232,15 +233,15 @@ def test_length_estimates_learn_from_how_answers_end(
     policy, ending, length, ignore_eos, expected
 ) -> None:
     scheduler = build(policy())
-    scheduler._core.buckets = LengthBuckets(edges=(50,), means=(10.0, 100.0))
+    scheduler.core.estimates.buckets = LengthBuckets(edges=(50,), means=(10.0, 100.0))
     for number in range(20):
         answer(scheduler, str(number), length, ending, ignore_eos)
-    mean = scheduler._core.buckets.means[0]
+    mean = scheduler.core.estimates.buckets.means[0]
     assert {"longer": mean > 12, "shorter": mean < 9, "same": mean == 10}[expected]
-    gauges = scheduler._gauges(scheduler._core)
+    gauges = scheduler.gauges()
     taught = ending == "stopped" or (ending == "cut" and not ignore_eos)
     assert ("length_ratio" in gauges) == taught
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("policy_errors") == 0
     assert_clean(scheduler)
 
 
@@ -268,34 +269,36 @@ class StubService:
 
 def test_a_late_prediction_is_applied_when_it_comes(policy) -> None:
     scheduler = build(policy(), max_num_seqs=1)
-    service = scheduler._predictions._service = StubService()
+    service = scheduler.predictions._service = StubService()
     add(scheduler, "a", "b", "c", output_tokens=50)
     run_step(scheduler)
     assert running(scheduler) == ["a"]
     service.answers = [("c", Prediction((1.0, 0.0))), ("a", None), ("gone", None)]
     run_step(scheduler)
     assert running(scheduler) == ["c"]
-    assert scheduler._counters.total("failed_predictions") == 2
-    assert scheduler._counters.total("predictions", "0") == 1
+    assert scheduler.counters.total("failed_predictions") == 2
+    assert scheduler.counters.total("predictions", "0") == 1
     finish_all(scheduler)
     assert_clean(scheduler)
 
 
 def test_what_the_service_counts_is_published(policy) -> None:
     scheduler = build(policy())
-    service = scheduler._predictions._service = StubService()
+    service = scheduler.predictions._service = StubService()
     for _ in range(2):
         run_step(scheduler)
     service.cached = 5
     run_step(scheduler)
-    assert scheduler._counters.total("cached_predictions") == 5
-    assert scheduler._counters.total("predictor_restarts") == 2
+    assert scheduler.counters.total("cached_predictions") == 5
+    assert scheduler.counters.total("predictor_restarts") == 2
     assert {"cached_predictions", "predictor_restarts"} <= set(COUNTERS)
-    assert {"length_ratio", *scheduler._gauges(scheduler._core)} <= set(GAUGES)
+    assert {"length_ratio", *scheduler.gauges()} <= set(GAUGES)
 
 
 def test_fcfs_is_vllm_untouched() -> None:
     scheduler = build({"policy": "fcfs"})
+    assert type(scheduler) is Scheduler
+    assert type(build({"policy": "fcfs"}, async_scheduling=True)) is AsyncScheduler
     assert type(scheduler.waiting) is FCFSRequestQueue
     scheduler = build({"policy": "fcfs"}, policy="priority")
     assert type(scheduler.waiting) is PriorityRequestQueue
@@ -341,7 +344,7 @@ def test_settings_that_cannot_be_used_stop_the_start(settings, words) -> None:
 
 def test_the_environment_goes_before_the_command_line(monkeypatch) -> None:
     monkeypatch.setenv("SEMSCHED_POLICY", "fcfs")
-    assert build({"policy": "does-not-matter"})._core is None
+    assert type(build({"policy": "does-not-matter"})) is Scheduler
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
@@ -358,22 +361,24 @@ def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        ("_core", "new_job"),
-        ("_core", "enqueue"),
-        ("_core", "requeue"),
-        ("_core", "step"),
-        ("_core", "start"),
-        ("_core", "preempt"),
-        ("_core", "finish"),
-        ("_core.eviction", "victims_for"),
-        ("_core.eviction", "worth_preempting"),
-        ("_core", "prefill_token_limit"),
-        ("_core.waiting", "peek"),
-        ("_core.waiting", "remove"),
-        ("_core.running", "order"),
-        ("_predictions", "apply"),
-        ("_predictions", "submit"),
-        ("_capacity", "needed"),
+        ("core", "new_job"),
+        ("core", "enqueue"),
+        ("core", "requeue"),
+        ("core", "tick"),
+        ("core", "revise"),
+        ("core", "start"),
+        ("core", "preempt"),
+        ("core", "finish"),
+        ("core.eviction", "victims_for"),
+        ("core.eviction", "worth_preempting"),
+        ("view", "prefilling"),
+        ("view", "free_seats"),
+        ("core.waiting", "peek"),
+        ("core.waiting", "remove"),
+        ("core.running", "order"),
+        ("view", "predictions"),
+        ("predictions", "submit"),
+        ("view", "needed_blocks"),
     ],
 )
 def test_an_error_anywhere_in_our_code_is_counted_and_everybody_is_served(
@@ -395,7 +400,7 @@ def test_an_error_anywhere_in_our_code_is_counted_and_everybody_is_served(
     if method == "requeue":
         scheduler.waiting.prepend_request(scheduler.waiting.pop_request())
     finish_all(scheduler)
-    assert scheduler._counters.total("policy_errors") > 0
+    assert scheduler.counters.total("policy_errors") > 0
     assert not scheduler.requests
 
 
@@ -457,5 +462,5 @@ def test_random_traffic_leaves_nothing_behind(tmp_path_factory, events, ahead, m
         step()
     while in_flight:
         scheduler.update_from_output(*in_flight.popleft())
-    assert scheduler._counters.total("policy_errors") == 0
+    assert scheduler.counters.total("policy_errors") == 0
     assert_clean(scheduler)

@@ -13,6 +13,7 @@ from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
 
 PARTS = [
+    "advancing virtual time",
     "applying predictions",
     "revising estimates",
     "ending what waited too long",

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine.commands import UTILITY
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
+from vllm_semantic_sched.engine.vllm_api import call_engines
 
 logger = logging.getLogger("vllm.semantic_sched")
 
@@ -162,6 +163,4 @@ async def _ask(request: Request, command: str) -> list[Any]:
 
 async def ask_engines(engine_client: Any, command: str) -> list[Any]:
     """The answers of all engines to a command (see `engine.commands`)."""
-    core = engine_client.engine_core
-    answers: list[Any] = await core.call_utility_all_async(UTILITY, command)
-    return answers
+    return list(await call_engines(engine_client, UTILITY, command))

@@ -1,18 +1,15 @@
 """What an API server can ask the scheduler, through vLLM's own channel to the engine process.
 
 vLLM runs a utility call between two steps, on the scheduling thread, whether the engine is busy,
-idle or paused, and answers with what it returns, at once or when a future is done. It looks the
-call up among the methods of EngineCore; one is added there.
+idle or paused.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from vllm.v1.engine.core import EngineCore
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.engine.live_policy import LivePolicy
+from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility
 
 UTILITY = "semsched"
 """Name of the utility call; its argument is the name of a command."""
@@ -20,14 +17,10 @@ UTILITY = "semsched"
 
 def install() -> None:
     """Make the commands reachable in this process."""
-    setattr(EngineCore, UTILITY, _call)
+    add_utility(UTILITY, run)
 
 
-def _call(self: EngineCore, command: str) -> Any:
-    return run(cast("SemanticScheduler", self.scheduler), command)
-
-
-def run(scheduler: SemanticScheduler, command: str) -> Any:
+def run(scheduler: Scheduler, command: str) -> Any:
     """Carry out a command.
 
     Returns:
@@ -38,7 +31,7 @@ def run(scheduler: SemanticScheduler, command: str) -> Any:
     """
     if command == "status":
         return status(scheduler)
-    live = scheduler._live_policy
+    live = _live_policy(scheduler)
     if live is None:
         raise ValueError("the server runs base: fcfs, which is fixed; restart it to change that")
     if command == "load_policy":
@@ -49,15 +42,21 @@ def run(scheduler: SemanticScheduler, command: str) -> Any:
     raise ValueError(f"unknown command {command!r}")
 
 
-def status(scheduler: SemanticScheduler) -> dict[str, Any]:
+def status(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler holds and obeys; `jobs` are all requests that the policy knows of."""
     running, waiting = scheduler.get_request_counts()
-    live = scheduler._live_policy
+    live = _live_policy(scheduler)
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "paused": scheduler.pause_state.name != "UNPAUSED",
         "running": running,
         "waiting": waiting,
-        "jobs": 0 if scheduler._core is None else len(scheduler._jobs),
+        "jobs": len(getattr(scheduler, "jobs", ())),
         "policy": {"result": "started", "version": 1} if live is None else live.adopt(),
     }
+
+
+def _live_policy(scheduler: Scheduler) -> LivePolicy | None:
+    """None under the base policy `fcfs`, where vLLM's own class runs."""
+    live: LivePolicy | None = getattr(scheduler, "live_policy", None)
+    return live

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request, RequestStatus
-
+from vllm_semantic_sched.engine.vllm_api import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Request,
+    RequestStatus,
+    Scheduler,
+)
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Endings:

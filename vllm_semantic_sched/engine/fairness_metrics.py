@@ -23,12 +23,12 @@ def report_fairness(core: SchedulingCore, counters: Counters) -> Gauges:
         }
     if fairness.reservation.enabled:
         gauges["reservation_free_seats"] = {
-            names[level]: limit.seats - fairness.reservation.held_below(level).seats
+            names[level]: limit.seats - core.holdings.below(level).seats
             for level in range(len(names))
             if (limit := fairness.reservation.limit_below(level, hard=False)) is not None
         }
     if core.policy.tenants.fair:
         gauges["waiting_tenants"] = {
-            names[level]: len(core.waiting.lane(level).counters) for level in range(len(names))
+            names[level]: len(core.waiting.queue(level).counters) for level in range(len(names))
         }
     return dict(gauges)

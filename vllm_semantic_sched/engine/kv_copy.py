@@ -48,7 +48,7 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
     Raises:
         UnsupportedLayout: a block of some layer is not one piece of memory.
     """
-    from vllm.v1.kv_cache_interface import group_kernel_blocks
+    from vllm_semantic_sched.engine.vllm_api import group_kernel_blocks
 
     regions: dict[tuple[int, int, int], torch.Tensor] = {}
     for cache in caches:
@@ -162,12 +162,17 @@ class CudaCopies:
     ) -> None:
         self._device = list(regions)
         self._cuda = cuda
-        self._copy = copy or _batched_copy()
+        # Late, so that this module loads without vLLM.
+        if copy is None or pin is None:
+            from vllm_semantic_sched.engine import vllm_api
+
+            copy, pin = copy or vllm_api.batched_block_copy(), pin or vllm_api.pin_memory
+        self._copy = copy
         self._stream = cuda.Stream()
         self._host = []
         for region in regions:
             rows = torch.empty((slots, region.shape[1]), dtype=torch.uint8)
-            (pin or _pin)(rows)
+            pin(rows)
             self._host.append(rows)
         self._beside: dict[str, Any] = {}
         self._timed: list[tuple[bool, Any, Any]] = []
@@ -219,19 +224,6 @@ class CudaCopies:
             end.record(self._stream)
         self._timed.append((saving, begin, end))
         return end
-
-
-def _batched_copy() -> Any:
-    from vllm import _custom_ops
-
-    return _custom_ops.swap_blocks_batch
-
-
-def _pin(tensor: torch.Tensor) -> None:
-    # torch's own pinned allocations take up to twice the memory: they are powers of two.
-    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
-
-    pin_tensor(tensor)
 
 
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:

@@ -10,30 +10,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
 
 from vllm_semantic_sched.engine.host_pool import HostPool
 from vllm_semantic_sched.engine.kv_copy import CopyBackend, block_regions, make_backend
 from vllm_semantic_sched.engine.swap_ledger import Orders, SwapLedger
+from vllm_semantic_sched.engine.vllm_api import (
+    AttentionSpec,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    iter_layer_specs,
+)
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.semantic_sched")
 
@@ -80,8 +80,6 @@ def host_slots(config: KVCacheConfig, host_gib: float) -> int:
 
 def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | None:
     """Why this engine's KV cannot be swapped; None if it can."""
-    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
-
     parallel = vllm_config.parallel_config
     specs = [
         spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
@@ -103,7 +101,7 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
     return None
 
 
-class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
+class SemanticSwapConnector(KVConnector):
     """Host copies of preempted requests' KV.
 
     The scheduler's instance keeps the ledger, the workers' instances hold the memory. A copy
@@ -118,12 +116,11 @@ class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        self._config = parse_section(SwapConfig, extra, "kv_connector_extra_config")
+        config = parse_section(SwapConfig, self.extra_config, "kv_connector_extra_config")
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
         slots = 0
         if self.unsupported is None:
-            slots = host_slots(kv_cache_config, self._config.host_gib)
+            slots = host_slots(kv_cache_config, config.host_gib)
         self._slots = slots
         self._backend: CopyBackend | None = None
         self.ledger = SwapLedger(
@@ -141,7 +138,7 @@ class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self._slots:
             return
-        regions = block_regions(kv_caches.values(), self._kv_cache_config.num_blocks)
+        regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
         self._backend = make_backend(regions, self._slots)
         logger.info(
             "KV swap: %d blocks, %.2f GiB of host memory.",
@@ -158,7 +155,7 @@ class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
             self._copies.save(transfer.device, transfer.host)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
+        metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
         orders = metadata.orders
         while orders.loads:
@@ -200,7 +197,7 @@ class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return self._kv_cache_config.transfer_group_ids
+        return self.cache_config.transfer_group_ids
 
     def save(self, request: Request, start: int, end: int, hash_block_size: int) -> bool:
         """Order a running request's KV of tokens `start` to `end` to be saved, before its blocks
@@ -212,8 +209,7 @@ class SemanticSwapConnector(KVConnectorBase_V1, SupportsHMA):
         Returns:
             False if the host pool is too small.
         """
-        assert self._kv_cache_manager is not None
-        blocks = self._kv_cache_manager.get_block_ids(request.request_id)
+        blocks = self.cache_manager.get_block_ids(request.request_id)
         guard = _unchanged(request, end, hash_block_size)
         return self.ledger.save(request.request_id, blocks, start, end, guard)
 

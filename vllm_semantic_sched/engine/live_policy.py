@@ -49,7 +49,7 @@ class LivePolicy:
         self._load = load
         self._counters = counters
         self._logger = logger
-        self.version = PolicyVersion(1, fingerprint(core.policy, core.profile_scale.given))
+        self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
         self._report: dict[str, Any] = {"result": "started"}
         self._loaded: tuple[Policy, EngineProfile] | PolicyError | None = None
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
@@ -115,7 +115,7 @@ class LivePolicy:
         if print_of_new == self.version.fingerprint:
             return {"result": "unchanged"}
         changed = changed_keys(self._core.policy, policy)
-        if profile != self._core.profile_scale.given:
+        if profile != self._core.estimates.scale.given:
             changed.append("the engine profile's coefficients")
         self._core.adopt(policy, profile)
         self.version = PolicyVersion(self.version.number + 1, print_of_new)

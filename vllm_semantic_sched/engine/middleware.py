@@ -17,10 +17,9 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GenerationError
-
 from vllm_semantic_sched.engine.admin import add_routes
 from vllm_semantic_sched.engine.tenant_names import TenantNames
+from vllm_semantic_sched.engine.vllm_api import GenerationError
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 Message = MutableMapping[str, Any]
@@ -131,7 +130,7 @@ class _Response:
 
 def watch(engine_client: Any) -> None:
     """Make an engine client's `generate` raise RequestRefused for a refused request; once."""
-    if engine_client is None or getattr(engine_client, "_semsched_watched", False):
+    if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
     generate = engine_client.generate
 
@@ -139,7 +138,7 @@ def watch(engine_client: Any) -> None:
         return _until_refused(generate(*args, **kwargs))
 
     engine_client.generate = generate_or_refuse
-    engine_client._semsched_watched = True
+    engine_client.semsched_watched = True
 
 
 async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

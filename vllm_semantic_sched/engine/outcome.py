@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm.v1.request import Request, RequestStatus
-
+from vllm_semantic_sched.engine.vllm_api import Request, RequestStatus
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -19,17 +19,19 @@ class RequestEnd(NamedTuple):
 
     state: JobState
     reason: str
-    ending: Ending
+    ending: AnswerEnd
 
 
 _ENDS = {
-    RequestStatus.FINISHED_STOPPED: RequestEnd(JobState.COMPLETED, "stop", Ending.STOPPED),
-    RequestStatus.FINISHED_LENGTH_CAPPED: RequestEnd(JobState.COMPLETED, "length", Ending.CUT),
-    RequestStatus.FINISHED_REPETITION: RequestEnd(JobState.COMPLETED, "repetition", Ending.ABORTED),
-    RequestStatus.FINISHED_IGNORED: RequestEnd(JobState.FAILED, "too_long", Ending.ABORTED),
-    RequestStatus.FINISHED_ERROR: RequestEnd(JobState.FAILED, "error", Ending.ABORTED),
+    RequestStatus.FINISHED_STOPPED: RequestEnd(JobState.COMPLETED, "stop", AnswerEnd.STOPPED),
+    RequestStatus.FINISHED_LENGTH_CAPPED: RequestEnd(JobState.COMPLETED, "length", AnswerEnd.CUT),
+    RequestStatus.FINISHED_REPETITION: RequestEnd(
+        JobState.COMPLETED, "repetition", AnswerEnd.ABORTED
+    ),
+    RequestStatus.FINISHED_IGNORED: RequestEnd(JobState.FAILED, "too_long", AnswerEnd.ABORTED),
+    RequestStatus.FINISHED_ERROR: RequestEnd(JobState.FAILED, "error", AnswerEnd.ABORTED),
 }
-_GONE = RequestEnd(JobState.CANCELLED, "abort", Ending.ABORTED)
+_GONE = RequestEnd(JobState.CANCELLED, "abort", AnswerEnd.ABORTED)
 
 
 def end_of(
@@ -42,13 +44,13 @@ def end_of(
         decode: token ids to text, where the engine has a tokenizer.
     """
     if refusal is not None:
-        return RequestEnd(JobState.REFUSED, refusal.code.value, Ending.ABORTED)
+        return RequestEnd(JobState.REFUSED, refusal.code.value, AnswerEnd.ABORTED)
     end = _ENDS.get(request.status, _GONE)
     params = request.sampling_params
     if params is None or params.ignore_eos:  # the model was not free to end it
-        end = end._replace(ending=Ending.ABORTED)
+        end = end._replace(ending=AnswerEnd.ABORTED)
     if end.state is JobState.CANCELLED and _has_stop_string(request, decode):
-        return RequestEnd(JobState.COMPLETED, "stop_string", Ending.ABORTED)
+        return RequestEnd(JobState.COMPLETED, "stop_string", AnswerEnd.ABORTED)
     return end
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm.v1.request import Request
-
 from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.service import PredictionService
 
 # Tokens taken from each end of a prompt: about what fits into a predictor's window twice over.
@@ -43,7 +43,7 @@ class PredictionFeed:
         self._service: PredictionService | None = None
         self._tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
-        if not policy.predictor.enabled or not (policy.uses_urgency or policy.uses_length):
+        if not policy.reads(hinted=False):
             return
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -53,7 +53,7 @@ class PredictionFeed:
             )
             return
         self._service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
-        core.buckets = self._service.start()
+        core.estimates.buckets = self._service.start()
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
@@ -72,7 +72,7 @@ class PredictionFeed:
     def submit(self, request: Request, hint: Hint) -> bool:
         """Send a request's prompt; False if no prediction will come."""
         policy = self._core.policy
-        if self._service is None or (hint.level is not None and not policy.uses_length):
+        if self._service is None or not policy.reads(hinted=hint.level is not None):
             return False
         tokens = request.prompt_token_ids
         if not tokens:
@@ -90,17 +90,16 @@ class PredictionFeed:
         if self._service is not None and job.awaits_prediction:
             self._service.cancel(job.request_id)
 
-    def apply(self) -> list[Job]:
-        """Apply all predictions that have come back; the jobs that they changed."""
+    def take(self) -> Iterator[tuple[Job, Prediction | None]]:
+        """Predictions that have come back since the last call, of jobs that have not ended."""
         if self._service is None:
-            return []
+            return
         self._counters.raise_to("cached_predictions", self._service.cached)
         self._counters.raise_to("predictor_restarts", self._service.restarts)
         for texts, seconds in self._service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
         now = self._core.lifecycle.clock()
-        changed: list[Job] = []
         for request_id, prediction in self._service.drain():
             if prediction is None:
                 self._counters.add("failed_predictions")
@@ -108,11 +107,9 @@ class PredictionFeed:
             if job is None:  # it has ended meanwhile
                 continue
             self._counters.observe("prediction_latency_seconds", now - job.arrival)
-            self._core.predicted(job, prediction)
-            changed.append(job)
-            if job.level_source is LevelSource.PREDICTION:
+            yield job, prediction
+            if job.level_source is LevelSource.PREDICTION:  # as the caller has applied it
                 self._counters.add("predictions", str(job.level))
-        return changed
 
     def close(self) -> None:
         """Stop the predictor."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.kv_swap import SemanticSwapConnector
 from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.vllm_api import (
+    Request,
+    Scheduler,
+    all_kv_connectors,
+    blocks_held,
+    free_blocks_at_once,
+    free_kv_blocks,
+    has_one_block_table,
+    prefix_cached_blocks,
+    tokens_with_kv,
+    total_kv_blocks,
+)
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.cost import loads_beside_steps
 from vllm_semantic_sched.policy.eviction.retention import (
@@ -21,9 +28,6 @@ from vllm_semantic_sched.policy.eviction.retention import (
     tokens_left_on_device,
 )
 from vllm_semantic_sched.policy.facts.job import Job
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -73,11 +77,8 @@ class Preemptions:
                 # vLLM holds blocks back from a connector whose loads a step in flight could
                 # overwrite. Here all copies are queued behind the steps before them; and while
                 # blocks are held back nobody could be preempted.
-                scheduler.defer_block_free = False
-        groups = scheduler.kv_cache_config.kv_cache_groups
-        self._one_table = len(groups) == 1 and isinstance(
-            groups[0].kv_cache_spec, FullAttentionSpec
-        )
+                free_blocks_at_once(scheduler)
+        self._one_table = has_one_block_table(scheduler)
         self._expected_copies = self._seen_copies = 0.0  # seconds: since the last look, in all
         self._block_size: int = scheduler.block_size
         self._away: dict[str, _Away] = {}
@@ -90,8 +91,7 @@ class Preemptions:
             keep: whether its KV may be used later.
         """
         job.generated = request.num_output_tokens
-        # Tokens in flight are counted as computed, but their KV is not there yet.
-        job.computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        job.computed = tokens_with_kv(request)
         room = self._host_room(request, job.computed) if keep else None
         return self._core.plan_preemption(job, room, can_drop=keep)
 
@@ -131,7 +131,7 @@ class Preemptions:
         if away is None:
             return
         loaded = self._connector and self._connector.ledger.take_loaded(request.request_id)
-        there = min(away.held, max(0, request.num_computed_tokens - request.num_in_flight_tokens))
+        there = min(away.held, tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, there) if loaded else 0
         count("loaded_tokens", count=tokens)
@@ -149,7 +149,7 @@ class Preemptions:
             request = self._scheduler.requests.get(request_id)
             if request is None:
                 del self._returning[request_id]
-            elif request.num_computed_tokens - request.num_in_flight_tokens > back.held:
+            elif tokens_with_kv(request) > back.held:
                 del self._returning[request_id]
                 kind = back.plan.kind.value
                 elapsed = time.monotonic() - back.since
@@ -191,7 +191,7 @@ class Preemptions:
         in; `measured` in seconds, in all."""
         seconds = measured - self._seen_copies
         if seconds > 0.0 and self._expected_copies > 0.0:
-            self._core.observe_copies(self._expected_copies, seconds)
+            self._core.estimates.observe_copies(self._expected_copies, seconds)
             self._expected_copies, self._seen_copies = 0.0, measured
 
     def _host_room(self, request: Request, held: int) -> HostRoom | None:
@@ -202,24 +202,20 @@ class Preemptions:
         if self._one_table:
             return HostRoom(block_size, free, on_device=self._left_on_device(request, held))
         # With several block tables or windows a part is of no use: all must fit.
-        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-        needed = sum(not block.is_null for group in blocks for block in group)
+        needed = blocks_held(self._scheduler, request)
         enough = -(-held // block_size)
         return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
 
     def _left_on_device(self, request: Request, held: int) -> int:
         """Tokens at the start of a request that it will probably find in the prefix cache."""
-        manager = self._scheduler.kv_cache_manager
-        if not manager.enable_caching:
+        size, scheduler = self._block_size, self._scheduler
+        cached, shared = prefix_cached_blocks(scheduler, request, first=held // size)
+        if not cached:
             return 0
-        whole = manager.get_blocks(request.request_id).blocks[0][: held // self._block_size]
-        cached = list(itertools.takewhile(lambda block: block.block_hash is not None, whole))
-        shared = sum(1 for _ in itertools.takewhile(lambda block: block.ref_cnt > 1, cached))
-        pool = manager.block_pool
         return tokens_left_on_device(
-            shared * self._block_size,
-            len(cached) * self._block_size,
-            pool.get_num_free_blocks() / pool.num_gpu_blocks,
+            shared * size,
+            cached * size,
+            free_kv_blocks(scheduler) / (1 + total_kv_blocks(scheduler)),
             self._core.policy.retention,
         )
 
@@ -228,9 +224,8 @@ def _usable_connector(
     scheduler: Scheduler,
 ) -> tuple[SemanticSwapConnector | None, str | None]:
     """The swap connector, alone or among others, or why there is none to use."""
-    connector = scheduler.connector
-    members = [connector, *getattr(connector, "sub_connectors", ())]
-    ours = next((one for one in members if isinstance(one, SemanticSwapConnector)), None)
+    connectors = all_kv_connectors(scheduler)
+    ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
     if ours is None:
         return None, "the server was started without the swap connector (docs/preemption.md)"
     if ours.unsupported is not None:

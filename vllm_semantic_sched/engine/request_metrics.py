@@ -43,7 +43,7 @@ class RequestMetrics:
         return {
             "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
             "waiting_requests": {n: lifecycle.waiting(level) for level, n in enumerate(names)},
-            "running_requests": {n: lifecycle.running(level) for level, n in enumerate(names)},
+            "running_requests": {n: self._core.holdings.level(level).seats for level, n in enumerate(names)},
             "longest_wait_seconds": {
                 n: round(lifecycle.longest_wait(level), 3) for level, n in enumerate(names)
             },
@@ -54,6 +54,6 @@ class RequestMetrics:
         self._counters.observe(name, until - job.arrival, tier)
 
     def _compare_length(self, job: Job, reason: str) -> None:
-        expected = self._core.first_estimate(job)
+        expected = self._core.estimates.first_estimate(job)
         if expected is not None and reason == "stop":
             self._counters.observe("length_error_ratio", job.generated / expected)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
-
 from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.vllm_api import Request, RequestQueue
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.config import VllmConfig
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
-from vllm_semantic_sched.engine.stats import detach
+from vllm_semantic_sched.engine.vllm_api import StatLoggerBase, VllmConfig, detach_message
 
 
 class SemanticStatLogger(StatLoggerBase):
@@ -24,7 +22,7 @@ class SemanticStatLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        message = None if scheduler_stats is None else detach(scheduler_stats)
+        message = None if scheduler_stats is None else detach_message(scheduler_stats)
         if message is None:  # another scheduler, or nothing new
             return
         self._register()

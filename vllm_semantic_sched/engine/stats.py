@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,6 @@ from typing import Any
 
 from vllm_semantic_sched.engine.metric_table import COUNTERS, HISTOGRAMS
 
-# vLLM's SchedulerStats drops unknown fields on its way between the processes, but this one of
-# its dictionaries keeps any string as a key.
-_CARRIER = "num_kv_fetch_reqs_by_stage"
-_MARK = '{"semsched":'
 # Seconds between messages of a busy engine: Prometheus looks every few seconds.
 _INTERVAL = 0.25
 
@@ -71,18 +66,24 @@ class Counters:
             return self._totals[name, _labels(label)]
         return sum(count for (key, _), count in self._totals.items() if key == name)
 
-    def attach(self, stats: Any, gauges: Callable[[], Gauges], now: float, idle: bool) -> None:
-        """Put what is new on vLLM's SchedulerStats: at intervals, and when the engine is about to
-        be idle, since a step that could carry it may not come for long.
+    def take_message(
+        self, gauges: Callable[[], Gauges], now: float, idle: bool
+    ) -> dict[str, Any] | None:
+        """What is new since the last message, for `SemanticStatLogger`. A message is due at
+        intervals, and when the engine is about to be idle: the next step that could carry one
+        may be far away.
 
         Args:
-            gauges: asked for values only when a message is due.
+            gauges: called only when a message is due.
             now: seconds, of any clock.
+
+        Returns:
+            Plain values; None if no message is due or nothing is new.
         """
         if now < self._next_message and not idle:
-            return
+            return None
         self._next_message = now + _INTERVAL
-        moved = self._moved(gauges())  # first: who is asked may bring its counters up to date
+        moved = self._moved(gauges())  # first, because it may bring counters up to date
         message = {
             "counters": [[name, labels, count] for (name, labels), count in self._added.items()],
             "histograms": [
@@ -91,10 +92,11 @@ class Counters:
             ],
             "gauges": [[name, labels, value] for (name, labels), value in moved],
         }
-        if any(message.values()):
-            getattr(stats, _CARRIER)[json.dumps({"semsched": message})] = 0
-            self._added.clear()
-            self._observed.clear()
+        if not any(message.values()):
+            return None
+        self._added.clear()
+        self._observed.clear()
+        return message
 
     def _moved(self, gauges: Gauges) -> list[tuple[tuple[str, Labels], float]]:
         """The gauges that are not as sent before."""
@@ -124,16 +126,3 @@ class _Observations:
 
 def _labels(label: str | Labels) -> Labels:
     return (label,) if isinstance(label, str) else label
-
-
-def detach(stats: Any) -> dict[str, Any] | None:
-    """Take a message of `Counters.attach` off again; None if there is none."""
-    carrier = getattr(stats, _CARRIER, None)
-    if not carrier:
-        return None
-    key = next((key for key in carrier if key.startswith(_MARK)), None)
-    if key is None:
-        return None
-    del carrier[key]
-    message: dict[str, Any] = json.loads(key)["semsched"]
-    return message

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_semantic_sched.policy.facts.profile import Batch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from vllm_semantic_sched.engine.vllm_api import Request, SchedulerOutput
 
 # Batches in flight: two with asynchronous scheduling, more with pipeline parallelism. Outputs
 # that never come back (a failed step) must not pile up.

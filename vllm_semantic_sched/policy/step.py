@@ -106,8 +106,7 @@ class SchedulingStep:
             None: errors are raised.
 
     Attributes:
-        parts: what `run` does after virtual time has moved on, in order, each with a phrase that
-            says what it does.
+        parts: what `run` does, in order, each with a phrase that says what it does.
     """
 
     def __init__(
@@ -121,6 +120,7 @@ class SchedulingStep:
         self._on_error = on_error
         self._quiet_version = -1  # of the core, when a step found nothing to decide
         self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
+            ("advancing virtual time", self._tick),
             ("applying predictions", self._apply_predictions),
             ("revising estimates", self._revise_estimates),
             ("ending what waited too long", self._end_overdue),
@@ -131,7 +131,6 @@ class SchedulingStep:
 
     def run(self, view: EngineView) -> None:
         """Take every decision before a step; the engine then runs it."""
-        self._core.tick()
         for doing, part in self.parts:
             try:
                 part(view)
@@ -159,6 +158,9 @@ class SchedulingStep:
         return self._core.version == self._quiet_version
 
     # Parts
+
+    def _tick(self, view: EngineView) -> None:
+        self._core.tick()
 
     def _apply_predictions(self, view: EngineView) -> None:
         changed = []
@@ -216,8 +218,11 @@ class SchedulingStep:
         if self.is_quiet and core.fairness.steady:
             return True
         quiet = not view.prefilling() and (
-            core.waiting.peek() is None
-            or (view.free_seats() <= 0 and not core.eviction.wants_room)
+            not len(core.waiting)
+            or (
+                (view.free_seats() <= 0 or core.waiting.peek() is None)
+                and not core.eviction.wants_room
+            )
         )
         self._quiet_version = core.version if quiet else -1
         return quiet

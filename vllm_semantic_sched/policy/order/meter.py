@@ -52,6 +52,10 @@ class Meter:
         self._stints: dict[Job, _Stint] = {}
         self._due: AddressableHeap[Job] = AddressableHeap()
 
+    def __len__(self) -> int:
+        """Jobs with a seat that are followed."""
+        return len(self._stints)
+
     def admission_seconds(self, job: Job) -> float:
         """Engine time to get a job ready to decode: load and prefill."""
         return self.profile.load(job.swapped) + self.profile.prefill(job.swapped, job.tokens)

@@ -1,0 +1,207 @@
+"""What a scheduling step asks of vLLM and orders from it (`policy.step.EngineView`)."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.engine.vllm_api import (
+    PauseState,
+    Request,
+    TokenLimits,
+    blocks_can_be_freed,
+    blocks_freed_by,
+    blocks_needed,
+    free_kv_blocks,
+    free_seats,
+    hold_for_one_step,
+    inflight_prefills,
+    is_ready,
+    kv_cache_groups,
+    kv_cache_usage,
+    set_token_limits,
+    token_limits,
+    total_kv_blocks,
+    total_seats,
+    watermark_blocks,
+)
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.stage import StageLimits
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+
+
+class VllmView:
+    """Answers from vLLM's own accounts; orders go to the scheduler.
+
+    Args:
+        end: ends a job without its answer.
+    """
+
+    def __init__(self, scheduler: SemanticScheduler, end: Callable[[Job, Refusal], None]) -> None:
+        self._scheduler = scheduler
+        self._end = end
+        self._saved_limits: TokenLimits | None = None
+
+    # Questions
+
+    def capacity(self) -> EngineCapacity:
+        """Seats and KV blocks in all, as reservations count them."""
+        scheduler = self._scheduler
+        return EngineCapacity(
+            seats=total_seats(scheduler),
+            # Each group of layers has blocks of its own.
+            blocks=total_kv_blocks(scheduler) // kv_cache_groups(scheduler),
+            block_size=scheduler.block_size,
+        )
+
+    def tokens_held(self) -> int:
+        """About how many tokens running requests have KV of: whole blocks, O(1)."""
+        scheduler = self._scheduler
+        used = total_kv_blocks(scheduler) - free_kv_blocks(scheduler)
+        return used * scheduler.block_size // kv_cache_groups(scheduler)
+
+    def now(self) -> float:
+        """Seconds during which the engine was serving."""
+        return self._scheduler.clock()
+
+    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
+        """Predictions that have come back since the last call."""
+        return self._scheduler.predictions.take()
+
+    def observe(self, job: Job) -> None:
+        """Bring a running job's `generated` and `computed` up to date."""
+        request = self._request(job)
+        job.computed = request.num_computed_tokens
+        job.generated = request.num_output_tokens
+
+    def prefilling(self) -> Collection[Job]:
+        """Running jobs whose prefill is not complete. O(prefills under way)."""
+        jobs = self._scheduler.jobs
+        prefills = [
+            jobs[request.request_id]
+            for request in inflight_prefills(self._scheduler)
+            if request.request_id in jobs
+        ]
+        for job in prefills:
+            self.observe(job)
+        return prefills
+
+    def most_urgent_decode(self) -> Job | None:
+        """The most urgent running job, if it decodes."""
+        running = self._scheduler.running
+        if not running or running[0].is_prefill_chunk:
+            return None
+        return self._scheduler.jobs[running[0].request_id]
+
+    def is_paused(self) -> bool:
+        """Whether an operator holds the queue."""
+        return self._scheduler.pause_state is not PauseState.UNPAUSED
+
+    def free_seats(self) -> int:
+        """Seats for waiting requests in the coming step."""
+        return free_seats(self._scheduler)
+
+    def free_blocks(self) -> int:
+        """Free blocks, less vLLM's watermark, less one for each running request that is about to
+        begin a block. O(running)."""
+        scheduler = self._scheduler
+        block_size = scheduler.block_size
+        starting = sum(
+            request.num_computed_tokens % block_size == 0 for request in scheduler.running
+        )
+        return free_kv_blocks(scheduler) - watermark_blocks(scheduler) - starting
+
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return kv_cache_usage(self._scheduler)
+
+    def token_budget(self) -> float:
+        """Most tokens in a step."""
+        return token_limits(self._scheduler).step
+
+    def decode_tokens(self) -> int:
+        """Tokens of the budget that decoding requests take, draft tokens included."""
+        scheduler = self._scheduler
+        decoding = len(scheduler.running) - len(inflight_prefills(scheduler))
+        return decoding * (1 + scheduler.num_spec_tokens)
+
+    def is_ready(self, job: Job) -> bool:
+        """Whether vLLM could admit a waiting job if there were room."""
+        return is_ready(self._scheduler, self._request(job))
+
+    def needed_blocks(self, job: Job) -> int:
+        """KV blocks that a waiting job takes, less what the prefix cache holds for it."""
+        return blocks_needed(self._scheduler, self._request(job))
+
+    def freeable_blocks(self, job: Job) -> int | None:
+        """Blocks that a running job does not share; None while a step in flight may write them."""
+        request = self._request(job)
+        if not blocks_can_be_freed(self._scheduler, request):
+            return None
+        return blocks_freed_by(self._scheduler, request)
+
+    def preemption_seconds(self, job: Job) -> float:
+        """Engine seconds that preempting a running job would cost."""
+        return self._scheduler.preemptions.plan(job, self._request(job)).seconds
+
+    # Orders
+
+    def reposition(self, jobs: Iterable[Job]) -> None:
+        """Move running requests to the places that their ranks give them."""
+        running = self._scheduler.running
+        moved = {self._request(job): None for job in jobs if job.state is JobState.RUNNING}
+        # All out before the first goes in again: a place is found among those that are in order.
+        for request in moved:
+            running.remove(request)
+        for request in moved:
+            self.insert(request)
+
+    def insert(self, request: Request) -> None:
+        """Put a request that has a seat into vLLM's list of running ones, in order of rank."""
+        scheduler = self._scheduler
+        order, jobs = scheduler.core.running.order, scheduler.jobs
+        place = len(scheduler.running)  # whatever fails, the request must not get lost
+        with scheduler.guard("ordering running requests"):
+            place = bisect.bisect(
+                scheduler.running,
+                order(jobs[request.request_id]),
+                key=lambda other: order(jobs[other.request_id]),
+            )
+        scheduler.running.insert(place, request)
+
+    def preempt(self, job: Job, reason: str) -> None:
+        """Preempt a running job; vLLM queues it again."""
+        self._scheduler.evict(self._request(job), reason)
+
+    def end(self, job: Job, refusal: Refusal) -> None:
+        """End a job without its answer."""
+        self._end(job, refusal)
+
+    def limit_prefills(self, limits: StageLimits) -> None:
+        """Lower the limits that the next schedule() obeys, until `restore_limits`."""
+        scheduler = self._scheduler
+        for job in limits.held:
+            hold_for_one_step(scheduler, self._request(job))
+        if limits.prefill_tokens is None:
+            return
+        saved = self._saved_limits = token_limits(scheduler)
+        step = min(self.decode_tokens() + limits.prefill_tokens, saved.step)
+        prefill = saved.prefill
+        if limits.each is not None:
+            prefill = min(limits.each, saved.prefill or limits.each)
+        set_token_limits(scheduler, saved._replace(step=step, prefill=prefill))
+
+    def restore_limits(self) -> None:
+        """Undo what `limit_prefills` did."""
+        if self._saved_limits is not None:
+            set_token_limits(self._scheduler, self._saved_limits)
+            self._saved_limits = None
+
+    def _request(self, job: Job) -> Request:
+        return self._scheduler.requests[job.request_id]
