@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import (
-    URGENCY_LEVELS,
     UrgencyLengthClassifier,
     has_bfloat16,
 )
