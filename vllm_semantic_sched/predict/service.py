@@ -1,4 +1,4 @@
-"""Predicts in the background: the scheduler submits prompts and collects predictions without waiting."""
+"""Predicts in the background: the scheduler submits prompts and collects predictions later."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PredictionService:
 
     Prompts of requests that hints mark as urgent are read first, because their order among each
     other depends on the predicted length. Recently read prompts are answered from memory. A process
-    that ends, sends an invalid answer or exceeds its time limit is replaced, and the prompts that it
-    was reading get the prediction None.
+    that ends, sends an invalid answer or exceeds its time limit is replaced, and the prompts that
+    it was reading get the prediction None.
 
     Args:
         settings: the policy's predictor section.
@@ -68,9 +68,7 @@ class PredictionService:
         # These four are guarded by _changed.
         self._queue: AddressableHeap[str] = AddressableHeap()
         self._prompts: dict[str, _Prompt] = {}  # of the queued requests
-        self._memory: OrderedDict[bytes, Prediction] = (
-            OrderedDict()
-        )  # the least recently used first
+        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # least recently used first
         self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
         self._passes: deque[tuple[int, float]] = deque(maxlen=1000)

@@ -1,7 +1,6 @@
 """Figures of merit for ordered levels and for output lengths.
 
-Rows of probabilities are level 0 first. What scikit-learn and SciPy compute exactly is left to
-them; a figure that the data does not define is None.
+Rows of probabilities are level 0 first. A figure that the data does not define is None.
 """
 
 import math
@@ -43,7 +42,7 @@ def quadratic_weighted_kappa(truth: Sequence[int], guess: Sequence[int]) -> floa
 
 
 def area_under_curve(positive: Sequence[bool], scores: Sequence[float]) -> float | None:
-    """Chance that a positive scores above a negative, ties half; None without both kinds."""
+    """Probability that a positive scores above a negative, ties half; None without both kinds."""
     if all(positive) or not any(positive):
         return None
     return float(roc_auc_score(positive, scores))
@@ -175,7 +174,7 @@ def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str
     """All figures for output lengths, both in tokens.
 
     `decile_accuracy` is the share of texts that lie in the same tenth of the true lengths as of
-    the predicted ones: it asks for the order, not for the scale.
+    the predicted ones: it measures the order, not the scale.
     """
     same = [true == guess for true, guess in zip(deciles(truth), deciles(predicted), strict=True)]
     gaps = numpy.abs(numpy.asarray(truth, dtype=float) - numpy.asarray(predicted, dtype=float))

@@ -1,8 +1,8 @@
 """The training loop: both heads together, on examples that may be drawn afresh every round.
 
 A text that has only a level or only a length contributes to one of the heads. The word
-embeddings stay as pretrained: they are half of all parameters, and words that the training
-texts lack must keep their place beside those they do not lack.
+embeddings stay as pretrained: they are half of all parameters, and words that the training texts
+lack must keep their place beside the others.
 
 Levels and length buckets are ordered, so a guess that is further off must cost more: the loss is
 cross-entropy plus the squared earth mover's distance between the cumulated distributions (Hou,

@@ -60,7 +60,7 @@ def framed_emergency(level: int, rng: random.Random) -> str:
 
 
 def lookalike(rng: random.Random) -> str:
-    """A prompt of the least urgent level whose words are an emergency's by accident."""
+    """A prompt of the least urgent level that uses an emergency's words by accident."""
     texts = harmless()
     source = texts.broken_things if rng.random() < 0.5 else texts.figures_of_speech
     text = choose(rng.choice(source), rng)
@@ -74,7 +74,7 @@ def everyday_prompt(rng: random.Random) -> str:
 
 
 def _told(sentence: str, rng: random.Random) -> str:
-    """A whole message, without the alarm that others come with."""
+    """A whole message, seldom with an alarmed opening."""
     draw = rng.random()
     if draw < 0.05:
         sentence = rng.choice(surroundings().openers_alarmed) + sentence
@@ -85,14 +85,14 @@ def _told(sentence: str, rng: random.Random) -> str:
 
 
 def _said(sentence: str, register: str, level: int, someone: Person, rng: random.Random) -> str:
-    """A sentence of a register with what people say around it."""
+    """A sentence of a register with an opening, details and questions around it."""
     if register == "third":
         second = rng.random() < 0.12
         sentence = f"{someone.name} {sentence}"
         if second and level <= 1:
             more = someone.fill(choose(rng.choice(wordings()[level].third), rng))
             sentence = f"{sentence}, {someone.he} {more}"
-    # A negated symptom must not read as that symptom; said where it is natural.
+    # A negated symptom must not read as that symptom; negations come where they are natural.
     mild = level >= 2 and register != "scene"
     if mild and rng.random() < 0.12:
         parts = [capital(_negated_first(sentence, rng)) + rng.choice(("", "."))]
@@ -129,7 +129,7 @@ def _unlike(alternatives: Sequence[str], sentence: str, rng: random.Random) -> s
     """One of the alternatives, if possible one that does not contradict the sentence."""
     said = set(re.findall(r"[a-z]{5,}", sentence.lower()))
     fitting = [one for one in alternatives if not said & set(re.findall("[a-z]+", one.lower()))]
-    # Contradictions between words of one stem ("fever", "feverish") are rare enough to let be.
+    # Contradictions between words of one stem ("fever", "feverish") are rare enough to accept.
     return rng.choice(fitting or alternatives)
 
 

@@ -35,15 +35,15 @@ from vllm_semantic_sched.predict.training.wording import (
 
 _Item = TypeVar("_Item")
 
-# Visits in the survey's own words, in the survey's own proportions: what is read in them is then
-# as likely as it is there (0.8 % at level 0, half at level 2).
+# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 % at
+# level 0, half at level 2).
 _PLAIN_VISITS = 32_000
-# Visits as charts note them, in the same proportions: such notes are written where visits are.
+# Visits as chart notes, in the same proportions: such notes are written in emergency departments.
 _CHARTED_VISITS = 7000
-# Visits of each level in other voices. Whoever writes so is no sample of any emergency
-# department, and a head trained on the survey's proportions would call nothing level 0.
+# Visits of each level in other voices. People who write so are not a sample of an emergency
+# department, and a head trained on the survey's proportions would predict level 0 for no text.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
-# Messages written one by one, with the variety that wordings put together from parts lack.
+# Messages written one by one, with a variety that wordings made of parts lack.
 _WRITTEN = 8000
 _MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
 _HARMLESS = 3600

@@ -6,15 +6,15 @@ import random
 
 from vllm_semantic_sched.predict.training.wording import choose, surroundings
 
-# Shares of the messages and prompts that come late in a long text, behind a claim, and behind
-# words that say nothing.
+# Shares of the messages and prompts that come late in a long text, after a claim, and after a
+# neutral opening.
 _LATE = 0.12
 _CLAIMS = 0.03
 _OPENED = 0.06
 
 
 def noisy(text: str, rng: random.Random) -> str:
-    """`text` as it arrives: late in a longer one, behind a claim, typed in haste, or as it is."""
+    """`text` unchanged, late in a longer one, after a claim, or typed in haste."""
     if rng.random() < _LATE:
         text = after_background(text, rng)
     if rng.random() < _CLAIMS:
@@ -25,7 +25,7 @@ def noisy(text: str, rng: random.Random) -> str:
 
 
 def after_background(message: str, rng: random.Random) -> str:
-    """`message` after sentences that do not matter, and sometimes before one more."""
+    """`message` after irrelevant sentences, and sometimes before one more."""
     # No more than four: within the predictor's window the message itself must stay readable.
     count = rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
     sentences = [choose(one, rng) for one in rng.sample(surroundings().background, count + 1)]
@@ -44,7 +44,7 @@ def claiming(text: str, rng: random.Random) -> str:
 
 
 def opened_neutrally(text: str, rng: random.Random) -> str:
-    """`text` after words that say nothing about it but that it is a text."""
+    """`text` after an opening that says nothing about it."""
     return rng.choice(surroundings().openers_neutral) + text
 
 
@@ -70,21 +70,21 @@ def with_task(message: str, task: str, rng: random.Random) -> str:
 
 
 def with_question(message: str, question: str, rng: random.Random) -> str:
-    """`message` with a full prompt of its own after it, seldom before."""
+    """`message` with a separate prompt after it, seldom before it."""
     if rng.random() < 0.12:
         return f"{question}\n\n{message}"
     return f"{message}{rng.choice((' ', ' ', chr(10), chr(10) * 2))}{question}"
 
 
 def in_chat_template(text: str, rng: random.Random) -> str:
-    """`text` as a scheduler may see it: inside some model's chat template."""
+    """`text` inside a chat template, as a scheduler may see it."""
     form = rng.choice(surroundings().templates)
     wrapped = form.replace("{system}", rng.choice(surroundings().systems)).replace("{text}", text)
     return wrapped.lower() if rng.random() < 0.15 else wrapped
 
 
 def hasty(text: str, rng: random.Random) -> str:
-    """`text` as typed in a hurry: case, punctuation and letters go astray."""
+    """`text` as typed in a hurry: with wrong case, punctuation and letters."""
     style = rng.random()
     if style < 0.35:
         text = text.lower()

@@ -50,7 +50,7 @@ def visit_message(visit: TriageVisit, rng: random.Random) -> str:
 
 
 def chart_note(visit: TriageVisit, rng: random.Random) -> str:
-    """The complaint of an NHAMCS visit as a chart has it: a few words of shorthand."""
+    """The complaint of an NHAMCS visit as a chart note: a few words of shorthand."""
     terms = [term for reason in visit.reasons if (term := chart_term(reason, rng))]
     if not terms:
         return visit.text
@@ -84,7 +84,7 @@ def ktas_message(visit: KtasVisit, rng: random.Random) -> str:
 
 
 def lay_term(reason: str, rng: random.Random) -> str | None:
-    """Words a person would use for `reason` after "has" or "with"; None if it says nothing."""
+    """Words a person would use for `reason` after "has" or "with"; None for a vague reason."""
     everyday, _ = reasons().get(reason, ("", ""))
     if everyday:
         return rng.choice(everyday.split("|"))
@@ -99,7 +99,7 @@ def lay_term(reason: str, rng: random.Random) -> str | None:
 
 
 def chart_term(reason: str, rng: random.Random) -> str | None:
-    """Words of a triage note for `reason`; None if it says nothing."""
+    """Words of a triage note for `reason`; None for a vague reason."""
     _, chart = reasons().get(reason, ("", ""))
     if chart:
         return choose(f"[{chart}]", rng)
