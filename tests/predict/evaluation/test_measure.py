@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("sklearn")
-
 from vllm_semantic_sched.policy.estimates.decision import Decision
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.evaluation import measure

@@ -1,9 +1,6 @@
 """Figures of merit against values worked out by hand, and properties that always hold."""
 
 import pytest
-
-pytest.importorskip("sklearn")
-
 from hypothesis import given
 from hypothesis import strategies as st
 

