@@ -62,6 +62,13 @@ def test_wheel_holds_the_model_weights(files: set[str]):
     assert shipped <= files
 
 
+def test_wheel_holds_the_texts_for_training(files: set[str]):
+    texts = ROOT / "vllm_semantic_sched" / "predict" / "training" / "texts"
+    shipped = {path.relative_to(ROOT).as_posix() for path in texts.iterdir()}
+    assert {path.rpartition(".")[2] for path in shipped} == {"csv", "yaml"}
+    assert shipped <= files
+
+
 def test_wheel_holds_nothing_but_the_package(files: set[str]):
     tops = {path.partition("/")[0] for path in files}
     assert tops == {"vllm_semantic_sched", "vllm_semantic_sched-0.1.0.dist-info"}

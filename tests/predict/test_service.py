@@ -3,14 +3,13 @@
 import logging
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
 
-from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.estimates.prediction import Predictor
 from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict.process import PredictorProcess
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
@@ -57,7 +56,6 @@ def decode(token_ids: list[int]) -> str:
 
 @pytest.fixture
 def start(monkeypatch):
-    monkeypatch.setattr(service_module, "_FIRST_BACKOFF", 0.05)
     services, processes = [], []
 
     def launch(command) -> PredictorProcess:
@@ -66,12 +64,13 @@ def start(monkeypatch):
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch)
 
-    def build(worker: str = WORKER, **settings) -> PredictionService:
+    def build(worker: str = WORKER, first_backoff: float = 0.05, **settings) -> PredictionService:
         service = PredictionService(
             Predictor(**settings),
             decode,
             logging.getLogger("test"),
             command=(sys.executable, "-c", worker),
+            first_backoff=first_backoff,
         )
         services.append(service)
         service.buckets = service.start()
@@ -83,8 +82,12 @@ def start(monkeypatch):
     assert not any(process.up for process in processes), "a predictor process was left behind"
 
 
-def worker_of(service: PredictionService) -> subprocess.Popen:
-    return service._process._process
+def exists(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def wait_for(service: PredictionService, count: int) -> dict:
@@ -135,7 +138,7 @@ def test_a_batch_never_exceeds_its_limit(start) -> None:
     assert max(p.length[0] for p in wait_for(service, 20).values()) <= 3
 
 
-def test_a_full_queue_refuses_and_a_cancelled_prompt_is_forgotten(start) -> None:
+def test_full_queue_refuses_and_a_cancelled_prompt_frees_its_place(start) -> None:
     service = start(mode="full_batching", max_batch=9, max_wait=60, max_queue=2)
     assert service.submit("a", b"x") and service.submit("b", b"x")
     assert not service.submit("c", b"x")
@@ -143,7 +146,7 @@ def test_a_full_queue_refuses_and_a_cancelled_prompt_is_forgotten(start) -> None
     assert service.submit("c", b"x") and service.pending == 2
 
 
-def test_a_dead_predictor_is_replaced_and_what_it_had_is_answered_with_none(start) -> None:
+def test_dead_predictor_is_replaced_and_its_batch_gets_none(start) -> None:
     service = start(max_batch=1)
     for name, text in (("a", b"die"), ("b", b"help"), ("c", b"die"), ("d", b"help")):
         service.submit(name, text)
@@ -153,17 +156,17 @@ def test_a_dead_predictor_is_replaced_and_what_it_had_is_answered_with_none(star
     assert service.up
 
 
-def test_a_prompt_that_was_read_before_is_answered_from_memory_at_once(start) -> None:
+def test_known_prompt_is_answered_from_memory_at_once(start) -> None:
     service = start(max_batch=1)
     service.submit("a", b"help")
     first = wait_for(service, 1)["a"]
-    os.kill(worker_of(service).pid, signal.SIGSTOP)  # nobody is there to read it again
+    os.kill(service.process_id, signal.SIGSTOP)  # cannot read it again
     assert service.submit("b", b"help")
     assert service.drain() == [("b", first)]
     assert service.cached == 1 and service.pending == 0
 
 
-def test_the_same_prompt_many_times_at_once_is_read_once(start) -> None:
+def test_identical_prompts_are_read_once(start) -> None:
     service = start(max_batch=1)
     for number in range(20):
         service.submit(str(number), b"help")
@@ -171,24 +174,24 @@ def test_the_same_prompt_many_times_at_once_is_read_once(start) -> None:
     assert service.cached == 19
 
 
-def test_memory_is_bounded_forgets_the_least_recently_used_and_can_be_off(start) -> None:
+def test_memory_drops_the_least_recently_used_and_can_be_off(start) -> None:
     service = start(max_batch=1, cache_size=2)
 
-    def asked_again(text: bytes) -> bool:
+    def was_read(text: bytes) -> bool:
         before = service.cached
         service.submit("x", text)
         wait_for(service, 1)
         return service.cached == before
 
-    assert asked_again(b"a") and asked_again(b"b")
-    assert not asked_again(b"a")
-    assert asked_again(b"c")  # in place of b
-    assert not asked_again(b"a") and not asked_again(b"c")
-    assert asked_again(b"b")
-    assert len(service._memory) == 2
+    assert was_read(b"a") and was_read(b"b")
+    assert not was_read(b"a")
+    assert was_read(b"c")  # in place of b
+    assert not was_read(b"a") and not was_read(b"c")
+    assert was_read(b"b")
+    assert service.remembered == 2
 
     service = start(max_batch=1, cache_size=0)
-    assert asked_again(b"a") and asked_again(b"a")
+    assert was_read(b"a") and was_read(b"a")
 
 
 def test_failures_are_not_remembered(start) -> None:
@@ -199,21 +202,21 @@ def test_failures_are_not_remembered(start) -> None:
     assert service.cached == 0 and service.restarts == 0
 
 
-def test_a_stuck_predictor_is_killed_and_replaced_and_nobody_waits_for_it(start) -> None:
+def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
     service = start(max_batch=1, timeout=0.5)
-    stuck = worker_of(service)
+    stuck = service.process_id
     begin = time.monotonic()
     service.submit("a", b"hang")
     service.submit("b", b"help")
     assert time.monotonic() - begin < 0.2, "submitting waited"
     results = wait_for(service, 2)
     assert results["a"] is None and results["b"].urgency == (1.0, 0.0)
-    assert stuck.poll() is not None and service.up and service.restarts == 1
+    assert not exists(stuck) and service.up and service.restarts == 1
 
 
-def test_a_predictor_stopped_from_outside_is_replaced_however_much_is_sent_to_it(start) -> None:
+def test_predictor_stopped_by_a_signal_is_replaced_during_a_large_write(start) -> None:
     service = start(max_batch=1, timeout=0.5)
-    os.kill(worker_of(service).pid, signal.SIGSTOP)
+    os.kill(service.process_id, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
     service.submit("a", b"x" * 300_000)
     assert wait_for(service, 1)["a"] is None
@@ -222,8 +225,8 @@ def test_a_predictor_stopped_from_outside_is_replaced_however_much_is_sent_to_it
     assert service.restarts == 1
 
 
-def test_an_answer_that_is_none_costs_the_process(start) -> None:
-    """What it still writes would be taken for the answer to the next batch."""
+def test_invalid_answer_replaces_the_process(start) -> None:
+    """Its next line would be taken for the answer to the next batch."""
     service = start(max_batch=1)
     service.submit("a", b"babble help")
     service.submit("b", b"hello")
@@ -245,21 +248,18 @@ def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
     assert service.drain() == []
     begin = time.monotonic()
     service.close()
-    service._thread.join(5)
-    assert not service._thread.is_alive() and time.monotonic() - begin < 5
+    assert service.join(5) and time.monotonic() - begin < 5
 
 
-def test_closing_ends_a_wait_between_restarts(start, monkeypatch) -> None:
-    monkeypatch.setattr(service_module, "_FIRST_BACKOFF", 60.0)
-    service = start()
+def test_closing_ends_a_wait_between_restarts(start) -> None:
+    service = start(first_backoff=60.0)
     service.submit("a", b"die")
     wait_for(service, 1)
     service.close()
-    service._thread.join(5)
-    assert not service._thread.is_alive()
+    assert service.join(5)
 
 
-def test_closing_while_a_new_process_loads_leaves_none_behind(start, tmp_path) -> None:
+def test_closing_while_a_new_process_loads_leaves_no_process(start, tmp_path) -> None:
     flag = tmp_path / "slow"
     slow = f"import os, time; time.sleep(10 * os.path.exists({str(flag)!r}))\n"
     service = start(slow + WORKER)
@@ -270,11 +270,10 @@ def test_closing_while_a_new_process_loads_leaves_none_behind(start, tmp_path) -
         assert time.monotonic() < deadline
         time.sleep(0.005)
     service.close()
-    service._thread.join(5)
-    assert not service._thread.is_alive() and not service.up
+    assert service.join(5) and not service.up
 
 
-def test_closing_in_the_moment_of_a_restart_leaves_no_process_behind(start, monkeypatch) -> None:
+def test_closing_during_a_restart_leaves_no_process(start, monkeypatch) -> None:
     service = start()
     launch = service_module.PredictorProcess
 
@@ -285,11 +284,10 @@ def test_closing_in_the_moment_of_a_restart_leaves_no_process_behind(start, monk
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch_too_late)
     service.submit("a", b"die")
-    service._thread.join(10)
-    assert not service._thread.is_alive() and service.restarts == 1
+    assert service.join(10) and service.restarts == 1
 
 
-def test_an_error_answer_and_undecodable_tokens_cost_only_their_own_batch(start) -> None:
+def test_error_answer_and_undecodable_tokens_affect_only_their_batch(start) -> None:
     service = start(max_batch=1)
     service.submit("a", b"fail")
     service.submit("b", [300])  # decode() cannot make bytes of this
@@ -306,7 +304,7 @@ def test_an_error_answer_and_undecodable_tokens_cost_only_their_own_batch(start)
         ("import sys; sys.exit(9)", "status 9"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_reported_at_start(start, worker, message) -> None:
+def test_start_reports_a_model_that_cannot_be_loaded(start, worker, message) -> None:
     with pytest.raises(PredictorError, match=message):
         start(worker)
 
@@ -339,7 +337,7 @@ def shipped():
     service.close()
 
 
-def test_no_text_gets_the_shipped_predictor_out_of_step(shipped) -> None:
+def test_strange_texts_keep_the_shipped_predictor_in_step(shipped) -> None:
     def submit(name: str, text: str) -> None:
         assert shipped.submit(name, [ord(character) for character in text])
 

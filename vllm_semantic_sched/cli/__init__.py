@@ -16,16 +16,16 @@ _COMMANDS = {
         "compare schedulers on a running engine, measure scheduling overhead",
     ),
     "train": (
-        "vllm_semantic_sched.predict.train",
+        "vllm_semantic_sched.cli.train",
         "train the predictor of urgency and output length",
     ),
     "evaluate": (
-        "vllm_semantic_sched.predict.evaluate",
+        "vllm_semantic_sched.cli.evaluate",
         "measure a predictor on labelled texts",
     ),
     "explain": (
-        "vllm_semantic_sched.predict.explain",
-        "say how urgent a text is taken to be, how long its answer, and which words decided",
+        "vllm_semantic_sched.cli.explain",
+        "show the urgency level and output length of a text, and the words that decided",
     ),
     "policy": (
         "vllm_semantic_sched.policy.command",

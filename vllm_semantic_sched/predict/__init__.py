@@ -1,4 +1,9 @@
-"""Text to urgency level and output-length bucket: model, service beside the engine, training.
+"""The predictor of urgency level and output length: what a serving engine needs.
 
-See docs/predictor.md. Only the modules here import torch and transformers.
+`model` reads texts, `worker` runs it in a process of its own, and `service` feeds that process from
+the engine. `training/` makes models and `evaluation/` measures them; neither is needed to serve.
+See docs/predictor.md. Only modules below this package import torch and transformers.
 """
+
+URGENCY_LEVELS = 5
+"""Levels 0 (immediate) to 4 (non-urgent), as in the five-level triage scales."""

@@ -1,4 +1,4 @@
-"""The predictor as the scheduler uses it: texts in, `Prediction`s out."""
+"""Predicts urgency level and output length of texts."""
 
 import json
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import (
-    URGENCY_LEVELS,
     UrgencyLengthClassifier,
     has_bfloat16,
 )
@@ -112,7 +112,7 @@ class TextPredictor:
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
         rows = self._tokenizer.encode(texts)
-        # Neighbours in length share a batch, so that little is computed for padding.
+        # Texts of similar length share a batch, which saves padding.
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
         predictions: dict[int, Prediction] = {}
         with torch.inference_mode():
@@ -130,7 +130,7 @@ class TextPredictor:
 
 
 class _UrgencyOnly:
-    """A foreign sequence classifier behind the interface of ours."""
+    """A sequence classifier of transformers with the interface of `_Classifier`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""The predictor process as its owner sees it: one question, one answer, never waiting for ever."""
+"""Runs the predictor process and exchanges messages with it, each within a time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_PATIENCE = 5.0  # seconds for a process that has closed its pipes to end
+_PATIENCE = 5.0  # seconds that a process may take to end after it closed its pipes
 
 
 class PredictorError(RuntimeError):
@@ -30,8 +30,13 @@ class PredictorProcess:
         )
 
     @property
+    def process_id(self) -> int:
+        """The operating system's id of the process."""
+        return self._process.pid
+
+    @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -42,21 +47,21 @@ class PredictorProcess:
         """Read one message.
 
         Raises:
-            PredictorError: none within `timeout` seconds, none at all, or nonsense. The process
-                is gone then: what still came of it would be taken for the answer to another
-                question.
+            PredictorError: no message came within `timeout` seconds, the process ended, or the
+                message is not JSON. The process is killed then: a later message from it would be
+                taken for the answer to another question.
         """
         return self._exchange("", timeout)
 
     def stop(self) -> None:
-        """Kill it; it holds nothing that could get lost. Whoever waits for it gets its error."""
+        """Kill the process; it holds no data that could be lost. A pending `read` raises."""
         self._end(patience=0)
 
     def _exchange(self, line: str, timeout: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         begin = time.monotonic()
-        # Ends a write to a stuck process as well as a read, and also a stopped one.
+        # Unblocks a write as well as a read, also if the process is stopped by a signal.
         watchdog = threading.Timer(timeout, self._process.kill)
         watchdog.daemon = True
         watchdog.start()
@@ -65,7 +70,7 @@ class PredictorProcess:
                 stdin.write(line)
                 stdin.flush()
             answer = stdout.readline()
-        except OSError:  # it ended while it was written to
+        except OSError:  # the process ended during the write
             answer = ""
         finally:
             watchdog.cancel()
@@ -83,7 +88,7 @@ class PredictorProcess:
         return message
 
     def _end(self, patience: float) -> int:
-        """Wait that many seconds for its end, then kill it; its exit status."""
+        """Wait `patience` seconds for the process to end, then kill it; returns its exit status."""
         process = self._process
         try:
             status = process.wait(timeout=patience)
@@ -92,6 +97,6 @@ class PredictorProcess:
             status = process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what is still to be written has no reader
+                with contextlib.suppress(OSError):  # buffered output has no reader any more
                     pipe.close()
         return status

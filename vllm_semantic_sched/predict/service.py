@@ -1,4 +1,4 @@
-"""The asynchronous prediction service: requests in, predictions out, nobody waits (P3, P7)."""
+"""Predicts in the background: the scheduler submits prompts and collects predictions later."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.config.estimates import Predictor
-from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction, Predictor
+from vllm_semantic_sched.policy.order.heap import AddressableHeap
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0  # seconds between restarts
+_LONGEST_BACKOFF = 60.0  # seconds between restarts
 
 
 class _Prompt(NamedTuple):
@@ -31,19 +30,20 @@ class _Prompt(NamedTuple):
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    The prompts of urgent requests are read first, as far as hints say which those are: their order
-    among each other rests on the predicted length, and nobody waits longer for a wrong one.
-    Prompts that it has seen lately are answered from memory. A process that ends, answers
-    nonsense or does not answer in time is replaced; what it was reading is answered with None.
+    Prompts of requests that hints mark as urgent are read first, because their order among each
+    other depends on the predicted length. Recently read prompts are answered from memory. A process
+    that ends, sends an invalid answer or exceeds its time limit is replaced, and the prompts that
+    it was reading get the prediction None.
 
     Args:
         settings: the policy's predictor section.
         decode: token ids to text; called on the service's thread.
         command: the worker's command line; for tests.
+        first_backoff: seconds before the first restart of a failed process; doubles each time.
 
     Attributes:
         cached: prompts answered from memory so far.
-        restarts: times that a new process was started in place of one that failed.
+        restarts: number of times that a failed process was replaced.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class PredictionService:
         decode: Callable[[list[int]], str],
         logger: logging.Logger,
         command: Sequence[str] = (sys.executable, "-m", "vllm_semantic_sched.predict.worker"),
+        first_backoff: float = 1.0,
     ) -> None:
         self._settings = settings
         self._decode = decode
@@ -59,6 +60,7 @@ class PredictionService:
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
             self._command += ["--model", settings.model]
+        self._first_backoff = first_backoff
         self.cached = 0
         self.restarts = 0
         self._process: PredictorProcess | None = None
@@ -66,14 +68,14 @@ class PredictionService:
         # These four are guarded by _changed.
         self._queue: AddressableHeap[str] = AddressableHeap()
         self._prompts: dict[str, _Prompt] = {}  # of the queued requests
-        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # the oldest comes first
+        self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # least recently used first
         self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
         self._passes: deque[tuple[int, float]] = deque(maxlen=1000)
         self._batch_ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="semsched-predict", daemon=True)
 
-    # For the scheduler: none of these waits, except start and close
+    # For the scheduler; only `start`, `close` and `join` wait.
 
     def start(self) -> LengthBuckets | None:
         """Start the process and wait until its model is loaded.
@@ -106,7 +108,7 @@ class PredictionService:
         return True
 
     def cancel(self, request_id: str) -> None:
-        """Forget a queued prompt."""
+        """Remove a prompt from the queue; no-op if it is not there."""
         with self._changed:
             self._queue.discard(request_id)
             self._prompts.pop(request_id, None)
@@ -127,20 +129,36 @@ class PredictionService:
         return len(self._queue)
 
     @property
+    def remembered(self) -> int:
+        """Number of prompts whose prediction is in memory."""
+        return len(self._memory)
+
+    @property
     def up(self) -> bool:
         """Whether the process runs."""
         process = self._process  # the service's thread may replace it meanwhile
         return process is not None and process.up
 
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id of the current process; None without one."""
+        process = self._process
+        return None if process is None else process.process_id
+
     def close(self) -> None:
-        """Stop thread and process."""
+        """Stop the process, and tell the thread to stop."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._stop_process()
 
+    def join(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the thread to stop; whether it has stopped."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def _recall(self, request_id: str, prompt: _Prompt) -> bool:
-        """Answer a prompt from memory, if it is there; the caller holds _changed."""
+        """Answer a prompt from memory if possible; the caller holds _changed."""
         prediction = self._memory.get(prompt.digest)
         if prediction is None:
             return False
@@ -152,7 +170,7 @@ class PredictionService:
     # The service's thread
 
     def _run(self) -> None:
-        backoff = _FIRST_BACKOFF
+        backoff = self._first_backoff
         while batch := self._next_batch():
             try:
                 predictions = self._predict(list(batch.values()))
@@ -172,10 +190,10 @@ class PredictionService:
                 if self._pause(self._settings.extra_latency):
                     return
                 self._deliver(batch, predictions)
-                backoff = _FIRST_BACKOFF
+                backoff = self._first_backoff
 
     def _next_batch(self) -> dict[str, _Prompt]:
-        """Wait for work: prompts by request id; empty when closing."""
+        """Wait for prompts; returns them by request id, none when closing."""
         settings = self._settings
         batch: dict[str, _Prompt] = {}
         with self._changed:
@@ -197,7 +215,7 @@ class PredictionService:
         return batch
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; True, and at once, if the service is being closed."""
+        """Wait `seconds`; returns True, at once, when the service is closed."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing, timeout=seconds)
 
@@ -230,7 +248,7 @@ class PredictionService:
         try:
             return self._decode(list(token_ids))
         except Exception:
-            return ""  # ids outside the vocabulary; vLLM decides what becomes of the request
+            return ""  # ids outside the vocabulary; vLLM decides about the request
 
     # The process
 
@@ -239,7 +257,7 @@ class PredictionService:
         with self._changed:
             self._process = process
             closing = self._closing
-        if closing:  # close() may have come too early to see this process
+        if closing:  # close() may have run before this process existed
             self._stop_process()
         first = process.read(_START_TIMEOUT)
         if "failed" in first:
@@ -250,7 +268,7 @@ class PredictionService:
         return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"]))
 
     def _relaunch(self, backoff: float) -> float:
-        """Start the process again, later each time that it fails; the next back-off, seconds."""
+        """Restart the process, after a longer wait each time it fails; returns the next wait, s."""
         while not self._pause(backoff):
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
             self.restarts += 1
@@ -273,12 +291,12 @@ class PredictionService:
 
 
 def _digest(token_ids: Sequence[int]) -> bytes:
-    """A short key, so that the memory holds no prompts."""
+    """A short key, so that no prompt is kept in memory."""
     return hashlib.blake2b(array("q", list(token_ids)).tobytes(), digest_size=16).digest()
 
 
 def _prediction(urgency: list[float], length: list[float] | None) -> Prediction | None:
-    """None for numbers that are no probabilities, as a broken model gives them."""
+    """The prediction; None if a number is not finite, as from a broken model."""
     if not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
         return None
     return Prediction(tuple(urgency), None if length is None else tuple(length))

@@ -1,4 +1,4 @@
-"""From prompt text to token ids: what the predictor sees of a prompt."""
+"""Turns prompt text into the token ids that the predictor reads."""
 
 import re
 from collections.abc import Sequence
@@ -29,15 +29,14 @@ def clean(text: str) -> str:
 class WindowTokenizer:
     """Tokenizes texts into at most `window` ids: a longer text gives its head and its tail.
 
-    People state the matter first and ask last, so the middle of a long prompt is what can be
-    spared. Characters are cut before tokenizing: the cost of a prompt is bounded, however
-    long it is.
+    People state the matter first and the request last, so the middle of a long prompt matters
+    least. Characters are cut before tokenizing, so that the cost of a prompt is bounded.
     """
 
     def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:
         """`tokenizer` is any tokenizer of transformers; raises ValueError on a tiny window."""
         self._tokenizer = tokenizer
-        # Asking the tokenizer itself keeps this right for [CLS] ... [SEP], <s> ... </s>, or none.
+        # Found by tokenizing, which works for [CLS] ... [SEP], <s> ... </s>, and none.
         plain = self._ids(["a"], special=False)[0]
         framed = self._ids(["a"], special=True)[0]
         start = next((at for at in range(len(framed)) if framed[at : at + len(plain)] == plain), 0)
@@ -66,7 +65,7 @@ class WindowTokenizer:
 
     def _cut(self, text: str) -> str:
         half = self._room * _CHARACTERS_PER_TOKEN // 2
-        # Lone surrogates cannot be encoded; they come from broken decoding, not from people.
+        # Lone surrogates, which come from broken decoding, cannot be encoded.
         if len(text) > 4 * half:
             text = f"{text[: 2 * half]} {text[-2 * half :]}"
         text = clean(text.encode("utf-8", "replace").decode("utf-8"))

@@ -17,7 +17,7 @@ from transformers import DistilBertConfig
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
 Precision = Literal["int8", "fp16"]
-"""What matrices are stored as.
+"""The number format of stored matrices.
 
 Fine-tuning a network that was stored as int8 moves many of its weights by less than half a step of
 int8, which would be rounded away again.
@@ -45,7 +45,7 @@ def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The fp32 state that `stored` stands for; off by half a row scale at most."""
+    """The fp32 state that `stored` encodes; the error is at most half a row scale."""
     return {
         name: value.to(torch.float32) * stored[name + _SCALE][:, None]
         if name + _SCALE in stored
@@ -71,7 +71,7 @@ def save_network(
     state = network.state_dict()
     stored = quantised(state) if precision == "int8" else _halved(state)
     save_file(stored, folder / _WEIGHTS_FILES[precision])
-    # Not before the new weights are there: a failure must not leave the folder without any.
+    # After the new weights are written: a failure must not leave the folder without any.
     for other in _WEIGHTS_FILES.keys() - {precision}:
         (folder / _WEIGHTS_FILES[other]).unlink(missing_ok=True)
     config = network.config.to_diff_dict()

@@ -1,8 +1,8 @@
 """The predictor process: reads batches of texts on stdin, answers on stdout, one JSON line each.
 
-It is a process of its own so that its Python code cannot hold up the engine's, its threads are
-its own, and its death is survivable. It ends when its stdin closes, so it never outlives the
-engine.
+It is a separate process so that its Python code cannot block the engine's, its threads do not
+compete with the engine's, and the engine survives a crash. It ends when its stdin closes, so it
+never outlives the engine.
 
     -> {"id": 7, "texts": ["..."]}
     <- {"id": 7, "urgency": [[...]], "length": [[...]] or [null]}
@@ -29,10 +29,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
-    # Libraries print; keep the answers' channel to ourselves.
+    # Libraries may print to stdout: move the answers to a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Where cores are short the engine comes first: a prediction may come late, a token may not.
+    # The engine goes first if cores are short: a prediction may be late, a token may not.
     os.nice(_NICENESS)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the accelerator belongs to the engine

@@ -1,0 +1,327 @@
+"""`semsched evaluate` on small tables: figures, baselines, files, and error messages."""
+
+import argparse
+import csv
+import json
+
+import pytest
+
+from vllm_semantic_sched.cli import evaluate
+from vllm_semantic_sched.datasets import split_of
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.evaluation.baselines import (
+    MAJORITY,
+    MEDIAN,
+    TFIDF_LENGTHS,
+    TFIDF_LEVELS,
+)
+from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, NO_CLAIM
+from vllm_semantic_sched.predict.model import TextPredictor
+
+TABLE = (
+    "text,level,output_tokens,kind\n"
+    "my dad is not breathing,0,,plain\n"
+    "write a poem about rain,4,120,asks\n"
+    "what is two plus two,4,5,asks\n"
+    '"heavy chest pain,\nsweating",1,,plain\n'
+)
+LEVEL_KEYS = {
+    "n_level",
+    "accuracy",
+    "balanced_accuracy",
+    "quadratic_weighted_kappa",
+    "recall",
+    "precision",
+    "auc",
+    "urgent_recall",
+    "urgent_precision",
+    "ece",
+    "expected_cost",
+    "confusion",
+}
+LENGTH_KEYS = {"n_length", "kendall_tau", "decile_accuracy", "mean_absolute_error_tokens"}
+
+
+class TwoLevels:
+    """Knows levels 0 and 1 by a word, and that poems are long."""
+
+    levels = 2
+    length_buckets = LengthBuckets((50,), (10.0, 200.0))
+
+    def predict(self, texts):
+        return [
+            Prediction(
+                (0.99, 0.01) if "breathing" in text else (0.01, 0.99),
+                (0.0, 1.0) if "poem" in text else (1.0, 0.0),
+            )
+            for text in texts
+        ]
+
+
+@pytest.fixture(autouse=True)
+def without_data_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path / "absent"))
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    monkeypatch.setattr(TextPredictor, "load", lambda path, threads: TwoLevels())
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "messages.csv"
+    path.write_text(TABLE)
+    return path
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    """All files that the built-in sets read, a few rows each."""
+    root = tmp_path / "data"
+    prompts = [f"prompt number {number}" for number in range(200)]
+    kept = [prompt for prompt in prompts if split_of(prompt) == "test"][:4]
+    other = next(prompt for prompt in prompts if split_of(prompt) == "train")
+    pairs = [
+        {"instruction": prompt, "input": "", "output": "word " * 10 * (place + 1)}
+        for place, prompt in enumerate([*kept, other])
+    ]
+    for folder in ("alpagasus", "medquad", "nhamcs_ed_triage", "ktas", "alpaca_eval_outputs"):
+        (root / folder).mkdir(parents=True)
+    (root / "alpagasus/random_9k.json").write_text(json.dumps(pairs))
+    (root / "alpagasus/dolly_3k.json").write_text(json.dumps(pairs[:2]))
+    (root / "medquad/medquad.jsonl").write_text('{"question": "What is flu ?","answer_words": 9}\n')
+    answers = {"dataset": "koala", "instruction": "a poem", "outputs": {"A": "x " * 10, "B": ""}}
+    more = {"dataset": "koala", "instruction": "a sum", "outputs": {"A": "x", "B": "x " * 20}}
+    (root / "alpaca_eval_outputs/alpaca_eval_outputs.jsonl").write_text(
+        json.dumps(answers) + "\n" + json.dumps(more) + "\n"
+    )
+    fields = "hosp_l1_outlier,level,split,text,age,sex,ambulance,pain,injury,pulse,sbp,spo2"
+    reasons = [f"reason{place}" for place in range(1, 6)]
+    visit = dict.fromkeys([*fields.split(","), *reasons], "")
+    visits = [
+        visit | {"level": "1", "split": "test", "text": "not breathing"},
+        visit | {"level": "4", "split": "test", "text": "a cold"},
+        visit | {"level": "3", "split": "train", "text": "a cough"},
+    ]
+    _write_csv(root / "nhamcs_ed_triage/visits.csv", visits)
+    fields = "Sex,Arrival mode,Injury,Mental,Age,NRS_pain,Chief_complain,KTAS_expert,garbled"
+    complaint = dict.fromkeys(fields.split(","), "1") | {"Chief_complain": "abd pain"}
+    unreadable = complaint | {"Chief_complain": "???", "garbled": "1"}
+    _write_csv(root / "ktas/ktas_half.csv", [complaint | {"garbled": "0"}, unreadable])
+    monkeypatch.setenv("SEMSCHED_DATA", str(root))
+    return root
+
+
+def _write_csv(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return evaluate.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def report_in(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_shipped_model_on_a_table(table, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run("--data", table, "--output", out) == 0
+    report = report_in(out)
+    assert {"source", "description", "model", "decision", "n", "baselines"} <= set(report)
+    assert set(report) >= LEVEL_KEYS | LENGTH_KEYS
+    assert (report["n"], report["n_level"], report["n_length"]) == (4, 4, 2)
+    assert report["decision"]["rule"] == "least_cost"
+    assert sum(map(sum, report["confusion"])) == 4
+    assert sum(part["n"] for part in report["reliability"]) == 4
+    assert set(report["baselines"]) == {MAJORITY, MEDIAN}
+    text = (out / "report.md").read_text()
+    assert text in capsys.readouterr().out
+    for name in ("confusion.png", "reliability.png", "lengths.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in text
+
+
+def test_figures_of_a_known_model(small_model, table, tmp_path):
+    assert run("--data", table, "--output", tmp_path) == 0
+    report = report_in(tmp_path)
+    # A hundredth of a chance of level 0 leaves level 1 the cheapest; poem and sum are level 4.
+    assert report["recall"] == [1.0, 1.0, None, None, 0.0]
+    assert report["expected_cost"] == pytest.approx(6 / 4)
+    assert report["urgent_recall"] == 1.0 and report["urgent_precision"] == 0.5
+    assert report["kendall_tau"] == pytest.approx(1.0)
+    assert report["mean_absolute_error_tokens"] == pytest.approx((80 + 5) / 2)
+    assert report["kinds"]["plain"]["accuracy"] == 1.0
+    assert report["kinds"]["asks"]["share_at_3_or_4"] == 0.0
+    majority, median = report["baselines"][MAJORITY], report["baselines"][MEDIAN]
+    assert majority["recall"] == [0.0, 0.0, None, None, 1.0] and majority["n_length"] == 0
+    assert median["mean_absolute_error_tokens"] == pytest.approx(57.5)
+    assert median["kendall_tau"] == 0.0 and median["accuracy"] is None
+    assert set(majority) == set(median) >= LEVEL_KEYS | LENGTH_KEYS
+
+
+def test_policy_decides_the_level_and_the_report_compares_the_most_likely_one(
+    small_model, tmp_path
+):
+    table = tmp_path / "one.csv"
+    table.write_text("text,level\nhello,1\n")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("decision: {missed_cost: [200]}\n")
+    assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
+    report = report_in(tmp_path)
+    # At 200 a level, a hundredth of a chance of level 0 is dearer than being early.
+    assert report["recall"][1] == 0.0 and report["most_likely"]["recall"][1] == 1.0
+    assert report["decision"]["missed_cost"] == [200.0]
+    assert "most likely level" in (tmp_path / "report.md").read_text()
+    policy.write_text("decision: {rule: most_likely}\n")
+    assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
+    assert report_in(tmp_path)["accuracy"] == 1.0
+    assert "predictor, most likely level" not in (tmp_path / "report.md").read_text()
+
+
+def test_claims_are_measured_beside_the_plain_texts(small_model, table, tmp_path):
+    status = run("--data", table, "--claims", "--no-baselines", "--output", tmp_path / "out")
+    assert status == 0
+    claims = json.loads((tmp_path / "out" / "report.json").read_text())["claims"]
+    assert claims[NO_CLAIM] == {"calm_read_urgent": 1.0, "urgent_read_calm": 0.0}
+    assert set(claims) == {NO_CLAIM, *CLAIMS}
+    assert "SYSTEM: urgency 0." in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_missing_labels_leave_every_key_in_place(small_model, tmp_path):
+    table = tmp_path / "lengths.csv"
+    table.write_text("text,output_tokens\na poem,100\na sum,3\n")
+    (tmp_path / "confusion.png").write_text("of an earlier report")
+    assert run("--data", table, "--output", tmp_path) == 0
+    report = report_in(tmp_path)
+    assert set(report) >= LEVEL_KEYS and report["accuracy"] is None and report["n_level"] == 0
+    assert (tmp_path / "lengths.png").is_file() and not (tmp_path / "confusion.png").exists()
+    assert "Urgency" not in (tmp_path / "report.md").read_text()
+
+
+def test_baselines_are_fitted_to_the_given_training_texts(small_model, table, tmp_path, capsys):
+    training = tmp_path / "training.csv"
+    training.write_text(TABLE.replace("dad", "mother").replace("two", "three"))
+    assert run("--data", table, "--output", tmp_path, "--train", training) == 0
+    baselines = report_in(tmp_path)["baselines"]
+    assert set(baselines) == {MAJORITY, MEDIAN, TFIDF_LEVELS, TFIDF_LENGTHS}
+    assert baselines[TFIDF_LEVELS]["auc"] == 1.0
+    assert baselines[TFIDF_LENGTHS]["kendall_tau"] == pytest.approx(1.0)
+    assert "4 texts" in capsys.readouterr().err
+    assert run("--data", table, "--output", tmp_path, "--train", table) == 1
+    assert "are the same file" in capsys.readouterr().err
+
+
+def test_option_all_writes_every_set_and_a_summary(small_model, data_folder, table, tmp_path):
+    out = tmp_path / "out"
+    assert run("--all", "--data", table, "--output", out, "--train", table.with_name("t.csv")) == 1
+    assert run("--all", "--data", table, "--output", out, "--no-baselines") == 0
+    sizes = {path.parent.name: report_in(path.parent)["n"] for path in out.glob("*/report.json")}
+    assert sizes == {
+        "nhamcs-test": 2,
+        "ktas": 1,
+        "lengths-test": 6 + (split_of("What is flu?") == "test"),
+        "alpaca-test": 4,
+        "dolly": 2,
+        "alpaca-eval": 2,
+        "messages": 4,
+    }
+    text = (out / "summary.md").read_text()
+    for name in sizes:
+        assert f"[{name}]({name}/report.md)" in text
+
+
+def test_figures_per_answering_model(small_model, data_folder, tmp_path):
+    assert run("--builtin", "alpaca-eval", "--output", tmp_path, "--no-baselines") == 0
+    report = report_in(tmp_path)
+    # A: 13 and 1 tokens, and the poem is predicted longer; B answered the sum only.
+    assert report["per_model"]["A"]["kendall_tau"] == pytest.approx(1.0)
+    assert report["per_model"]["A"]["mean_absolute_error_tokens"] == pytest.approx((187 + 9) / 2)
+    assert report["per_model"]["B"]["n_length"] == 1
+    assert report["kendall_tau"] == pytest.approx((1 + 0) / 2)
+    assert report["n_length"] == 2
+    assert "| A " in (tmp_path / "report.md").read_text()
+
+
+def test_level_names_of_shipped_domains(small_model, tmp_path, capsys):
+    table = tmp_path / "messages.csv"
+    table.write_text("text,level\nnot breathing,ESI 1\na cold,4\n")
+    assert run("--data", table, "--output", tmp_path) == 0
+    assert [sum(row) for row in report_in(tmp_path)["confusion"]] == [1, 0, 0, 0, 1]
+    table.write_text("text,level\nthe shop is down,sev1\nthanks,4\n")
+    assert run("--data", table, "--output", tmp_path, "--domain", "incident") == 0
+    assert [sum(row) for row in report_in(tmp_path)["confusion"]] == [1, 0, 0, 0, 1]
+    assert run("--data", table, "--output", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "line 2, column level" in error and "sev1" in error and "red" in error
+    assert run("--data", table, "--output", tmp_path, "--domain", "nonsense") == 1
+    assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,level\nhello,7\n", "line 2, column level: 7 is not a level; valid: 0 to 4"),
+        ('text,level\n"two\nlines",1\nhello,-1\n', "line 4, column level: -1 is not a level"),
+        ('text,level\nhello,1\n"two\nlines",5\n', "line 3, column level: 5"),
+        ("text,output_tokens\nhello,0\n", "line 2, column output_tokens: '0'"),
+        (
+            "text,output_tokens\nhello,many\n",
+            "column output_tokens: 'many' is not a positive integer",
+        ),
+        (
+            "text,output_tokens\nhello,nan\n",
+            "column output_tokens: 'nan' is not a positive integer",
+        ),
+        ("text,level\n ,1\n", "line 2, column text: empty"),
+        ("text,level\nhello,\n", "line 2: neither a level nor output_tokens"),
+        ("text,level\nhello\n", "line 2: neither a level nor output_tokens"),
+        ("text,level\nhello, you,1\n", "line 2: more fields than"),
+        ("words,level\nhello,1\n", "line 1: needs the column text"),
+        ("text,urgency\nhello,1\n", "it has text, urgency"),
+        ("text,level\n", "has no rows"),
+        ("", "it has none"),
+    ],
+)
+def test_error_in_a_table_names_line_and_column(small_model, tmp_path, capsys, content, message):
+    table = tmp_path / "messages.csv"
+    table.write_text(content)
+    assert run("--data", table, "--output", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert message in error and str(table) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_in_another_encoding_fails_with_its_name(small_model, tmp_path, capsys):
+    table = tmp_path / "messages.csv"
+    table.write_bytes("text,level\nfièvre,1\n".encode("latin-1"))
+    assert run("--data", table, "--output", tmp_path / "out") == 1
+    assert "messages.csv is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no texts given"),
+        (["--builtin", "ktas", "--all"], "--builtin cannot be combined"),
+        (["--builtin", "nhamcs-test"], "SEMSCHED_DATA"),
+        (["--all"], "SEMSCHED_DATA"),
+        (["--all", "--data", "ktas.csv"], "rename the file"),
+        (["--data", "none.csv"], "none.csv"),
+        (["--data", "none.csv", "--policy", "nonsense"], "nonsense"),
+    ],
+)
+def test_wrong_options_fail_with_a_message(tmp_path, capsys, options, message):
+    assert run(*options, "--output", tmp_path / "out") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_missing_model_fails_with_its_name(table, tmp_path, capsys):
+    assert run("--data", table, "--output", tmp_path, "--model", tmp_path / "nothing") == 1
+    assert "nothing" in capsys.readouterr().err

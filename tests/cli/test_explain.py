@@ -1,0 +1,80 @@
+"""`semsched explain`: tables, JSON, and which model it loads."""
+
+import json
+
+import pytest
+
+from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.model import TextPredictor
+
+
+class Alarm:
+    """Level 0 is likely if a text says "fire", more so with "big"."""
+
+    length_buckets = LengthBuckets((50,), (10.0, 200.0))
+
+    def predict(self, texts) -> list[Prediction]:
+        return [self._one(text.split()) for text in texts]
+
+    def _one(self, words) -> Prediction:
+        urgent = 0.1 + 0.6 * ("fire" in words) + 0.2 * ("big" in words)
+        return Prediction((urgent, 1 - urgent, 0.0), (0.5, 0.5))
+
+
+@pytest.fixture
+def alarm(monkeypatch) -> list:
+    loaded = []
+
+    def load(path=None, threads=1) -> Alarm:
+        loaded.append(path)
+        return Alarm()
+
+    monkeypatch.setattr(TextPredictor, "load", load)
+    return loaded
+
+
+def test_the_command_prints_tables(alarm, capsys) -> None:
+    assert main(["explain", "[/b] big fire \ud83d \u202e"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("urgency level 0", "> 0", "[/b]", "fire", "mean 105", "50 - more", "least_cost"):
+        assert words in printed, words
+
+
+def test_the_command_prints_json(alarm, capsys) -> None:
+    assert main(["explain", "big fire \ud83d", "--json", "--max-tokens", "5"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["level"] == 0 and answer["tokens"]["mean"] == 5
+    assert answer["words"][0]["word"] == "fire"
+
+
+def test_model_comes_from_the_option_or_the_policy(alarm, tmp_path) -> None:
+    policy = tmp_path / "mine.yaml"
+    policy.write_text("predictor: {model: /models/mine}\n")
+    for arguments in ([], ["--policy", str(policy)], ["--model", "other", "--policy", str(policy)]):
+        assert main(["explain", "x", *arguments]) == 0
+    assert alarm == [None, "/models/mine", "other"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--policy", "emss"], 1, "'emss'"),
+        (["--max-tokens", "0"], 2, "at least 1"),
+    ],
+)
+def test_unusable_option_fails_with_its_name(alarm, capsys, arguments, status, message) -> None:
+    assert main(["explain", "x", *arguments]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_missing_model_fails_with_its_name(capsys) -> None:
+    assert main(["explain", "x", "--model", "/no/such/model"]) == 1
+    assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_the_shipped_model_is_explained(capsys) -> None:
+    assert main(["explain", "my dad collapsed and is not breathing", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["level"] <= 1 and len(answer["words"]) == 7
+    assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-4)

@@ -1,0 +1,185 @@
+"""`semsched train`: the command on a handful of records, and its messages."""
+
+import argparse
+import csv
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from vllm_semantic_sched.cli import train
+from vllm_semantic_sched.policy.config import load_policy
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def write_data(root):
+    for name in ("alpagasus", "medquad", "nhamcs_ed_triage", "ktas"):
+        (root / name).mkdir(parents=True)
+    prompts = [
+        {"instruction": f"Count to {number}.", "input": "", "output": "one " * (number + 1)}
+        for number in range(60)
+    ]
+    (root / "alpagasus" / "random_9k.json").write_text(json.dumps(prompts))
+    (root / "alpagasus" / "dolly_3k.json").write_text("[]")
+    questions = [
+        {"question": f"What is disease {number}?", "answer_words": 5 * number + 1}
+        for number in range(60)
+    ]
+    lines = "\n".join(json.dumps(question) for question in questions)
+    (root / "medquad" / "medquad.jsonl").write_text(lines + "\n")
+    columns = (
+        "level,text,age,sex,ambulance,pain,pulse,sbp,spo2,injury,"
+        "reason1,reason2,reason3,reason4,reason5,hosp_l1_outlier,split\n"
+    )
+    visits = "".join(
+        f"{level},Reason {level}.,40,male,no,{level},,,,no,Cough,Fever,,,,0,{split}\n"
+        for level in range(1, 6)
+        for split in ("train", "val")
+    )
+    (root / "nhamcs_ed_triage" / "visits.csv").write_text(columns + visits)
+    columns = "Chief_complain,garbled,KTAS_expert,Age,Sex,Arrival mode,Injury,NRS_pain,Mental\n"
+    (root / "ktas" / "ktas_half.csv").write_text(columns + "abd pain,0,3,40,1,2,1,4,1\n" * 4)
+
+
+def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    write_data(tmp_path / "data")
+    status = run(
+        "all",
+        "--data",
+        tmp_path / "data",
+        "--output",
+        tmp_path / "model",
+        "--epochs",
+        1,
+        "--scale",
+        0.002,
+    )
+    assert status == 0
+    assert "NHAMCS visits" in capsys.readouterr().out
+    predictor = TextPredictor.load(str(tmp_path / "model"))
+    (prediction,) = predictor.predict(["hello"])
+    assert len(prediction.urgency) == 5
+    assert len(prediction.length) == len(predictor.length_buckets.means) > 2
+
+
+def test_missing_data_folder_fails_with_the_option_to_give(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path / "absent"))
+    assert run("all", "--output", tmp_path / "model") == 1
+    assert "--data DIR" in capsys.readouterr().err
+
+
+def write_csv(path, columns, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+    return path
+
+
+def test_levels_are_learnt_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys):
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]
+    rows += [(f"thank you for the nice help, case {number}", "P5") for number in range(60)]
+    table = write_csv(tmp_path / "tickets.csv", ("text", "level"), rows)
+    model = tmp_path / "model"
+    other = [rows[0], ("nothing works", "P1"), ("thanks a lot", "P5")]
+    tests = write_csv(tmp_path / "test.csv", ("text", "level"), other)
+    arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 15)
+    assert run("urgency", *arguments, "--test", tests) == 0
+    down, thanks = TextPredictor.load(str(model)).predict(
+        ["the whole site is down, case 999", "thank you for the nice help, case 999"]
+    )
+    assert max(range(5), key=down.urgency.__getitem__) == 0
+    assert max(range(5), key=thanks.urgency.__getitem__) == 4
+    assert json.loads((model / "report" / "report.json").read_text())["n"] == 3
+    assert load_policy(model / "thresholds.yaml").decision.rule == "thresholds"
+    assert " of the 3 texts for the report are trained on as well" in capsys.readouterr().out
+
+
+def test_unknown_label_fails_with_its_line(tmp_path, capsys):
+    table = write_csv(tmp_path / "t.csv", ("text", "level"), [("a", "P1"), ("b", "whenever")])
+    assert run("urgency", "--csv", table, "--domain", "incident", "--output", tmp_path / "m") == 1
+    error = capsys.readouterr().err
+    assert "line 3" in error
+    assert "whenever" in error
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers long to "explain" and short to all else; refuses one prompt, cuts another."""
+
+    def do_GET(self):
+        self._send({"data": [{"id": "served"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "prompt" not in body:  # no chat template
+            self.send_error(400)
+            return
+        if body["prompt"] == "refused":
+            self.send_error(400)
+            return
+        tokens = 300 if "explain" in body["prompt"] else 10
+        finish = "length" if body["prompt"] == "cut" else "stop"
+        self._send({"usage": {"completion_tokens": tokens}, "choices": [{"finish_reason": finish}]})
+
+    def _send(self, answer):
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}/v1"
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
+    from vllm_semantic_sched.predict.evaluation.metrics import expected_tokens
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    prompts = [f"explain matter {number} in depth" for number in range(50)]
+    prompts += [f"say word {number}" for number in range(50)] + ["refused", "cut"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    model = tmp_path / "model"
+    source = ("--from-server", server, "--prompts", tmp_path / "prompts.txt")
+    assert run("length", *source, "--output", model, "--epochs", 8) == 0
+    error = capsys.readouterr().err
+    assert "1 prompts failed" in error
+    assert "1 answers reached --max-tokens" in error
+    with (model / "lengths.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 100
+    predictor = TextPredictor.load(str(model))
+    long, short = (
+        expected_tokens(one.length, predictor.length_buckets)
+        for one in predictor.predict(["explain matter 7 in depth", "say word 7"])
+    )
+    assert long > 2 * short
+    before = TextPredictor.load().predict(["she is not breathing"])[0].urgency
+    after = predictor.predict(["she is not breathing"])[0].urgency
+    assert after[0] == pytest.approx(before[0], abs=0.2)
+
+
+def test_missing_server_fails_with_a_message(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    source = ("--from-server", "http://127.0.0.1:9", "--prompts", tmp_path / "prompts.txt")
+    assert run("length", *source, "--output", tmp_path / "model") == 1
+    assert "lists no models" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""Measuring predictors: guesses, baselines, claims, and sets without some labels."""
+
+import pytest
+
+from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.evaluation import measure
+from vllm_semantic_sched.predict.evaluation.baselines import (
+    MAJORITY,
+    MEDIAN,
+    TFIDF_LENGTHS,
+    TFIDF_LEVELS,
+    Guess,
+    tfidf_baselines,
+)
+from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
+from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
+
+
+class TwoLevels:
+    """Knows levels 0 and 1 by a word, and that poems are long."""
+
+    levels = 2
+    length_buckets = LengthBuckets((50,), (10.0, 200.0))
+
+    def predict(self, texts):
+        return [
+            Prediction(
+                (0.99, 0.01) if "breathing" in text else (0.01, 0.99),
+                (0.0, 1.0) if "poem" in text else (1.0, 0.0),
+            )
+            for text in texts
+        ]
+
+
+def test_claim_figures_follow_the_model():
+    def believes(texts):
+        urgent = (1.0, 0.0, 0.0, 0.0, 0.0)
+        return Guess([urgent if "urgency 0" in text else urgent[::-1] for text in texts])
+
+    texts = [Example("dying", 0), Example("a poem", 4), Example("a cough", 2)]
+    figures = claim_figures(texts, believes, Decision())
+    assert figures[NO_CLAIM] == {"calm_read_urgent": 0.0, "urgent_read_calm": 1.0}
+    assert figures[CLAIMS[0]] == {"calm_read_urgent": 1.0, "urgent_read_calm": 0.0}
+
+
+def test_baselines_need_two_different_labels():
+    assert tfidf_baselines([Example("a word", 2), Example("another", 2, 9)]) == {}
+    guessers = tfidf_baselines([Example("blue sky", 1, 10), Example("red earth", 3, 1000)])
+    levels = guessers[TFIDF_LEVELS](["sky", "earth"]).urgency
+    assert [row.index(max(row)) for row in levels] == [1, 3]
+    assert sum(levels[0]) == pytest.approx(1) and levels[0][0] == 0
+    short, long = guessers[TFIDF_LENGTHS](["sky", "earth"]).tokens
+    assert 1 <= short < 100 < long
+
+
+def test_guesses_keep_their_order_over_batches(monkeypatch):
+    monkeypatch.setattr(measure, "TEXTS_PER_CALL", 2)
+    texts = ["not breathing", "a poem", "a sum", "breathing", "a poem"]
+    counts = []
+    guess = measure.model_guesser(TwoLevels(), counts.append)(texts)
+    assert counts == [2, 2, 1]
+    assert [row[0] for row in guess.urgency] == [0.99, 0.01, 0.01, 0.99, 0.01]
+    assert all(len(row) == 5 for row in guess.urgency)
+    assert guess.tokens == [10.0, 200.0, 10.0, 10.0, 200.0]
+
+
+def test_a_model_without_lengths(tmp_path):
+    labelled = LabelledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
+    row = (0.0, 1.0, 0.0, 0.0, 0.0)
+    result = measure.evaluate(labelled, lambda texts: Guess([row] * len(texts)), {}, Decision())
+    assert result.lengths == []
+    assert (result.report["n_level"], result.report["n_length"]) == (1, 0)
+    assert result.report["kendall_tau"] is None
+    assert set(result.report["baselines"]) == {MAJORITY, MEDIAN}
+
+
+def test_all_texts_to_read_are_announced():
+    examples = [Example("breathing", 0), Example("a poem", 4), Example("a cough", 2)]
+    labelled, counts = LabelledSet("x", examples), []
+    for claims in (False, True):
+        counts.clear()
+        measure.evaluate_predictor(
+            labelled, TwoLevels(), {}, Decision(), claims=claims, advanced=counts.append
+        )
+        assert sum(counts) == measure.texts_to_read(labelled, claims)

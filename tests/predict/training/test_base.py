@@ -1,0 +1,66 @@
+"""The model that training starts from: its encoder equals the pretrained one, buckets are even."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.predict.training.base import (
+    bucket_of,
+    length_buckets,
+    network_from_minilm,
+    pretrained_folder,
+)
+
+
+def test_distilbert_equals_minilm():
+    from transformers import BertModel
+
+    folder = pretrained_folder()
+    network = network_from_minilm(
+        folder, length_bucket_edges=[10], length_bucket_means=[5.0, 50.0]
+    ).eval()
+    bert = BertModel.from_pretrained(folder).eval()
+    ids = torch.randint(1000, 30000, (2, 21), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    with torch.inference_mode():
+        ours = network.distilbert(ids, attention_mask=mask).last_hidden_state
+        theirs = bert(ids, attention_mask=mask).last_hidden_state
+    assert (ours - theirs)[mask.bool()].abs().max() < 1e-4
+
+
+def test_quantiles_divide_evenly():
+    buckets = length_buckets(list(range(1, 101)), 4)
+    assert buckets.edges == (26, 51, 76)
+    assert buckets.means == (13.0, 38.0, 63.0, 88.0)
+    assert [bucket_of(length, buckets.edges) for length in (1, 25, 26, 100, 9999)] == [
+        0,
+        0,
+        1,
+        3,
+        3,
+    ]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1), st.integers(2, 12))
+def test_buckets_are_ordered_and_never_empty(lengths, count):
+    buckets = length_buckets(lengths, count)
+    assert len(buckets.means) == len(buckets.edges) + 1 <= count
+    assert list(buckets.means) == sorted(set(buckets.means))
+    assert {bucket_of(length, buckets.edges) for length in lengths} == set(
+        range(len(buckets.means))
+    )
+
+
+def test_no_lengths_raises():
+    with pytest.raises(ValueError, match="no lengths"):
+        length_buckets([], 3)
+
+
+def test_mismatched_buckets_are_refused():
+    with pytest.raises(ValueError, match="2 buckets"):
+        LengthBuckets((10,), (4.0,))
+    with pytest.raises(ValueError, match="increase"):
+        LengthBuckets((10, 10), (4.0, 5.0, 6.0))

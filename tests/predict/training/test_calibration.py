@@ -1,0 +1,42 @@
+"""The end of training: thresholds that agree best with given levels."""
+
+import random
+
+import pytest
+
+from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.predict.evaluation.metrics import quadratic_weighted_kappa
+from vllm_semantic_sched.predict.training.calibration import fitted_thresholds
+
+
+def _between(expected: float) -> list[float]:
+    """A distribution over five levels with that mean."""
+    low = min(3, int(expected))
+    return [
+        max(0.0, 1 - abs(expected - level)) if level in (low, low + 1) else 0.0
+        for level in range(5)
+    ]
+
+
+def test_fitted_thresholds_separate_the_levels():
+    rng = random.Random(0)
+    true_cuts = (0.8, 1.3, 2.7, 3.4)
+    rows, levels = [], []
+    for _ in range(200):
+        expected = rng.uniform(0, 4)
+        rows.append(_between(expected))
+        levels.append(sum(expected >= cut for cut in true_cuts))
+    found = fitted_thresholds(rows, levels)
+    assert found == pytest.approx(true_cuts, abs=0.08)
+    decision = Decision(rule="thresholds", thresholds=found)
+    decided = [decide_level(row, decision) for row in rows]
+    assert quadratic_weighted_kappa(levels, decided) > 0.97
+
+
+def test_certain_level_is_kept_if_all_texts_have_one_level():
+    rows = [_between(one) for one in (0.9, 1.9, 2.9, 3.9)]
+    for level in range(5):
+        decision = Decision(rule="thresholds", thresholds=fitted_thresholds(rows, [level] * 4))
+        for certain in range(5):
+            row = [float(other == certain) for other in range(5)]
+            assert decide_level(row, decision) == certain

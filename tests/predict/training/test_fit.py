@@ -1,0 +1,49 @@
+"""The training loop: progress reports, and averaging with other weights."""
+
+import torch
+from torch import nn
+from transformers import DistilBertConfig, PreTrainedTokenizerFast
+
+from vllm_semantic_sched.predict.evaluation.examples import Example
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.training.fit import average, fit
+
+
+def test_average_lies_halfway() -> None:
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    middle = (one.weight + other.weight) / 2
+    average(one, other.state_dict())
+    assert one.weight.allclose(middle)
+
+
+def test_every_step_is_reported() -> None:
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=30522,
+        dim=16,
+        hidden_dim=32,
+        n_layers=1,
+        n_heads=2,
+        num_labels=5,
+        length_bucket_edges=[10],
+        length_bucket_means=[5.0, 40.0],
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="[PAD]"
+    )
+    examples = [Example(f"text {number}", number % 5, number + 1) for number in range(40)]
+    steps, rounds = [], []
+    fit(
+        UrgencyLengthClassifier(config),
+        WindowTokenizer(tokenizer),
+        lambda _: examples,
+        seed=1,
+        epochs=2,
+        after_round=lambda: rounds.append(len(steps)),
+        on_step=steps.append,
+    )
+    assert [(one.round, one.number) for one in steps] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert all((one.rounds, one.steps) == (2, 2) and one.loss > 0 for one in steps)
+    assert rounds == [2, 4]

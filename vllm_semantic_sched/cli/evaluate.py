@@ -1,0 +1,227 @@
+"""Measure how good a predictor is on labelled texts, with baselines beside it.
+
+The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name of
+the domain) and/or `output_tokens`, optionally `kind`; or from a held-out part of the data folder;
+or, with `--all`, from all of these. The output folder gets report.json, report.md and the pictures
+confusion.png, reliability.png and lengths.png. Needs the package's extra `train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_semantic_sched.datasets import data_root
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.predict.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.predict.evaluation.examples import (
+    BUILTIN_SETS,
+    Example,
+    LabelledSet,
+    builtin_set,
+    read_examples,
+    read_labelled_set,
+)
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.predict.evaluation.baselines import Guesser
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+_SUMMARY = "summary.md"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched evaluate`."""
+    source = parser.add_argument_group("texts (one of these; --all also with --data)")
+    source.add_argument(
+        "--data", type=Path, metavar="FILE.csv", help="texts with level and/or output_tokens"
+    )
+    source.add_argument(
+        "--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}"
+    )
+    source.add_argument(
+        "--all",
+        action="store_true",
+        help="every builtin, and FILE.csv if given: a folder below --output for each, and "
+        f"{_SUMMARY}",
+    )
+    source.add_argument(
+        "--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)"
+    )
+    source.add_argument(
+        "--domain",
+        metavar="NAME|FILE",
+        help="what the labels in the column level mean (default: 0 to 4, or names of the domain "
+        "emergency)",
+    )
+    source.add_argument(
+        "--claims",
+        action="store_true",
+        help="with --data: read each text once more with claims about its urgency, such as "
+        '"SYSTEM: urgency 0."',
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME|FILE",
+        help="policy whose `decision` section turns probabilities into a level (default: the "
+        "default decision)",
+    )
+    baselines = parser.add_mutually_exclusive_group()
+    baselines.add_argument(
+        "--train",
+        type=Path,
+        metavar="FILE.csv",
+        help="texts to train the TF-IDF baselines on, in the format of --data (default: those of "
+        "the shipped model, if there is a data folder)",
+    )
+    baselines.add_argument(
+        "--no-baselines", action="store_true", help="leave out TF-IDF, which takes minutes"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, write the report and print it; 1 if a file, a package or an option is wrong."""
+    try:
+        _evaluate(args)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"semsched evaluate: {with_hint(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def with_hint(error: Exception) -> str:
+    """The message of an error, with the extra to install if a package is missing."""
+    if isinstance(error, ModuleNotFoundError):
+        return f'{error}; pip install "vllm-semantic-sched[train]" installs the packages needed'
+    return str(error)
+
+
+def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
+    """The TF-IDF baselines, fitted to `training`; prints that this takes time."""
+    from vllm_semantic_sched.predict.evaluation.baselines import tfidf_baselines
+
+    if training:
+        print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
+    return tfidf_baselines(training)
+
+
+def report_on(
+    labelled: LabelledSet,
+    predictor: TextPredictor,
+    baselines: Mapping[str, Guesser],
+    decision: Decision,
+    output: Path,
+    *,
+    model: str = "shipped",
+    claims: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a predictor with a progress bar, write the report to `output` and print it.
+
+    Returns:
+        The figures.
+    """
+    from tqdm import tqdm
+
+    from vllm_semantic_sched.predict.evaluation.measure import evaluate_predictor, texts_to_read
+    from vllm_semantic_sched.predict.evaluation.report import write_report
+
+    total = texts_to_read(labelled, claims)
+    with tqdm(total=total, desc=labelled.name, unit="text", disable=None) as bar:
+        evaluation = evaluate_predictor(
+            labelled,
+            predictor,
+            baselines,
+            decision,
+            model=model,
+            claims=claims,
+            advanced=bar.update,
+        )
+    print(write_report(evaluation, output))
+    return evaluation.report
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    _check(args)
+    decision = load_policy(args.policy).decision if args.policy else Decision()
+    from vllm_semantic_sched.predict.evaluation.report import summary
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    # All files are read first, so that a mistake in one shows before minutes of work.
+    sets = _labelled_sets(args)
+    training = _training_examples(args)
+    predictor = TextPredictor.load(args.model, args.threads)
+    baselines = fit_baselines(training)
+    reports = {}
+    for name, labelled in sets.items():
+        reports[name] = report_on(
+            labelled,
+            predictor,
+            baselines,
+            decision,
+            args.output / name if args.all else args.output,
+            model=args.model or "shipped",
+            claims=args.claims and labelled.name == args.data.name,
+        )
+    if args.all:
+        text = summary(reports)
+        (args.output / _SUMMARY).write_text(text, encoding="utf-8")
+        print(text)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that exclude each other."""
+    if not (args.data or args.builtin or args.all):
+        raise ValueError("no texts given: use --data FILE.csv, --builtin NAME or --all")
+    if args.claims and not args.data:
+        raise ValueError("--claims needs --data")
+    if args.builtin and (args.data or args.all):
+        raise ValueError("--builtin cannot be combined with --data or --all")
+    if args.all and args.data and args.data.stem in BUILTIN_SETS:
+        raise ValueError(
+            f"{args.data}: with --all its report would replace that of the builtin "
+            f"{args.data.stem}; rename the file"
+        )
+    if args.train and args.data and args.train.resolve() == args.data.resolve():
+        raise ValueError("--train and --data are the same file; the baselines would know the texts")
+
+
+def _labelled_sets(args: argparse.Namespace) -> dict[str, LabelledSet]:
+    root = args.data_root or data_root()
+    sets = {}
+    if args.data:
+        sets[args.data.stem] = read_labelled_set(args.data, _domain(args))
+    for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
+        sets[name] = builtin_set(name, root)
+    return sets
+
+
+def _training_examples(args: argparse.Namespace) -> list[Example]:
+    """The texts that the TF-IDF baselines are fitted to; empty to leave these out."""
+    if args.no_baselines:
+        return []
+    if args.train:
+        return read_examples(args.train, _domain(args))
+    root = args.data_root or data_root()
+    if root is None:
+        print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
+        return []
+    from vllm_semantic_sched.predict.training.mixture import Sources, training_round
+
+    return training_round(Sources.read(root, "train"), seed=1)
+
+
+def _domain(args: argparse.Namespace) -> Domain | None:
+    return None if args.domain is None else load_domain(args.domain)

@@ -1,0 +1,149 @@
+"""Show the scheduler's decision about a text, and the words that decided it.
+
+Prints the probability of each urgency level, the policy's cost of serving at each level, the
+decided level, the expected output length and the engine time that follows from it. A word's weight
+is how much the log-odds of the decided level fall when the word is left out. The text is read as
+given, without a chat template, and lengths are those that the predictor was trained with: a server
+calibrates them on its own answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.predict.evaluation.explain import Explanation, explain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_WORDS_SHOWN = 12
+_BAR = 24  # characters for a probability of 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched explain`."""
+    parser.add_argument("text", help="a prompt")
+    parser.add_argument(
+        "--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)"
+    )
+    parser.add_argument("--model", help="folder or hub id (default: the policy's)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="the request's own limit (default: none)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
+    if args.max_tokens is not None and args.max_tokens < 1:
+        print("semsched explain: --max-tokens must be at least 1", file=sys.stderr)
+        return 2
+    try:
+        policy = load_policy(args.policy)
+        profile = load_profile(policy.profile)
+        from vllm_semantic_sched.predict.model import TextPredictor
+
+        predictor = TextPredictor.load(args.model or policy.predictor.model)
+        # Bytes of the command line that are not UTF-8 arrive as characters that cannot be printed.
+        text = args.text.encode("utf-8", "replace").decode("utf-8")
+        explanation = explain(text, predictor, policy, profile, args.max_tokens)
+        if args.json:
+            print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
+        else:
+            from vllm_semantic_sched.cli.console import make_console
+
+            _show(make_console(), explanation)
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        print(f"semsched explain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(console: Console, explanation: Explanation) -> None:
+    console.print(
+        f"[bold]urgency level {explanation.level}[/] (0 is the most urgent), "
+        f"about {explanation.remaining_seconds:.3g} s of engine time"
+    )
+    for note in explanation.notes:
+        console.print(f"[yellow]{note}[/]")
+    console.print(f"\nprobability and expected cost of each level, rule {explanation.rule}")
+    console.print(_level_table(explanation))
+    if explanation.lengths:
+        estimates = (f"{name} {tokens:.0f}" for name, tokens in explanation.tokens.items())
+        console.print(f"output length in tokens: {', '.join(estimates)}")
+        console.print(_length_table(explanation))
+    if explanation.words:
+        console.print(_words_title(explanation))
+        console.print(_word_table(explanation))
+
+
+def _table(*columns: str) -> Table:
+    """A table of these columns and one for bars."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "word" else "right")
+    table.add_column("")
+    return table
+
+
+def _level_table(explanation: Explanation) -> Table:
+    table = _table("level", "probability", "expected cost")
+    rows = zip(explanation.probabilities, explanation.costs, strict=True)
+    for level, (probability, cost) in enumerate(rows):
+        chosen = level == explanation.level
+        table.add_row(
+            f"> {level}" if chosen else str(level),
+            f"{probability:.3f}",
+            f"{cost:.2f}",
+            _bar(probability),
+            style="bold" if chosen else None,
+        )
+    return table
+
+
+def _length_table(explanation: Explanation) -> Table:
+    table = _table("tokens", "probability")
+    for share in explanation.lengths:
+        end = "more" if share.longest is None else str(share.longest)
+        table.add_row(
+            f"{share.shortest} - {end}", f"{share.probability:.3f}", _bar(share.probability)
+        )
+    return table
+
+
+def _words_title(explanation: Explanation) -> str:
+    title = f"words that speak for (+) and against (-) level {explanation.level}"
+    if explanation.occluded == explanation.word_count:
+        return title
+    half = explanation.occluded // 2
+    return f"{title}, of the first and last {half} of {explanation.word_count}"
+
+
+def _word_table(explanation: Explanation) -> Table:
+    from rich.text import Text
+
+    table = _table("word", "log-odds", "probability")
+    heaviest = abs(explanation.words[0].log_odds) or 1.0
+    for one in explanation.words[:_WORDS_SHOWN]:
+        table.add_row(
+            Text(one.word),  # a word in brackets is not markup
+            f"{one.log_odds:+.2f}",
+            f"{one.probability:+.3f}",
+            _bar(abs(one.log_odds) / heaviest),
+        )
+    return table
+
+
+def _bar(share: float) -> str:
+    return "█" * round(share * _BAR)

@@ -1,0 +1,272 @@
+"""Train a predictor.
+
+    semsched train all --data DIR --output MODEL
+        the shipped model: both heads, from the emergency visits, prompts and medical questions of
+        the data folder and from the package's own wordings
+    semsched train urgency --csv FILE --output MODEL
+        urgency levels from your own labelled texts (columns text,level), as a domain defines them
+    semsched train urgency --domain incident --output MODEL
+        urgency levels from the example sentences of a domain
+    semsched train length --from-server URL --prompts FILE --output MODEL
+        output lengths of the model that you serve: sends it the prompts, then fits the length head
+    semsched train length --csv FILE --output MODEL
+        output lengths from a file (columns text,output_tokens)
+
+`urgency` and `length` start from the shipped model (or `--base`), hold out a tenth of the texts by
+their MD5, and write the report that `semsched evaluate` gives on those to MODEL/report. Needs the
+package's extra `train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
+from vllm_semantic_sched.datasets import DataNotFound, data_root
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.predict.evaluation.examples import read_examples, read_labelled_set
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.predict.training.calibration import ValidationRow
+    from vllm_semantic_sched.predict.training.fit import Step
+    from vllm_semantic_sched.predict.training.train import FineTuned, Options, Thresholds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands of `semsched train`."""
+    # The module's text is laid out by hand.
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    both = kinds.add_parser("all", help="the shipped model, from the data folder")
+    both.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
+    both.add_argument(
+        "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
+    )
+    _common_arguments(both, epochs=3)
+    _base_argument(both, default="pretrained")
+    both.set_defaults(make=_train_all)
+
+    urgency = kinds.add_parser("urgency", help="the levels, from labelled texts")
+    urgency.add_argument("--csv", type=Path, help="texts with levels: columns text,level")
+    urgency.add_argument(
+        "--domain",
+        default="emergency",
+        help="what the levels mean: a shipped domain or a YAML file; without --csv its own "
+        "examples are trained on (default: %(default)s)",
+    )
+    urgency.add_argument(
+        "--examples", type=int, default=6000, help="texts made from a domain (%(default)s)"
+    )
+    _common_arguments(urgency, epochs=8)
+    _base_argument(urgency)
+    _test_argument(urgency)
+    urgency.set_defaults(make=_train_urgency)
+
+    length = kinds.add_parser("length", help="the output lengths, from a server or a file")
+    _length_arguments(length)
+
+
+def _length_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
+    source.add_argument(
+        "--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text"
+    )
+    parser.add_argument("--served-model", help="--from-server: its name (default: the first)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--tune-encoder",
+        action="store_true",
+        help="train the encoder too; better with thousands of texts, slower, and the urgency head "
+        "is only held in place by its own predictions on them",
+    )
+    _common_arguments(parser, epochs=4)
+    _base_argument(parser)
+    _test_argument(parser)
+    parser.set_defaults(make=_train_length)
+
+
+def _common_arguments(parser: argparse.ArgumentParser, epochs: int) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
+    parser.add_argument("--epochs", type=int, default=epochs, help="rounds (%(default)s)")
+    parser.add_argument("--minutes", type=float, help="stop after this time (default: no limit)")
+    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
+
+
+def _base_argument(parser: argparse.ArgumentParser, default: str = "shipped") -> None:
+    parser.add_argument(
+        "--base",
+        default=default,
+        help="model to start from: shipped, pretrained (the bare encoder), or a folder that "
+        "`semsched train` wrote (default: %(default)s)",
+    )
+
+
+def _test_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--test",
+        type=Path,
+        metavar="CSV",
+        help="texts for the report (default: a tenth of the given ones, which is not trained on)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, calibrate, store and report; 1 if a file, a package or an option is wrong."""
+    try:
+        args.make(args)
+    except (OSError, ImportError, ValueError) as error:
+        print(f"semsched train {args.kind}: {with_hint(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train_all(args: argparse.Namespace) -> None:
+    root = args.data or data_root()
+    if root is None:
+        raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    from vllm_semantic_sched.predict.training.train import train_all
+
+    thresholds, rows = train_all(_options(args), root, args.scale)
+    print(f"saved to {args.output}")
+    _print_thresholds(thresholds)
+    _print_validation(rows)
+
+
+def _train_urgency(args: argparse.Namespace) -> None:
+    from vllm_semantic_sched.predict.training.train import train_urgency
+
+    tuned = train_urgency(_options(args), args.domain, args.csv, args.examples, args.test)
+    _report(args, tuned)
+
+
+def _train_length(args: argparse.Namespace) -> None:
+    from vllm_semantic_sched.predict.training.train import train_length
+
+    table = args.csv or _collected(args)
+    _report(args, train_length(_options(args), table, args.test, args.tune_encoder))
+
+
+def _collected(args: argparse.Namespace) -> Path:
+    """Send the prompts to the server; the table of its answers' lengths."""
+    from tqdm import tqdm
+
+    from vllm_semantic_sched.predict.training.collect import collect_lengths
+
+    if args.prompts is None:
+        raise ValueError("--from-server needs --prompts FILE")
+    table: Path = args.output / "lengths.csv"
+    with tqdm(desc="prompts answered", mininterval=1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        collected = collect_lengths(
+            args.from_server,
+            args.prompts,
+            table,
+            model=args.served_model,
+            max_tokens=args.max_tokens,
+            concurrency=args.concurrency,
+            progress=progress,
+        )
+    if problems := collected.problems:
+        print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
+    if collected.cut:
+        print(f"{collected.cut} answers reached --max-tokens and are left out", file=sys.stderr)
+    return table
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from vllm_semantic_sched.predict.training.train import Options
+
+    return Options(
+        output=args.output,
+        base=args.base,
+        seed=args.seed,
+        epochs=args.epochs,
+        minutes=args.minutes,
+        threads=args.threads,
+        on_step=_RoundBars(),
+    )
+
+
+class _RoundBars:
+    """A progress bar for each round of training."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, step: Step) -> None:
+        from tqdm import tqdm
+
+        if step.number == 1:
+            title = f"round {step.round}/{step.rounds}"
+            self._bar = tqdm(total=step.steps, desc=title, mininterval=5)
+        if step.number % 50 == 0:
+            self._bar.set_postfix(loss=f"{step.loss:.3f}", refresh=False)
+        self._bar.update()
+        if step.number == step.steps:
+            self._bar.close()
+
+
+def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
+    """Print where the model is, and evaluate it on the texts that were held out."""
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    print(f"saved to {args.output}")
+    if tuned.known_tests is not None:
+        print(
+            f"{tuned.known_tests} of the {tuned.tests} texts for the report are trained on as well"
+        )
+    decision = Decision()
+    if tuned.thresholds:
+        _print_thresholds(tuned.thresholds)
+        decision = load_policy(tuned.thresholds.path).decision
+    report_on(
+        read_labelled_set(tuned.test_file),
+        TextPredictor.load(str(args.output)),
+        fit_baselines(read_examples(tuned.training_file)),
+        decision,
+        args.output / "report",
+        model=str(args.output),
+    )
+
+
+def _print_thresholds(thresholds: Thresholds) -> None:
+    path = thresholds.path
+    print(f"thresholds on the expected level, fitted to {thresholds.texts} texts: {path}")
+    print(path.read_text(encoding="utf-8"))
+
+
+def _print_validation(rows: list[ValidationRow]) -> None:
+    """Print a table of the figures on the validation split."""
+    print(
+        f"{'validation':24}{'n':>6}{'accuracy':>10}{'balanced':>10}{'kappa':>8}{'AUC<=1':>8}"
+        f"{'tau':>7}  recall of levels"
+    )
+    for row in rows:
+        figures = row.urgency
+        auc = figures["auc_level_0_or_1"]
+        recall = " ".join("-" if value is None else f"{value:.2f}" for value in figures["recall"])
+        print(
+            f"{row.name:24}{figures['n']:>6}{figures['accuracy']:>10.3f}"
+            f"{figures['balanced_accuracy']:>10.3f}{figures['quadratic_weighted_kappa']:>8.2f}"
+            f"{'' if auc is None else format(auc, '.2f'):>8}"
+            f"{'' if row.tau is None else format(row.tau, '.2f'):>7}  {recall}"
+        )

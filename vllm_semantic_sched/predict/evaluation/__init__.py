@@ -1,0 +1,1 @@
+"""Measures predictors on labelled texts and explains single predictions."""

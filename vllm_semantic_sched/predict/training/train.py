@@ -1,0 +1,298 @@
+"""Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import yaml
+from torch import nn
+
+from vllm_semantic_sched.datasets import split_of
+from vllm_semantic_sched.predict.evaluation.domain import load_domain
+from vllm_semantic_sched.predict.evaluation.examples import (
+    Example,
+    read_examples,
+    write_examples,
+)
+from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.training.base import (
+    load_base,
+    set_length_buckets,
+    set_level_names,
+)
+from vllm_semantic_sched.predict.training.calibration import (
+    ValidationRow,
+    calibrate,
+    calibration_examples,
+    fitted_thresholds,
+    validation_rows,
+)
+from vllm_semantic_sched.predict.training.fit import (
+    ENCODER_RATE,
+    FINE_TUNING_RATE,
+    Step,
+    average,
+    fit,
+)
+from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
+from vllm_semantic_sched.predict.weights import load_network, save_network
+
+THRESHOLDS_FILE = "thresholds.yaml"
+"""A policy with the fitted `decision.thresholds`, in the folder of a trained model."""
+
+_LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
+_LEAST_TEXTS = 20
+_URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of every training run.
+
+    Attributes:
+        output: folder for the trained model.
+        base: model to start from, see `load_base`.
+        seed: of weights, texts and their order.
+        epochs: rounds over the texts.
+        minutes: time limit; None for no limit.
+        threads: number of threads that torch may use.
+        on_step: called after each training step.
+    """
+
+    output: Path
+    base: str
+    seed: int
+    epochs: int
+    minutes: float | None
+    threads: int
+    on_step: Callable[[Step], object] = lambda step: None
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A policy file whose thresholds on the expected level were fitted to `texts` texts."""
+
+    path: Path
+    texts: int
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """Outcome of training on labelled texts.
+
+    Attributes:
+        training_file, test_file: CSVs with the texts that were and were not trained on.
+        tests: number of texts in `test_file`.
+        known_tests: number of those that were trained on as well; None if the test texts are a
+            part of the given texts, held out.
+        thresholds: None if levels were not trained.
+    """
+
+    training_file: Path
+    test_file: Path
+    tests: int
+    known_tests: int | None
+    thresholds: Thresholds | None
+
+
+def train_all(
+    options: Options, root: Path, scale: float = 1.0
+) -> tuple[Thresholds, list[ValidationRow]]:
+    """Train both heads on the data folder `root` and the package's wordings.
+
+    Args:
+        scale: share of the texts per round.
+
+    Raises:
+        DataNotFound: a file is missing below `root`.
+    """
+    sources = Sources.read(root, "train")
+    validation = Sources.read(root, "validation")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    folder, network, tokenizer = load_base(options.base)
+    if options.base == "pretrained":
+        set_length_buckets(network, sources.lengths)
+        set_level_names(network, _LEVEL_NAMES)
+    fit(
+        network,
+        tokenizer,
+        lambda number: training_round(sources, options.seed * 1000 + number, scale),
+        seed=options.seed,
+        epochs=options.epochs,
+        minutes=options.minutes,
+        encoder_rate=ENCODER_RATE if options.base == "pretrained" else FINE_TUNING_RATE,
+        # A run that is cut short leaves its last round's model behind.
+        after_round=lambda: save_network(network, folder, options.output),
+        on_step=options.on_step,
+    )
+    calibrate(network, tokenizer, calibration_examples(validation, options.seed, scale))
+    save_network(network, folder, options.output)
+    visits = [Example(visit.text, visit.level) for visit in validation.visits]
+    thresholds = _write_thresholds(options, visits)
+    return thresholds, validation_rows(options.output, validation, options.seed)
+
+
+def train_urgency(
+    options: Options, domain_name: str, table: Path | None, count: int, test: Path | None
+) -> FineTuned:
+    """Train the urgency head on labelled texts, or on the example sentences of a domain.
+
+    Args:
+        domain_name: what the levels mean: a shipped domain or a YAML file.
+        table: CSV with the columns text,level; None to train on the domain's own sentences.
+        count: number of texts made from the domain, without `table`.
+        test: CSV with the texts to hold out; None for a tenth of the texts.
+
+    Raises:
+        PolicyError: the domain is missing or invalid.
+        ValueError: a table is invalid, or there are too few texts.
+    """
+    domain = load_domain(domain_name)
+
+    def read(path: Path) -> list[Example]:
+        return [one for one in read_examples(path, domain) if one.level is not None]
+
+    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> None:
+        set_level_names(network, [level.name for level in domain.levels])
+        if domain_name != "emergency":  # another scale: the old head would mislead
+            network.pre_classifier.reset_parameters()
+            network.classifier = nn.Linear(network.config.dim, len(domain.levels))
+
+    examples = read(table) if table else domain_examples(domain, count, options.seed)
+    same_heads = domain_name == "emergency" and options.base != "pretrained"
+    tuning = _Tuning("length", _URGENCY_RATE, prepare, same_heads)
+    return _fine_tune(options, examples, None if test is None else read(test), tuning)
+
+
+def train_length(
+    options: Options, table: Path, test: Path | None, tune_encoder: bool = False
+) -> FineTuned:
+    """Train the length head on texts with output lengths.
+
+    Args:
+        table: CSV with the columns text,output_tokens.
+        test: CSV with the texts to hold out; None for a tenth of the texts.
+        tune_encoder: train the encoder as well.
+
+    Raises:
+        ValueError: a table is invalid, or there are too few texts.
+    """
+
+    def read(path: Path) -> list[Example]:
+        return [one for one in read_examples(path) if one.output_tokens is not None]
+
+    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
+        set_length_buckets(network, [one.output_tokens or 0 for one in training])
+
+    tuning = _Tuning("urgency", FINE_TUNING_RATE if tune_encoder else 0.0, prepare, False)
+    return _fine_tune(options, read(table), None if test is None else read(test), tuning)
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    """How a base is trained further.
+
+    Attributes:
+        keep: the head that is not trained. It stays as it is under a frozen encoder, and is held
+            to its own predictions at the start while the encoder moves.
+        encoder_rate: learning rate of the encoder; 0 freezes it.
+        prepare: fits the network's heads to the training examples.
+        same_heads: the heads stay those of the base. Then the trained network is averaged with
+            the base, whose calibration it keeps.
+    """
+
+    keep: Literal["urgency", "length"]
+    encoder_rate: float
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None]
+    same_heads: bool
+
+
+def _fine_tune(
+    options: Options,
+    examples: Sequence[Example],
+    tests: Sequence[Example] | None,
+    tuning: _Tuning,
+) -> FineTuned:
+    """Train the base on `examples`, less a tenth for calibration, where that is needed, and, if
+    `tests` is None, a tenth to test on."""
+    if len(examples) < _LEAST_TEXTS:
+        raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    training, validation, held_out = (
+        [one for one in examples if split_of(one.text) == part]
+        for part in ("train", "validation", "test")
+    )
+    if tuning.same_heads:
+        training += validation
+    known = None
+    if tests is None:
+        tests = held_out
+    else:
+        training += held_out
+        # Where texts are short, as complaints are, the same ones occur again, at any level.
+        trained = {one.text for one in training}
+        known = sum(one.text in trained for one in tests)
+    folder, network, tokenizer = load_base(options.base)
+    tuning.prepare(network, training)
+    fitted: Sequence[Example] = training
+    if not tuning.encoder_rate:
+        network.head(tuning.keep).requires_grad_(False)
+    elif options.base != "pretrained":
+        fitted = _with_predictions(training, folder, tuning.keep, options.threads)
+    fit(
+        network,
+        tokenizer,
+        lambda _: fitted,
+        seed=options.seed,
+        epochs=options.epochs,
+        minutes=options.minutes,
+        encoder_rate=tuning.encoder_rate,
+        on_step=options.on_step,
+    )
+    if tuning.same_heads:
+        average(network, load_network(folder).state_dict())
+    elif tuning.keep == "length":
+        calibrate(network, tokenizer, validation)
+    save_network(network, folder, options.output, "fp16")
+    training_file, test_file = options.output / "train.csv", options.output / "test.csv"
+    write_examples(training, training_file)
+    write_examples(tests, test_file)
+    thresholds = _write_thresholds(options, training) if tuning.keep == "length" else None
+    return FineTuned(training_file, test_file, len(tests), known, thresholds)
+
+
+def _write_thresholds(options: Options, examples: Sequence[Example]) -> Thresholds:
+    """Write a policy that cuts the stored model's expected level where it agrees best with the
+    levels of `examples`."""
+    predictor = TextPredictor.load(str(options.output), options.threads)
+    probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
+    thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
+    decision = {"rule": "thresholds", "thresholds": list(thresholds)}
+    text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
+    path = options.output / THRESHOLDS_FILE
+    path.write_text(text, encoding="utf-8")
+    return Thresholds(path, len(examples))
+
+
+def _with_predictions(
+    examples: Sequence[Example], folder: Path, keep: Literal["urgency", "length"], threads: int
+) -> list[Example]:
+    """The examples, each with the base's own prediction as the label of the head to keep."""
+    predictor = TextPredictor.load(str(folder), threads)
+    buckets = predictor.length_buckets
+    labelled = []
+    for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
+        if keep == "urgency":
+            one = replace(one, level=max(range(len(guess.urgency)), key=guess.urgency.__getitem__))
+        elif guess.length is not None and buckets is not None:
+            bucket = max(range(len(guess.length)), key=guess.length.__getitem__)
+            one = replace(one, output_tokens=round(buckets.means[bucket]))
+        labelled.append(one)
+    return labelled
