@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from vllm_semantic_sched.admin import reference
+from vllm_semantic_sched.admin.reference import describe_keys
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
-from vllm_semantic_sched.policy.command import describe_keys
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.keys import keys_of
 
@@ -71,7 +71,7 @@ def test_the_tables_of_the_operations_page_are_those_of_the_code(tmp_path) -> No
 def test_every_knob_names_metrics_that_exist() -> None:
     counters = {f"{name}_total" for name in COUNTERS}
     for key in keys_of(Policy):
-        assert set(reference.trace_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
+        assert set(reference.effect_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
 
 
 def test_metrics_named_in_the_text_exist() -> None:

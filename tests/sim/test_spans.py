@@ -1,6 +1,6 @@
 """The Chrome trace and the Gantt chart of who had a seat when."""
 
-from vllm_semantic_sched.spans import Span, chrome_trace, draw_gantt
+from vllm_semantic_sched.sim.spans import Span, chrome_trace, draw_gantt
 
 _SPANS = [
     Span("a", 4, arrival=0.0, start=0.5, end=1.0, end_kind="recompute"),

@@ -1,95 +1,79 @@
-"""The tables of knobs and metrics in docs/operations.md, from the code itself."""
+"""Tables of policy keys and metrics for docs/operations.md, made from the code."""
 
 from __future__ import annotations
 
+import functools
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+import yaml
+
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.keys import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.section import Section
+
+_KEYS_HEAD = (
+    "| key | default | live | what it does | code | seen in |",
+    "|---|---|---|---|---|---|",
+)
+_METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
 
 
-class Trace(NamedTuple):
-    """Where an operator sees what a knob does.
+class Effect(NamedTuple):
+    """Where operators see the effect of a policy key.
 
     Attributes:
-        codes: with which requests are refused because of it.
-        metrics: without the prefix `semsched:`.
+        codes: of refusals that the key causes.
+        metrics: names without the prefix `semsched:`.
     """
 
-    codes: tuple[Code, ...] = ()
-    metrics: tuple[str, ...] = ()
+    codes: tuple[Code, ...]
+    metrics: tuple[str, ...]
 
 
-TRACES = {
-    "base": Trace((), ("time_to_first_token_seconds",)),
-    "levels": Trace((), ("predictions_total",)),
-    "tiers": Trace((), ("waiting_requests",)),
-    "tiers[].name": Trace((), ("waiting_requests",)),
-    "tiers[].slo.takes_seats": Trace((), ("hurried_requests_total", "preemptions_total")),
-    "tiers[].slo": Trace((), ("slo_compliance", "slo_headroom")),
-    "tiers[].share": Trace((Code.TIER_OVER_SHARE,), ("fair_share_deviation",)),
-    "tiers[].reserve": Trace((), ("reservation_free_seats",)),
-    "tiers[].queue.requests": Trace((Code.OVER_CAPACITY,), ("waiting_requests",)),
-    "tiers[].queue.tokens": Trace((Code.OVER_CAPACITY,), ("queued_tokens",)),
-    "tiers[].queue.timeout": Trace((Code.QUEUE_TIMEOUT,), ("longest_wait_seconds",)),
-    "tiers[].shed_order": Trace((Code.SHED,), ("shed_tiers",)),
-    "tiers[].preemptible": Trace((), ("preemptions_total",)),
-    "tiers[].drop": Trace((Code.DROPPED,), ("refused_total",)),
-    "default_level": Trace((), ("requests_total", "unpredicted_requests")),
-    "profile": Trace((), ("policy_hash",)),
-    "correct_profile": Trace((), ("profile_scale",)),
-    "hints": Trace((), ("requests_total", "invalid_hints_total")),
-    "preemption": Trace((), ("preemptions_total", "admission_preemptions_total")),
-    "retention": Trace((), ("preemptions_total", "saved_tokens_total", "recomputed_tokens_total")),
-    "stage": Trace((), ("time_to_first_token_seconds",)),
-    "predictor": Trace((), ("predictor_up", "prediction_latency_seconds")),
-    "predictor.max_batch": Trace((), ("prediction_batch_size",)),
-    "predictor.max_queue": Trace((), ("predictor_queue", "unread_prompts_total")),
-    "predictor.cache_size": Trace((), ("cached_predictions_total",)),
-    "predictor.timeout": Trace((), ("predictor_restarts_total", "failed_predictions_total")),
-    "decision": Trace((), ("predictions_total",)),
-    "length": Trace((), ("length_ratio", "length_error_ratio")),
-    "aging": Trace((), ("promotions_total", "overtakings_total", "longest_wait_seconds")),
-    "deadlines": Trace((), ("hurried_requests_total",)),
-    "fair_share": Trace((), ("fair_share_deviation",)),
-    "tenants.kv": Trace((), ("preemptions_total", "waiting_tenants")),
-    "tenants": Trace((), ("waiting_tenants",)),
-    "tenants.top": Trace((), ("capped_requests_total",)),
-    "events": Trace((), ("event_log_lines_total", "event_log_dropped_total")),
-    "slo": Trace((), ("slo_compliance", "slo_headroom")),
-    "pressure": Trace((), ("pressure", "resource_use")),
-    "shedding": Trace((Code.SHED,), ("shed_tiers", "refused_total")),
-    "admission": Trace((Code.OVER_CAPACITY,), ("refused_total",)),
-    "admission.queue.tokens": Trace((Code.OVER_CAPACITY,), ("queued_tokens",)),
-    "admission.queue.timeout": Trace((Code.QUEUE_TIMEOUT,), ("longest_wait_seconds",)),
-    "admission.tenant": Trace((Code.TENANT_OVER_SHARE,), ("refused_total",)),
-    "admission.over_share": Trace((Code.TIER_OVER_SHARE,), ("refused_total",)),
-    "dedup": Trace((Code.SUPERSEDED,), ("refused_total", "invalid_dedup_keys_total")),
-}
-"""By key or group of keys; the longest that fits counts."""
-
-_HEAD = ("| key | default | live | what it does | code | seen in |", "|---|---|---|---|---|---|")
+@functools.cache
+def _effects() -> dict[str, Effect]:
+    text = Path(__file__).with_name("effects.yaml").read_text(encoding="utf-8")
+    return {
+        key: Effect(tuple(map(Code, entry.get("codes", ()))), tuple(entry["metrics"]))
+        for key, entry in yaml.safe_load(text).items()
+    }
 
 
-def trace_of(key: str) -> Trace:
-    """Where the effect of a key shows. KeyError if nobody has said."""
+def effect_of(key: str) -> Effect:
+    """The effect of a key, or of the smallest group it is in that effects.yaml lists.
+
+    Raises:
+        KeyError: effects.yaml lists neither.
+    """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
-        for name in (".".join(parts[:end]), ".".join(parts[:end]).removesuffix("[]")):
-            if name in TRACES:
-                return TRACES[name]
+        group = ".".join(parts[:end])
+        for name in (group, group.removesuffix("[]")):
+            if name in _effects():
+                return _effects()[name]
     raise KeyError(key)
 
 
+def describe_keys(model: type[Section] = Policy) -> str:
+    """All keys of a kind of file as text: name, default, valid values and meaning."""
+    lines = []
+    for key in keys_of(model):
+        valid = f"   ({key.valid})" if key.valid else ""
+        lines.append(f"{key.name}: {key.default}{valid}".rstrip())
+        lines += textwrap.wrap(key.meaning, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
 def insert(path: Path) -> None:
-    """Bring the tables of a page up to date: what stands between `<!-- keys -->` or
-    `<!-- metrics -->` and the `<!-- end -->` after it."""
+    """Update the tables of a page: the text from `<!-- keys -->` and `<!-- metrics -->` to the
+    next `<!-- end -->`."""
     text = path.read_text("utf-8")
     for name, table in (("keys", keys_table()), ("metrics", metrics_table())):
         begin = f"<!-- {name} -->\n"
@@ -99,39 +83,34 @@ def insert(path: Path) -> None:
 
 
 def metrics_table() -> str:
-    """What this package adds to the server's /metrics."""
-    lines = ["| metric | labels | meaning |", "|---|---|---|"]
+    """A Markdown table of the metrics that this package adds to the server's /metrics."""
+    lines = [*_METRICS_HEAD]
     for table, ending in ((COUNTERS, "_total"), (GAUGES, ""), (HISTOGRAMS, "")):
         for name, metric in sorted(table.items()):
-            lines.append(" | ".join(_metric_cells(f"{name}{ending}", metric)))
+            kind = " (histogram)" if metric.buckets else ""
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `semsched:{name}{ending}`{kind} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
-def _metric_cells(name: str, metric: Metric) -> Iterator[str]:
-    kind = " (histogram)" if metric.buckets else ""
-    yield f"| `semsched:{name}`{kind}"
-    yield ", ".join(f"`{label}`" for label in metric.labels)
-    yield metric.help + " |"
-
-
 def keys_table() -> str:
-    """A table for the keys at the top of a policy file, and one per section."""
+    """A Markdown table of the keys at the top of a policy file, and one per section."""
     groups: dict[str, list[str]] = {"": []}
     for key in keys_of(Policy):
-        group = re.split(r"[.\[]", key.name)[0] if re.search(r"[.\[]", key.name) else ""
-        groups.setdefault(group, []).append(" | ".join(_cells(key)))
+        group, *inner = re.split(r"[.\[]", key.name)
+        groups.setdefault(group if inner else "", []).append(" | ".join(_cells(key)))
     lines: list[str] = []
     for group, rows in groups.items():
-        lines += ["", f"### `{group}`" if group else "### At the top", "", *_HEAD, *rows]
+        lines += ["", f"### `{group}`" if group else "### At the top", "", *_KEYS_HEAD, *rows]
     return "\n".join(lines).strip() + "\n"
 
 
 def _cells(key: Key) -> Iterator[str]:
-    trace = trace_of(key.name)
+    effect = effect_of(key.name)
     valid = f" One of {key.valid}." if key.valid else ""
     yield f"| `{key.name}`"
     yield f"{key.default}"
     yield "yes" if restart_reason(key.name) is None else "restart"
     yield " ".join(f"{key.meaning}{valid}".split()).replace("|", "\\|")
-    yield ", ".join(f"`{code.value}`" for code in trace.codes)
-    yield ", ".join(f"`{name}`" for name in trace.metrics) + " |"
+    yield ", ".join(f"`{code.value}`" for code in effect.codes)
+    yield ", ".join(f"`{name}`" for name in effect.metrics) + " |"

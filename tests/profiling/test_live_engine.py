@@ -10,7 +10,7 @@ pytestmark = pytest.mark.engine
 def test_copies_are_timed_per_size_and_change_nothing() -> None:
     import torch
 
-    from vllm_semantic_sched.profiling.copies import time_copies
+    from vllm_semantic_sched.profiling.live_engine import time_copies
 
     caches = [torch.randn(20, 2, 16, 32) for _ in range(3)]
     before = [cache.clone() for cache in caches]

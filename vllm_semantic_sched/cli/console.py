@@ -1,0 +1,22 @@
+"""Tables, and where they are printed."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 160
+
+
+def make_console() -> Console:
+    """A console wide enough for the tables, also where the output is a file."""
+    return Console(width=max(_WIDTH, Console().width), highlight=False)
+
+
+def make_table(title: str, *columns: str, words: int = 1) -> Table:
+    """A table whose first `words` columns hold words and the others figures."""
+    table = Table(title=title, box=box.SIMPLE)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < words else "right")
+    return table
