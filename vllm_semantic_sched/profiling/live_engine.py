@@ -52,6 +52,12 @@ class LiveEngine:
     Args:
         options: a model and engine options, as after `vllm serve`.
 
+    Attributes:
+        max_model_len: most tokens of a sequence.
+        seats, token_budget: most sequences and tokens in a step.
+        block_size: tokens in a KV block.
+        kv_tokens: tokens that fit into the KV cache.
+
     Raises:
         BadOptions: vLLM rejects the options.
     """
@@ -66,36 +72,16 @@ class LiveEngine:
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._config: Any = self._engine.vllm_config
+        self.max_model_len = int(self._config.model_config.max_model_len)
+        self.seats = int(self._config.scheduler_config.max_num_seqs)
+        self.token_budget = int(self._config.scheduler_config.max_num_batched_tokens)
+        self.block_size = int(self._core.scheduler.block_size)
+        blocks = int(self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.kv_tokens = (blocks - 1) * self.block_size  # vLLM keeps one as its null block
         self._random = np.random.default_rng(seed)
         self._steps: list[Step] = []
         self._sequence = 0
         self._watch_steps()
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
-        return int(self._config.model_config.max_model_len)
-
-    @property
-    def seats(self) -> int:
-        """Most sequences in a step."""
-        return int(self._config.scheduler_config.max_num_seqs)
-
-    @property
-    def token_budget(self) -> int:
-        """Most tokens in a step."""
-        return int(self._config.scheduler_config.max_num_batched_tokens)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a KV block."""
-        return int(self._core.scheduler.block_size)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that fit into the KV cache."""
-        blocks = int(self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
-        return (blocks - 1) * self.block_size  # vLLM keeps one as its null block
 
     @property
     def kv_bytes_per_token(self) -> int:

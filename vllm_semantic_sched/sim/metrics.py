@@ -37,16 +37,7 @@ METRICS = {
 }
 """Columns of the results. Levels without an SLO have no `slo_met`."""
 
-_COLUMNS = (
-    "level",
-    "arrival",
-    "tokens",
-    "started",
-    "first_token",
-    "finish",
-    "recomputes",
-    "swaps",
-)
+_COLUMNS = "level arrival tokens started first_token finish recomputes swaps".split()
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _EXACT = 131_072  # values up to which percentiles are exact
