@@ -27,9 +27,7 @@ def _percentiles(e2e: np.ndarray, levels: int) -> dict[str, tuple[float, float]]
     return {name: (row["e2e_p50"], row["e2e_p99"]) for name, row in rows}
 
 
-def test_percentiles_are_exact_in_small_runs_and_close_in_large_ones() -> (
-    None
-):
+def test_percentiles_are_exact_in_small_runs_and_close_in_large_ones() -> None:
     values = np.random.default_rng(0).lognormal(0, 2, 300_000)
     small = _percentiles(values[:5000], levels=2)
     for name, part in (("0", values[:5000:2]), ("1", values[1:5000:2]), ("all", values[:5000])):

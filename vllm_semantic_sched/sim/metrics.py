@@ -37,7 +37,8 @@ METRICS = {
 }
 """Columns of the results. Levels without an SLO have no `slo_met`."""
 
-_COLUMNS = "level arrival tokens started first_token finish recomputes swaps".split()
+_TIMES = ("arrival", "started", "first_token", "finish")
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", *_TIMES)
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _EXACT = 131_072  # values up to which percentiles are exact
@@ -72,14 +73,8 @@ class Recorder:
         assert run.started is not None and run.first_token is not None and run.finish is not None
         self._finished.extend(
             (
-                request.level,
-                request.arrival,
-                request.output_tokens,
-                run.started,
-                run.first_token,
-                run.finish,
-                run.recomputes,
-                run.swaps,
+                *(request.level, request.output_tokens, run.recomputes, run.swaps),
+                *(request.arrival, run.started, run.first_token, run.finish),
             )
         )
         if len(self._finished) == _BLOCK * len(_COLUMNS):
