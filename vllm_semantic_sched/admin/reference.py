@@ -1,4 +1,4 @@
-"""Tables of policy keys and metrics for docs/operations.md, made from the code."""
+"""Generates the tables of docs/reference.md: policy keys, refusal codes and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,17 +19,19 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.policy.section import Section
 
 _KEYS_HEAD = (
-    "| key | default | live | what it does | code | seen in |",
+    "| key | default | takes effect | meaning | refusal code | metrics |",
     "|---|---|---|---|---|---|",
 )
+_CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
 _METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
+_YAML_WORDS = {"None": "unset", "True": "true", "False": "false", "()": "[]"}
 
 
 class Effect(NamedTuple):
     """Where operators see the effect of a policy key.
 
     Attributes:
-        codes: of refusals that the key causes.
+        codes: of the requests that the key can refuse.
         metrics: names without the prefix `semsched:`.
     """
 
@@ -38,19 +40,25 @@ class Effect(NamedTuple):
 
 
 @functools.cache
+def _texts() -> dict[str, Any]:
+    text = Path(__file__).with_name("reference.yaml").read_text(encoding="utf-8")
+    texts: dict[str, Any] = yaml.safe_load(text)
+    return texts
+
+
+@functools.cache
 def _effects() -> dict[str, Effect]:
-    text = Path(__file__).with_name("effects.yaml").read_text(encoding="utf-8")
     return {
         key: Effect(tuple(map(Code, entry.get("codes", ()))), tuple(entry["metrics"]))
-        for key, entry in yaml.safe_load(text).items()
+        for key, entry in _texts()["keys"].items()
     }
 
 
 def effect_of(key: str) -> Effect:
-    """The effect of a key, or of the smallest group it is in that effects.yaml lists.
+    """The effect of a key, or of the smallest group of it that reference.yaml lists.
 
     Raises:
-        KeyError: effects.yaml lists neither.
+        KeyError: reference.yaml lists neither.
     """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
@@ -72,14 +80,27 @@ def describe_keys(model: type[Section] = Policy) -> str:
 
 
 def insert(path: Path) -> None:
-    """Update the tables of a page: the text from `<!-- keys -->` and `<!-- metrics -->` to the
-    next `<!-- end -->`."""
+    """Update the tables of a page: the text between `<!-- keys -->`, `<!-- codes -->` or
+    `<!-- metrics -->` and the next `<!-- end -->`."""
     text = path.read_text("utf-8")
-    for name, table in (("keys", keys_table()), ("metrics", metrics_table())):
+    tables = {"keys": keys_table(), "codes": codes_table(), "metrics": metrics_table()}
+    for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         before, rest = text.split(begin)
         text = before + begin + table + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
     path.write_text(text, "utf-8")
+
+
+def codes_table() -> str:
+    """A Markdown table of the refusal codes with HTTP status, meaning and policy keys."""
+    lines = [*_CODES_HEAD]
+    for code in Code:
+        names = [name for name, effect in _effects().items() if code in effect.codes]
+        groups = tuple(f"{name}." for name in names)
+        keys = ", ".join(f"`{name}`" for name in names if not name.startswith(groups))
+        meaning = _texts()["codes"][code.value]
+        lines.append(f"| `{code.value}` | {code.status} | {meaning} | {keys} |")
+    return "\n".join(lines) + "\n"
 
 
 def metrics_table() -> str:
@@ -94,14 +115,14 @@ def metrics_table() -> str:
 
 
 def keys_table() -> str:
-    """A Markdown table of the keys at the top of a policy file, and one per section."""
+    """A Markdown table of the top-level keys of a policy file, and one per section."""
     groups: dict[str, list[str]] = {"": []}
     for key in keys_of(Policy):
         group, *inner = re.split(r"[.\[]", key.name)
         groups.setdefault(group if inner else "", []).append(" | ".join(_cells(key)))
     lines: list[str] = []
     for group, rows in groups.items():
-        lines += ["", f"### `{group}`" if group else "### At the top", "", *_KEYS_HEAD, *rows]
+        lines += ["", f"### `{group}`" if group else "### Top level", "", *_KEYS_HEAD, *rows]
     return "\n".join(lines).strip() + "\n"
 
 
@@ -109,8 +130,15 @@ def _cells(key: Key) -> Iterator[str]:
     effect = effect_of(key.name)
     valid = f" One of {key.valid}." if key.valid else ""
     yield f"| `{key.name}`"
-    yield f"{key.default}"
-    yield "yes" if restart_reason(key.name) is None else "restart"
+    yield _yaml(key.default)
+    yield "on reload" if restart_reason(key.name) is None else "at restart"
     yield " ".join(f"{key.meaning}{valid}".split()).replace("|", "\\|")
     yield ", ".join(f"`{code.value}`" for code in effect.codes)
     yield ", ".join(f"`{name}`" for name in effect.metrics) + " |"
+
+
+def _yaml(default: str) -> str:
+    """A default as written in a policy file."""
+    if default.startswith("(") and default.endswith(")") and "," in default:
+        return f"[{default[1:-1]}]"
+    return _YAML_WORDS.get(default, default)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as tables, which also show what can change while the server runs, refusal codes "
         "and metrics",
     )
-    keys.add_argument("--into", type=Path, metavar="PAGE", help="update the tables of this page")
+    keys.add_argument("--into", type=Path, metavar="PAGE", help="update the tables of this page (docs/reference.md)")
     for name, text in (("check", "check a policy"), ("show", "print a policy file")):
         action = actions.add_parser(name, help=text)
         action.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
