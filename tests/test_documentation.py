@@ -21,8 +21,7 @@ from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.settings import EngineSettings
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import keys_of
-from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.policy.facts.section import keys_of, parse_section
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 
@@ -291,7 +290,7 @@ def test_reference_page_is_current(tmp_path) -> None:
 def test_each_key_lists_metrics_that_exist() -> None:
     counters = {f"{name}_total" for name in COUNTERS}
     for key in keys_of(Policy):
-        assert set(reference.trace_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
+        assert set(reference.effect_of(key.name).metrics) <= counters | {*GAUGES, *HISTOGRAMS}
 
 
 @every_page

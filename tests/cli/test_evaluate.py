@@ -8,7 +8,7 @@ import pytest
 
 from vllm_semantic_sched.cli import evaluate
 from vllm_semantic_sched.datasets import split_of
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.evaluation.baselines import (
     MAJORITY,
     MEDIAN,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.model import TextPredictor
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.prediction import Predictor
+from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict.process import PredictorProcess
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError

@@ -1,8 +1,8 @@
-"""The check of a profile: a good one passes, a bad one does not."""
+"""Checking a profile: a good one passes, a bad one fails."""
 
 from vllm_semantic_sched.policy.facts.profile import BatchTerms, EngineProfile
-from vllm_semantic_sched.profiling.check import Point, judge, make_points
-from vllm_semantic_sched.profiling.measure import Grid, _steps_up
+from vllm_semantic_sched.profiling.check import Point, judge, make_lengths
+from vllm_semantic_sched.profiling.measure import geometric_steps
 
 PROFILE = EngineProfile(
     hardware="h",
@@ -20,7 +20,7 @@ PROFILE = EngineProfile(
 
 def measured(truth: EngineProfile, profile: EngineProfile) -> list[Point]:
     points = []
-    for prompt, generated in make_points(8447):
+    for prompt, generated in make_lengths(8447):
         tokens = prompt + generated
         points.append(
             Point(
@@ -35,21 +35,21 @@ def measured(truth: EngineProfile, profile: EngineProfile) -> list[Point]:
     return points
 
 
-def test_at_least_thirty_points_from_64_to_8_thousand_tokens() -> None:
-    totals = [sum(pair) for pair in make_points(8447)]
+def test_points_cover_64_to_8000_tokens() -> None:
+    totals = [sum(pair) for pair in make_lengths(8447)]
     assert len(totals) >= 30
     assert min(totals) <= 70 and max(totals) >= 8000
-    assert all(sum(pair) <= 300 for pair in make_points(300))
+    assert all(sum(pair) <= 300 for pair in make_lengths(300))
 
 
-def test_a_perfect_profile_meets_the_targets() -> None:
+def test_perfect_profile_meets_the_targets() -> None:
     verdict = judge(PROFILE, measured(PROFILE, PROFILE))
     assert verdict.met
     assert verdict.recompute == verdict.swap == (0.0, 0.0)
     assert verdict.worst_choice > 0.95
 
 
-def test_a_profile_that_is_off_misses_them_and_chooses_badly() -> None:
+def test_wrong_profile_misses_the_targets_and_chooses_badly() -> None:
     wrong = PROFILE.scaled(2.0, 1.0, 1.0)
     verdict = judge(wrong, measured(PROFILE, wrong))
     assert not verdict.met
@@ -60,8 +60,7 @@ def test_a_profile_that_is_off_misses_them_and_chooses_badly() -> None:
     assert judge(backwards, measured(PROFILE, backwards)).choice < 0.95
 
 
-def test_lengths_go_up_by_a_factor_to_the_last() -> None:
-    assert _steps_up(16, 300, 2) == [16, 32, 64, 128, 300]
-    assert _steps_up(1, 16, 4) == [1, 4, 16]
-    assert _steps_up(32, 20, 4) == [20]
-    assert Grid([1, 2], [(1, 2)], [32]).size == 4
+def test_geometric_steps_end_at_the_last_value() -> None:
+    assert geometric_steps(16, 300, 2) == [16, 32, 64, 128, 300]
+    assert geometric_steps(1, 16, 4) == [1, 4, 16]
+    assert geometric_steps(32, 20, 4) == [20]

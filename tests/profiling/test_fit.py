@@ -1,4 +1,4 @@
-"""Fits: known coefficients are found again in noisy times with outliers."""
+"""Fits recover known coefficients from noisy times with outliers."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def batches() -> list[Batch]:
 
 @settings(max_examples=40)
 @given(factors, factors, factors, factors, factors, factors, st.integers(0, 99))
-def test_coefficients_of_steps_are_found_among_noise_and_outliers(
+def test_step_fit_withstands_noise_and_outliers(
     step, sequence, prefills, context, linear, square, seed
 ) -> None:
     random = np.random.default_rng(seed)
@@ -56,15 +56,15 @@ def test_coefficients_of_steps_are_found_among_noise_and_outliers(
         slower = random.uniform(2, 10) if random.random() < 0.125 else 1
         return Step(batch, true.step(batch) * random.normal(1, 0.02) * slower)
 
-    # As often as `semsched profile` repeats each: a point that was interrupted every time, and
-    # has no like, cannot be told from a slow one.
+    # As many repeats as `semsched profile` makes: a single point that is interrupted every time
+    # looks like a slow one.
     runs = [[measured(batch) for batch in batches()] for _ in range(5)]
     fit = fit_steps(reduce_steps(runs, "median"))
     assert min(*fit.batch.model_dump().values(), fit.alpha1) >= 0
     fitted = true.model_copy(
         update={"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
     )
-    # A coefficient that hides behind another cannot be told; what a step takes can.
+    # Coefficients that stand for nearly the same cannot be separated; step times can be found.
     for batch in batches():
         assert fitted.step(batch) == pytest.approx(true.step(batch), rel=0.2)
     last = prefill(6144, 8192)
@@ -74,7 +74,7 @@ def test_coefficients_of_steps_are_found_among_noise_and_outliers(
 
 
 @given(st.floats(1e-5, 1e-3), st.floats(1e-7, 1e-5), st.integers(0, 99))
-def test_a_line_is_found_among_outliers(start, slope, seed) -> None:
+def test_line_fit_withstands_outliers(start, slope, seed) -> None:
     random = np.random.default_rng(seed)
     tokens = [32 * 2**n for n in range(9)] * 3
     seconds = [(start + slope * count) * random.normal(1, 0.02) for count in tokens]
@@ -85,7 +85,7 @@ def test_a_line_is_found_among_outliers(start, slope, seed) -> None:
         assert fit.start + fit.slope * count == pytest.approx(start + slope * count, rel=0.1)
 
 
-def test_no_coefficient_is_negative_where_the_best_one_would_be() -> None:
+def test_coefficients_are_never_negative() -> None:
     # Falling times: a free fit has a negative slope.
     coefficients, _ = fit_nonnegative([(1, 1), (1, 2), (1, 3)], [3.0, 2.0, 1.0])
     assert (coefficients > 0).all()
@@ -94,12 +94,12 @@ def test_no_coefficient_is_negative_where_the_best_one_would_be() -> None:
 
 def test_repeats_are_reduced_step_by_step() -> None:
     runs = [[Step(prefill(0, 8), seconds), Step(prefill(8, 9), 1.0)] for seconds in (1.0, 9.0, 2.0)]
-    other = [Step(prefill(0, 9), 0.1)]  # cut otherwise
+    other = [Step(prefill(0, 9), 0.1)]  # split into other steps
     assert [step.seconds for step in reduce_steps([*runs, other], "median")] == [2.0, 1.0]
     assert [step.seconds for step in reduce_steps([*runs, other], "fastest")] == [1.0, 1.0]
 
 
-def test_only_full_decode_steps_count_as_decodes() -> None:
+def test_only_steps_of_the_full_decode_batch_are_merged() -> None:
     mixed = Batch(decodes=2, context=20)
     mixed.add_prefill(0, 5)
     steps = [Step(mixed, 5.0), Step(Batch(decodes=1, context=9), 0.1)]

@@ -4,20 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from small_scenario import SMALL
 
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
-
-SMALL: dict[str, Any] = {
-    "workload": {
-        "arrivals": "poisson",
-        "requests": 60,
-        "rate": 8.0,
-        "prompt": {"kind": "uniform", "low": 1, "high": 200},
-        "output": {"kind": "uniform", "low": 1, "high": 80},
-    },
-    "engine": {"kind": "vllm", "seats": 4, "kv_blocks": 60, "token_budget": 128},
-    "schedulers": {"semantic": {"policy": "ems"}},
-}
 
 
 @pytest.fixture

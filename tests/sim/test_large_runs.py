@@ -1,4 +1,4 @@
-"""Large runs: bounded memory, time that grows with the requests, statistics of a stream."""
+"""Large runs: bounded memory, linear time, metrics of a stream of requests."""
 
 import cProfile
 import pstats
@@ -7,27 +7,40 @@ import numpy as np
 import pytest
 
 from vllm_semantic_sched.bench.simulator import measure
-from vllm_semantic_sched.sim.depth import DepthHistory
-from vllm_semantic_sched.sim.metrics import Recorder
-from vllm_semantic_sched.sim.quantiles import Quantiles
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder
+from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.scenario import load_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 
 
-def test_quantiles_are_exact_at_first_and_within_a_tenth_of_a_per_cent_later() -> None:
-    values = np.random.default_rng(0).lognormal(0, 2, 400_000)
-    few, many = Quantiles(), Quantiles()
-    few.add(values[:5000])
-    for block in np.split(values, 100):
-        many.add(block)
-    wanted = [1, 50, 99, 99.9]
-    assert few.percentiles(wanted) == pytest.approx(list(np.percentile(values[:5000], wanted)))
-    assert many.percentiles(wanted) == pytest.approx(
-        list(np.percentile(values, wanted)), rel=1.5e-3
-    )
+def _percentiles(e2e: np.ndarray, levels: int) -> dict[str, tuple[float, float]]:
+    """Median and 99th percentile by row, of requests that arrive at 0 on alternating levels."""
+    recorder = Recorder([Slo()] * levels)
+    job = Job("", 0, 0.0, 1, 1, 0, LevelSource.DEFAULT)
+    for index, seconds in enumerate(e2e.tolist()):
+        run = Run(SimRequest(index, 0.0, index % levels, 1, 1), job, None)
+        run.started, run.first_token, run.finish = 0.0, 0.0, seconds
+        recorder.add(run)
+    rows = recorder.levels().items()
+    return {name: (row["e2e_p50"], row["e2e_p99"]) for name, row in rows}
 
 
-def test_the_recorder_measures_what_the_requests_say(scenario) -> None:
+def test_percentiles_are_exact_in_small_runs_and_close_in_large_ones() -> None:
+    values = np.random.default_rng(0).lognormal(0, 2, 300_000)
+    small = _percentiles(values[:5000], levels=2)
+    for name, part in (("0", values[:5000:2]), ("1", values[1:5000:2]), ("all", values[:5000])):
+        assert small[name] == pytest.approx(tuple(np.percentile(part, [50, 99])), rel=1e-12)
+    large = _percentiles(values, levels=2)  # each level is beyond exactness too
+    for name, part in (("0", values[::2]), ("all", values)):
+        assert large[name] == pytest.approx(tuple(np.percentile(part, [50, 99])), rel=1.1e-3)
+    mixed = _percentiles(values, levels=3)  # the levels are exact, their sum is not
+    assert mixed["0"] == pytest.approx(tuple(np.percentile(values[::3], [50, 99])), rel=1e-12)
+    assert mixed["all"] == pytest.approx(tuple(np.percentile(values, [50, 99])), rel=1.1e-3)
+
+
+def test_recorder_matches_the_requests(scenario) -> None:
     one = scenario(slos=[{"ttft": 0.5}, {"e2e": 3.0}, {}, {}, {}], workload__requests=200)
     recorder = Recorder(one.slos("semantic"))
     runs = simulate(one, "semantic").runs
@@ -50,7 +63,7 @@ def test_the_recorder_measures_what_the_requests_say(scenario) -> None:
     assert "slo_met" not in levels["2"]
 
 
-def test_queue_depth_keeps_its_area_when_stretches_grow() -> None:
+def test_depth_history_keeps_its_area_when_bins_merge() -> None:
     history = DepthHistory(levels=2, width=0.1)
     area = [0.0, 0.0]
     rng = np.random.default_rng(3)
@@ -77,8 +90,8 @@ def _calls_per_request(requests: int) -> float:
     return pstats.Stats(profiler).total_calls / requests
 
 
-def test_work_grows_linearly() -> None:
-    # Calls, not seconds: they are the same on any machine.
+def test_work_per_request_is_constant() -> None:
+    # Calls, not seconds: their number does not depend on the machine.
     assert _calls_per_request(8_000) < 1.3 * _calls_per_request(1_000)
 
 

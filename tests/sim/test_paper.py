@@ -25,7 +25,7 @@ def _levels(name: str, scheduler: str = "semantic", **changes: Any) -> list[dict
     return cells
 
 
-def test_table_1_is_met_where_the_load_decides() -> None:
+def test_table_1_is_met_under_high_load() -> None:
     (cell,) = _levels(
         "paper-table1-script",
         sweep=[{"predictor.latency": [0.01], "workload.max_burst": [16]}],
@@ -36,19 +36,19 @@ def test_table_1_is_met_where_the_load_decides() -> None:
     assert waits == sorted(waits)
 
 
-def test_a_worse_urgency_predictor_costs_level_0_as_much_as_printed() -> None:
+def test_worse_urgency_predictor_slows_level_0_as_printed() -> None:
     low, high = _levels("paper-fig2a", sweep=[{"predictor.urgency_error": [0.1, 0.9]}])
     assert 2.5 <= high["0"] / low["0"] <= 4.9
     assert high["0"] == pytest.approx(printed.FIGURE_2A["0"][1], rel=0.35)
 
 
-def test_a_worse_length_predictor_leaves_level_0_alone() -> None:
+def test_worse_length_predictor_does_not_slow_level_0() -> None:
     low, high = _levels("paper-fig2b", sweep=[{"predictor.length_error": [0.1, 0.9]}])
     assert high["0"] == pytest.approx(low["0"], rel=0.25)
     assert high["3"] > low["3"] and high["4"] > low["4"]
 
 
-def test_in_a_spike_semantic_is_ahead_of_hpjf_sjf_and_fcfs() -> None:
+def test_semantic_beats_hpjf_sjf_and_fcfs_in_a_spike() -> None:
     spike = {"sweep": [{"workload.max_burst": [20]}], "workload__bursts": 30}
     waits = [
         _levels("paper-fig2c", scheduler, **spike)[0]["0"]
@@ -58,14 +58,14 @@ def test_in_a_spike_semantic_is_ahead_of_hpjf_sjf_and_fcfs() -> None:
     assert waits[3] > 3 * waits[0]
 
 
-def test_clipped_mistakes_about_the_ends_are_half_as_many() -> None:
+def test_clipping_halves_the_mistakes_at_the_ends() -> None:
     ends = np.zeros(4000, dtype=int)
     said = mistaken(ends, 5, 0.8, np.random.default_rng(2), clipped=True)
     assert np.mean(said != ends) == pytest.approx(0.4, abs=0.03)
     assert said.min() == 0
 
 
-def test_the_report_has_every_figure_and_table(monkeypatch) -> None:
+def test_report_has_every_figure_and_table(monkeypatch) -> None:
     load = scenario_module.load_scenarios
 
     def small(name: str, changes: dict[str, Any] | None = None) -> Any:

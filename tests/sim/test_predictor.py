@@ -9,14 +9,14 @@ from vllm_semantic_sched.sim.simulation import simulate
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.2, 0.4, 0.9])
-def test_the_error_rate_is_the_share_of_mistakes(rate: float) -> None:
+def test_error_rate_is_the_share_of_mistakes(rate: float) -> None:
     true = np.arange(10_000) % 5
     said = mistaken(true, 5, rate, np.random.default_rng(1))
     assert np.mean(said != true) == pytest.approx(rate, abs=1e-3)
     assert said.min() >= 0 and said.max() <= 4
 
 
-def test_the_error_rate_is_the_mean_distance_as_well() -> None:
+def test_error_rate_is_the_mean_relative_distance_of_mistakes() -> None:
     # Away from the ends nothing is cut off: 0.3 of 20 classes is 6 classes.
     true = np.full(4000, 10)
     said = mistaken(true, 20, 0.3, np.random.default_rng(1))
@@ -25,7 +25,7 @@ def test_the_error_rate_is_the_mean_distance_as_well() -> None:
     assert {int(value) for value in wrong} == {4, 16}
 
 
-def test_a_confusion_matrix_is_drawn_from(scenario) -> None:
+def test_levels_are_drawn_from_the_confusion_matrix(scenario) -> None:
     rows = [[0, 1, 0, 0, 0]] + [[0, 0, 0, 0, 1]] * 4
     runs = simulate(scenario(predictor__confusion=rows), "semantic").runs
     assert {(run.request.level, run.job.level) for run in runs} == {
@@ -33,12 +33,12 @@ def test_a_confusion_matrix_is_drawn_from(scenario) -> None:
     }
 
 
-def test_without_errors_the_level_is_the_true_one(scenario) -> None:
+def test_perfect_predictor_gives_the_true_level(scenario) -> None:
     runs = simulate(scenario(predictor__latency=0.0, predictor__hold=True), "semantic").runs
     assert all(run.job.level == run.request.level for run in runs)
 
 
-def test_buckets_stand_for_the_answers_in_them() -> None:
+def test_bucket_means_are_those_of_the_answers() -> None:
     buckets = make_buckets(PredictorModel(bucket_edges=(10, 100)), [4, 6, 20, 40, 400])
     assert buckets.means == (5.0, 30.0, 400.0)
     assert len(make_buckets(PredictorModel(buckets=5), list(range(1, 500))).means) == 5
@@ -61,7 +61,7 @@ def _first_seats(scenario, **changes) -> list[float]:
     return [run.started for run in runs]
 
 
-def test_immediate_takes_what_is_there_full_batching_waits(scenario) -> None:
+def test_immediate_mode_takes_all_waiting_full_batching_waits(scenario) -> None:
     batch = {"predictor": {"max_batch": 4, "max_wait": 1e6}}
     held = {"predictor": {"max_batch": 4, "max_wait": 1e6, "mode": "full_batching"}}
     timed = {"predictor": {"max_batch": 64, "max_wait": 0.5, "mode": "full_batching"}}

@@ -9,7 +9,7 @@ from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 
 
-def test_one_seat_first_come_first_served_is_an_m_d_1_queue() -> None:
+def test_fcfs_on_one_seat_is_an_m_d_1_queue() -> None:
     load = 0.3
     scenario = parse_scenarios(
         {
@@ -33,7 +33,7 @@ def test_one_seat_first_come_first_served_is_an_m_d_1_queue() -> None:
     runs = simulate(scenario, "fcfs").runs
     waits = np.array([run.started - run.request.arrival for run in runs])
 
-    # Lindley: each waits for what the one before it left undone.
+    # Lindley: each waits for the unfinished work of the one before it.
     expected, previous = [0.0], runs[0].request.arrival
     for run in runs[1:]:
         gap = run.request.arrival - previous
@@ -45,7 +45,7 @@ def test_one_seat_first_come_first_served_is_an_m_d_1_queue() -> None:
     assert waits.mean() == pytest.approx(np.mean(expected), rel=1e-6)
 
 
-def test_a_request_alone_takes_what_the_profile_says(scenario) -> None:
+def test_single_request_takes_the_time_of_the_profile(scenario) -> None:
     alone = {
         "workload__requests": 1,
         "workload__prompt": {"value": 50},
@@ -67,7 +67,7 @@ def test_a_request_alone_takes_what_the_profile_says(scenario) -> None:
     assert run.finish - run.first_token == pytest.approx(10 * 0.011 + 1e-5 * context)
 
 
-def test_all_contexts_of_a_batch_count(scenario) -> None:
+def test_step_cost_counts_all_contexts_of_the_batch(scenario) -> None:
     engine = {"kind": "vllm", "seats": 8, "batch": {"step": 0.01, "per_context_token": 1e-5}}
     seen = []
 

@@ -1,16 +1,15 @@
-"""Scenario files: what is refused, sweeps, traces, and that the shipped ones are valid."""
+"""Scenario files: invalid keys, sweeps, traces, and the shipped scenarios."""
 
 import json
 
 import pytest
+from small_scenario import SMALL
 
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.sim.scenario import load_scenarios, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
-from vllm_semantic_sched.sim.trace import TraceError
-
-from .conftest import SMALL
+from vllm_semantic_sched.sim.workload import TraceError
 
 
 @pytest.mark.parametrize("name", shipped_names("scenario"))
@@ -19,7 +18,7 @@ def test_every_shipped_scenario_is_valid(name: str) -> None:
     assert scenarios and scenarios[0].settings.description
 
 
-def test_the_paper_is_shipped() -> None:
+def test_scenarios_of_the_paper_are_shipped() -> None:
     wanted = {"paper-table1", "paper-table2", "tiers", "on-device"}
     wanted |= {f"paper-fig2{letter}" for letter in "abcd"}
     assert wanted <= set(shipped_names("scenario"))
@@ -44,14 +43,14 @@ def test_the_paper_is_shipped() -> None:
         ("predictor.confusion_report", "no.json", ["predictor.confusion_report", "no.json"]),
     ],
 )
-def test_invalid_scenarios_are_refused_by_name(field, value, words) -> None:
+def test_invalid_scenarios_are_refused_with_the_key(field, value, words) -> None:
     with pytest.raises(PolicyError) as refusal:
         parse_scenarios(SMALL, "my.yaml", {field: value})
     for word in words:
         assert word in str(refusal.value)
 
 
-def test_a_sweep_is_every_combination_of_its_axes() -> None:
+def test_sweep_runs_all_combinations_of_its_axes() -> None:
     sweep = [
         {"seed": [1, 2], "engine.seats": [3, 4]},
         {"overrides.length.calibrate": [True, False]},
@@ -67,14 +66,14 @@ def test_a_sweep_is_every_combination_of_its_axes() -> None:
     assert found[0].point == {"seed": 1, "engine.seats": 3, "overrides.length.calibrate": True}
 
 
-def test_a_confusion_matrix_comes_from_an_evaluation_report(tmp_path) -> None:
+def test_confusion_matrix_is_read_from_an_evaluation_report(tmp_path) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"confusion": [[9, 1, 0, 0, 0]] * 5}))
     found = parse_scenarios(SMALL, "my.yaml", {"predictor.confusion_report": str(path)})
     assert found[0].settings.predictor.confusion[0] == (9, 1, 0, 0, 0)
 
 
-def test_a_trace_is_replayed(tmp_path, scenario) -> None:
+def test_trace_is_replayed(tmp_path, scenario) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [
         {"arrival": 105.0, "prompt_tokens": 7, "output_tokens": 3},
@@ -92,17 +91,17 @@ def test_a_trace_is_replayed(tmp_path, scenario) -> None:
         simulate(scenario(workload=replay), "semantic")
 
 
-def test_an_assumed_profile_changes_decisions_and_not_what_work_takes(scenario) -> None:
+def test_assumed_profile_changes_decisions_but_not_step_times(scenario) -> None:
     def finishes(policy: str, assumed: str | None) -> list[float]:
         changed = scenario(engine__assumed_profile=assumed, schedulers={"mine": {"policy": policy}})
         return [run.finish for run in simulate(changed, "mine").runs]
 
-    # A slow engine's: prompts weigh more against tokens to come.
+    # On the slow engine prompts weigh more compared with output tokens.
     assert finishes("fcfs", "cpu-2core-small") == finishes("fcfs", None)
     assert finishes("sjf", "cpu-2core-small") != finishes("sjf", None)
 
 
-def test_the_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:
+def test_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:
     folder = tmp_path / "azure_llm_2023"
     folder.mkdir()
     (folder / "AzureLLMInferenceTrace_conv.csv").write_text(

@@ -1,6 +1,6 @@
-"""The Chrome trace and the Gantt chart of who had a seat when."""
+"""Chrome traces and Gantt charts of seats."""
 
-from vllm_semantic_sched.spans import Span, chrome_trace, draw_gantt
+from vllm_semantic_sched.sim.spans import Span, chrome_trace, draw_gantt
 
 _SPANS = [
     Span("a", 4, arrival=0.0, start=0.5, end=1.0, end_kind="recompute"),
@@ -9,7 +9,7 @@ _SPANS = [
 ]
 
 
-def test_a_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
+def test_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
     trace = chrome_trace(_SPANS, depths=[(1.0, {"urgency 4": 1})])
     events = trace["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -26,6 +26,6 @@ def test_a_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
     assert counter["ts"] == 1e6 and counter["args"] == {"urgency 4": 1}
 
 
-def test_a_gantt_chart_is_drawn(tmp_path) -> None:
+def test_gantt_chart_is_drawn(tmp_path) -> None:
     draw_gantt(_SPANS, tmp_path / "gantt.png", "title")
     assert (tmp_path / "gantt.png").stat().st_size > 3000

@@ -1,1 +1,1 @@
-"""Commands that drive a running server from outside, through its own HTTP interface."""
+"""Operates a running server from outside, over HTTP or by signals; makes the reference tables."""

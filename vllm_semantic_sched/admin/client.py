@@ -1,23 +1,24 @@
-"""A running server as its operator sees it."""
+"""Talks to a running server: over HTTP, or by SIGHUP to its engine processes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import signal
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 _PREFIX = "/v1/semsched"
-_NEEDED = {
+_REQUIRED_OPTIONS = {
     _PREFIX: "--middleware vllm_semantic_sched.Middleware",
     "/v1": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora",
 }
 
 
 class AdminError(RuntimeError):
-    """The server could not be reached or did not do what it was asked; the message says why."""
+    """The server is unreachable or refuses an action. The message says why."""
 
 
 class AdminClient:
@@ -33,22 +34,21 @@ class AdminClient:
         self._api_key = api_key
 
     def status(self) -> list[dict[str, Any]]:
-        """One entry per engine: running, waiting, paused, policy."""
+        """Running and waiting requests, paused state and policy of each engine."""
         engines: list[dict[str, Any]] = self.call("GET", "/status")["engines"]
         return engines
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST to an endpoint under /v1/semsched; returns when it is done, however long that
-        takes."""
+        """POST to an endpoint under /v1/semsched and wait, without timeout, for the answer."""
         return self.call("POST", path, body)
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, prefix: str = _PREFIX
     ) -> dict[str, Any]:
-        """One call.
+        """Send one request and return the JSON object that the server answers.
 
         Raises:
-            AdminError: with the server's own words, or what is missing.
+            AdminError: with the server's message, or the server option that is missing.
         """
         headers = {"Content-Type": "application/json"}
         if self._api_key:
@@ -59,37 +59,77 @@ class AdminClient:
             with urllib.request.urlopen(request) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
-            raise AdminError(_why(error, prefix, path)) from error
+            raise AdminError(_message(error, prefix, path)) from error
         except (urllib.error.URLError, OSError) as error:
             raise AdminError(f"{self._url}: {error}") from error
         try:
             answer = json.loads(text)
-        except ValueError:  # vLLM's adapter endpoints answer with a sentence
+        except ValueError:  # vLLM's adapter endpoints answer in plain text
             return {"message": text}
         return answer if isinstance(answer, dict) else {"message": answer}
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Declare how a command finds a server."""
-    parser.add_argument(
-        "--server", metavar="URL", required=required, help="for example http://127.0.0.1:8000"
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("VLLM_API_KEY"),
-        help="the server's own key, if it has one (default: $VLLM_API_KEY)",
-    )
-
-
-def _why(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
+def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
     if error.code == 401:
-        return "the server asks for its API key: --api-key or $VLLM_API_KEY"
+        return "the server needs its API key: --api-key or $VLLM_API_KEY"
     text = error.read().decode(errors="replace")
     try:
-        told = json.loads(text)["error"]
-        message = str(told["message"] if isinstance(told, dict) else told)
+        content = json.loads(text)["error"]
+        message = str(content["message"] if isinstance(content, dict) else content)
     except (ValueError, KeyError):
         message = f"status {error.code}: {text[:300]}"
     if error.code == 404 and "not found" in message.lower():
-        return f"the server has no {prefix}{path}; start it with {_NEEDED[prefix]}"
+        return f"the server has no {prefix}{path}; start it with {_REQUIRED_OPTIONS[prefix]}"
     return message
+
+
+def send_hangup(pid: int) -> list[int]:
+    """Send SIGHUP to all engine processes of a server, which makes them reload their policy.
+
+    Args:
+        pid: process of the server or of an engine.
+
+    Returns:
+        The engine processes.
+
+    Raises:
+        AdminError: there is no engine process, or SIGHUP would kill one; none gets a signal then.
+    """
+    engines = [process for process in (pid, *_descendants(pid)) if _is_engine(process)]
+    if not engines:
+        raise AdminError(f"process {pid} is neither a vLLM server nor an engine")
+    for process in engines:
+        if not _catches_hangup(process):
+            raise AdminError(
+                f"SIGHUP would kill engine process {process}: it was started from a terminal, or "
+                "runs another scheduler. Use --server, or start the server with nohup or as a "
+                "service."
+            )
+    for process in engines:
+        os.kill(process, signal.SIGHUP)
+    return engines
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    children = [int(child) for text in lists for child in text.split()]
+    return [process for child in children for process in (child, *_descendants(child))]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _catches_hangup(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1)

@@ -2,105 +2,80 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+import yaml
+
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import Key, keys_of
+from vllm_semantic_sched.policy.facts.section import Key, Section, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
-
-
-class Trace(NamedTuple):
-    """Where an operator sees the effect of a policy key.
-
-    Attributes:
-        codes: of the requests that it can refuse.
-        metrics: without the prefix `semsched:`.
-    """
-
-    codes: tuple[Code, ...] = ()
-    metrics: tuple[str, ...] = ()
-
-
-TRACES = {
-    "base": Trace((), ("time_to_first_token_seconds",)),
-    "levels": Trace((), ("predictions_total",)),
-    "tiers": Trace((), ("waiting_requests",)),
-    "tiers[].name": Trace((), ("waiting_requests",)),
-    "tiers[].slo.takes_seats": Trace((), ("hurried_requests_total", "preemptions_total")),
-    "tiers[].slo": Trace((), ("slo_compliance", "slo_headroom")),
-    "tiers[].share": Trace((Code.TIER_OVER_SHARE,), ("fair_share_deviation",)),
-    "tiers[].reserve": Trace((), ("reservation_free_seats",)),
-    "tiers[].queue.requests": Trace((Code.OVER_CAPACITY,), ("waiting_requests",)),
-    "tiers[].queue.tokens": Trace((Code.OVER_CAPACITY,), ("queued_tokens",)),
-    "tiers[].queue.timeout": Trace((Code.QUEUE_TIMEOUT,), ("longest_wait_seconds",)),
-    "tiers[].shed_order": Trace((Code.SHED,), ("shed_tiers",)),
-    "tiers[].preemptible": Trace((), ("preemptions_total",)),
-    "tiers[].drop": Trace((Code.DROPPED,), ("refused_total",)),
-    "default_level": Trace((), ("requests_total", "unpredicted_requests")),
-    "profile": Trace((), ("policy_hash",)),
-    "correct_profile": Trace((), ("profile_scale",)),
-    "hints": Trace((), ("requests_total", "invalid_hints_total")),
-    "preemption": Trace((), ("preemptions_total", "admission_preemptions_total")),
-    "retention": Trace((), ("preemptions_total", "saved_tokens_total", "recomputed_tokens_total")),
-    "stage": Trace((), ("time_to_first_token_seconds",)),
-    "predictor": Trace((), ("predictor_up", "prediction_latency_seconds")),
-    "predictor.max_batch": Trace((), ("prediction_batch_size",)),
-    "predictor.max_queue": Trace((), ("predictor_queue", "unread_prompts_total")),
-    "predictor.cache_size": Trace((), ("cached_predictions_total",)),
-    "predictor.timeout": Trace((), ("predictor_restarts_total", "failed_predictions_total")),
-    "decision": Trace((), ("predictions_total",)),
-    "length": Trace((), ("length_ratio", "length_error_ratio")),
-    "aging": Trace((), ("promotions_total", "overtakings_total", "longest_wait_seconds")),
-    "deadlines": Trace((), ("hurried_requests_total",)),
-    "fair_share": Trace((), ("fair_share_deviation",)),
-    "tenants.kv": Trace((), ("preemptions_total", "waiting_tenants")),
-    "tenants": Trace((), ("waiting_tenants",)),
-    "tenants.top": Trace((), ("capped_requests_total",)),
-    "events": Trace((), ("event_log_lines_total", "event_log_dropped_total")),
-    "slo": Trace((), ("slo_compliance", "slo_headroom")),
-    "pressure": Trace((), ("pressure", "resource_use")),
-    "shedding": Trace((Code.SHED,), ("shed_tiers", "refused_total")),
-    "admission": Trace((Code.OVER_CAPACITY,), ("refused_total",)),
-    "admission.queue.tokens": Trace((Code.OVER_CAPACITY,), ("queued_tokens",)),
-    "admission.queue.timeout": Trace((Code.QUEUE_TIMEOUT,), ("longest_wait_seconds",)),
-    "admission.tenant": Trace((Code.TENANT_OVER_SHARE,), ("refused_total",)),
-    "admission.over_share": Trace((Code.TIER_OVER_SHARE,), ("refused_total",)),
-    "dedup": Trace((Code.SUPERSEDED,), ("refused_total", "invalid_dedup_keys_total")),
-}
-"""By key or group of keys; the longest matching name counts."""
-
-_CODE_MEANINGS = {
-    Code.OVER_CAPACITY: "The queue of the tier, or the queue of all tiers, is full; or a more "
-    "urgent request replaced this one in a full queue.",
-    Code.SHED: "The tier is shed until the promises to more urgent tiers hold again.",
-    Code.SUPERSEDED: "A newer request with the same `dedup_key` replaced this one.",
-    Code.TIER_OVER_SHARE: "Under pressure, the tier has more than its share of the work.",
-    Code.TENANT_OVER_SHARE: "The queue of this tenant is full.",
-    Code.QUEUE_TIMEOUT: "The request got no seat in time.",
-    Code.DROPPED: "Running the preempted request again would cost more than starting over.",
-}
-
 
 _KEYS_HEAD = (
     "| key | default | takes effect | meaning | refusal code | metrics |",
     "|---|---|---|---|---|---|",
 )
+_CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
+_METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
 _YAML_WORDS = {"None": "unset", "True": "true", "False": "false", "()": "[]"}
 
 
-def trace_of(key: str) -> Trace:
-    """The codes and metrics that show the effect of a key. KeyError if none are listed."""
+class Effect(NamedTuple):
+    """Where operators see the effect of a policy key.
+
+    Attributes:
+        codes: of the requests that the key can refuse.
+        metrics: names without the prefix `semsched:`.
+    """
+
+    codes: tuple[Code, ...]
+    metrics: tuple[str, ...]
+
+
+@functools.cache
+def _texts() -> dict[str, Any]:
+    text = Path(__file__).with_name("reference.yaml").read_text(encoding="utf-8")
+    texts: dict[str, Any] = yaml.safe_load(text)
+    return texts
+
+
+@functools.cache
+def _effects() -> dict[str, Effect]:
+    return {
+        key: Effect(tuple(map(Code, entry.get("codes", ()))), tuple(entry["metrics"]))
+        for key, entry in _texts()["keys"].items()
+    }
+
+
+def effect_of(key: str) -> Effect:
+    """The effect of a key, or of the smallest group of it that reference.yaml lists.
+
+    Raises:
+        KeyError: reference.yaml lists neither.
+    """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
-        for name in (".".join(parts[:end]), ".".join(parts[:end]).removesuffix("[]")):
-            if name in TRACES:
-                return TRACES[name]
+        group = ".".join(parts[:end])
+        for name in (group, group.removesuffix("[]")):
+            if name in _effects():
+                return _effects()[name]
     raise KeyError(key)
+
+
+def describe_keys(model: type[Section] = Policy) -> str:
+    """All keys of a kind of file as text: name, default, valid values and meaning."""
+    lines = []
+    for key in keys_of(model):
+        valid = f"   ({key.valid})" if key.valid else ""
+        lines.append(f"{key.name}: {key.default}{valid}".rstrip())
+        lines += textwrap.wrap(key.meaning, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
 
 
 def insert(path: Path) -> None:
@@ -116,39 +91,34 @@ def insert(path: Path) -> None:
 
 
 def codes_table() -> str:
-    """The refusal codes with their HTTP status, meaning and policy keys."""
-    lines = ["| code | HTTP status | meaning | keys |", "|---|---|---|---|"]
+    """A Markdown table of the refusal codes with HTTP status, meaning and policy keys."""
+    lines = [*_CODES_HEAD]
     for code in Code:
-        names = [name for name, trace in TRACES.items() if code in trace.codes]
-        parents = tuple(f"{name}." for name in names)
-        groups = [name for name in names if not name.startswith(parents)]
-        keys = ", ".join(f"`{name}`" for name in groups)
-        lines.append(f"| `{code.value}` | {code.status} | {_CODE_MEANINGS[code]} | {keys} |")
+        names = [name for name, effect in _effects().items() if code in effect.codes]
+        groups = tuple(f"{name}." for name in names)
+        keys = ", ".join(f"`{name}`" for name in names if not name.startswith(groups))
+        meaning = _texts()["codes"][code.value]
+        lines.append(f"| `{code.value}` | {code.status} | {meaning} | {keys} |")
     return "\n".join(lines) + "\n"
 
 
 def metrics_table() -> str:
-    """The metrics that this package adds to the server's /metrics page."""
-    lines = ["| metric | labels | meaning |", "|---|---|---|"]
+    """A Markdown table of the metrics that this package adds to the server's /metrics."""
+    lines = [*_METRICS_HEAD]
     for table, ending in ((COUNTERS, "_total"), (GAUGES, ""), (HISTOGRAMS, "")):
         for name, metric in sorted(table.items()):
-            lines.append(" | ".join(_metric_cells(f"{name}{ending}", metric)))
+            kind = " (histogram)" if metric.buckets else ""
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `semsched:{name}{ending}`{kind} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
-def _metric_cells(name: str, metric: Metric) -> Iterator[str]:
-    kind = " (histogram)" if metric.buckets else ""
-    yield f"| `semsched:{name}`{kind}"
-    yield ", ".join(f"`{label}`" for label in metric.labels)
-    yield metric.help + " |"
-
-
 def keys_table() -> str:
-    """A table for the keys at the top of a policy file, and one per section."""
+    """A Markdown table of the top-level keys of a policy file, and one per section."""
     groups: dict[str, list[str]] = {"": []}
     for key in keys_of(Policy):
-        group = re.split(r"[.\[]", key.name)[0] if re.search(r"[.\[]", key.name) else ""
-        groups.setdefault(group, []).append(" | ".join(_cells(key)))
+        group, *inner = re.split(r"[.\[]", key.name)
+        groups.setdefault(group if inner else "", []).append(" | ".join(_cells(key)))
     lines: list[str] = []
     for group, rows in groups.items():
         lines += ["", f"### `{group}`" if group else "### Top level", "", *_KEYS_HEAD, *rows]
@@ -156,18 +126,18 @@ def keys_table() -> str:
 
 
 def _cells(key: Key) -> Iterator[str]:
-    trace = trace_of(key.name)
+    effect = effect_of(key.name)
     valid = f" One of {key.valid}." if key.valid else ""
     yield f"| `{key.name}`"
     yield _yaml(key.default)
     yield "on reload" if restart_reason(key.name) is None else "at restart"
     yield " ".join(f"{key.meaning}{valid}".split()).replace("|", "\\|")
-    yield ", ".join(f"`{code.value}`" for code in trace.codes)
-    yield ", ".join(f"`{name}`" for name in trace.metrics) + " |"
+    yield ", ".join(f"`{code.value}`" for code in effect.codes)
+    yield ", ".join(f"`{name}`" for name in effect.metrics) + " |"
 
 
 def _yaml(default: str) -> str:
-    """A default as it is written in a policy file."""
+    """A default as written in a policy file."""
     if default.startswith("(") and default.endswith(")") and "," in default:
         return f"[{default[1:-1]}]"
     return _YAML_WORDS.get(default, default)

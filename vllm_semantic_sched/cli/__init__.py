@@ -28,28 +28,28 @@ _COMMANDS = {
         "show the urgency level and output length of a text, and the words that decided",
     ),
     "policy": (
-        "vllm_semantic_sched.policy.command",
-        "list the shipped policies, explain every knob, check a policy file",
+        "vllm_semantic_sched.cli.policy",
+        "list, explain and check policies, and make a running server reload its policy",
     ),
     "maintenance": (
-        "vllm_semantic_sched.admin.maintenance",
-        "pause a running server, change its model, go on; queued requests survive",
+        "vllm_semantic_sched.cli.maintenance",
+        "pause a running server, change its model, and resume it; queued requests survive",
     ),
     "trace": (
-        "vllm_semantic_sched.trace.command",
+        "vllm_semantic_sched.cli.trace",
         "turn a server's event log into a Gantt chart, a Chrome trace and a table",
     ),
     "profile": (
-        "vllm_semantic_sched.profiling.command",
-        "measure what work costs on your engine, and how well a profile predicts it",
+        "vllm_semantic_sched.cli.profile",
+        "measure what work costs on your engine, and check a profile's predictions",
     ),
     "simulate": (
-        "vllm_semantic_sched.sim.command",
+        "vllm_semantic_sched.cli.simulate",
         "try policies on a simulated engine: deterministic, fast, no GPU",
     ),
     "plan": (
-        "vllm_semantic_sched.sim.plan_command",
-        "find the load that a policy can take and the engines that a load needs, by simulation",
+        "vllm_semantic_sched.cli.plan",
+        "find by simulation the largest load for a policy and the engines for a load",
     ),
 }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.predict.evaluation.examples import (
     BUILTIN_SETS,

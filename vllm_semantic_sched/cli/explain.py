@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.predict.evaluation.explain import Explanation, explain
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
 from vllm_semantic_sched.datasets import DataNotFound, data_root
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.estimates.decision import Decision
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict.evaluation.examples import read_examples, read_labelled_set
 
 if TYPE_CHECKING:

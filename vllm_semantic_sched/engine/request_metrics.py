@@ -43,7 +43,9 @@ class RequestMetrics:
         return {
             "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
             "waiting_requests": {n: lifecycle.waiting(level) for level, n in enumerate(names)},
-            "running_requests": {n: self._core.holdings.level(level).seats for level, n in enumerate(names)},
+            "running_requests": {
+                n: self._core.holdings.level(level).seats for level, n in enumerate(names)
+            },
             "longest_wait_seconds": {
                 n: round(lifecycle.longest_wait(level), 3) for level, n in enumerate(names)
             },

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import (
     UrgencyLengthClassifier,

@@ -14,8 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction, Predictor
-from vllm_semantic_sched.policy.order.heap import AddressableHeap
+from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them

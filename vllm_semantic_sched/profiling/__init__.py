@@ -1,1 +1,1 @@
-"""Measures on a live engine what its work costs, and fits the coefficients of a profile."""
+"""Measures on a live engine what work costs, and fits an engine profile to the times."""

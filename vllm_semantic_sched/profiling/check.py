@@ -1,4 +1,4 @@
-"""How well a profile predicts what preempting a request costs, measured anew."""
+"""Measures what preempting a request costs, and compares it with a profile's predictions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ PROMPTS = (60, 120, 250, 500, 1000, 1900, 3800, 7600)
 GENERATED = (10, 50, 150, 400)
 
 MEDIAN_TARGET, P90_TARGET, CHOICE_TARGET = 0.15, 0.30, 0.95
-_GOOD_ENOUGH = 1.1  # a choice is right if it takes at most this many times the better plan's time
-# Where copies are cheap next to computing, every profile chooses well. Slowed down alike in
-# prediction and measurement, they show how well it would choose elsewhere.
+GOOD_CHOICE = 1.1
+"""A choice is good if it takes at most this many times as long as the best plan."""
+
+# If copies are cheap compared with computing, every profile chooses well. Slower copies, in
+# prediction and measurement alike, show how well it would choose on other machines.
 SLOWDOWNS = tuple(round(10 ** (exponent / 10), 3) for exponent in range(41))
 
 
 @dataclass(frozen=True)
 class Point:
-    """A victim: seconds to compute its tokens again, and to save and load their KV."""
+    """A preempted request: seconds to recompute its tokens, and to save and load their KV."""
 
     prompt: int
     generated: int
@@ -37,22 +39,32 @@ class Point:
     predicted_swap: float
 
     def chooses_well(self, profile: EngineProfile, slowdown: float = 1.0) -> bool:
-        """Whether the policy's plan takes at most 1.1 times the better one's time, with copies
-        that much slower. Both times are until the next token: a prefill brings it along, after
-        a load one more step does."""
+        """Whether the policy's choice between recompute and swap is good (`GOOD_CHOICE`).
+
+        Compares the times until the next token. A prefill yields that token at once, a load
+        needs one more step.
+
+        Args:
+            slowdown: factor on the time of copies.
+        """
         job = Job("", 0, 0.0, self.prompt, self.generated, 0, LevelSource.DEFAULT)
         job.computed = self.prompt + self.generated
         room = HostRoom(block_size=1, blocks=job.computed)
         plan = plan_preemption(job, profile.scaled(1.0, 1.0, slowdown), Retention(), room)
         swap = self.swap * slowdown + profile.gamma2
         chosen = swap if plan.saved > plan.recomputed else self.recompute
-        return chosen <= _GOOD_ENOUGH * min(swap, self.recompute)
+        return chosen <= GOOD_CHOICE * min(swap, self.recompute)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Median and 90th percentile of |predicted - measured| / measured; shares of points where the
-    plan chosen was good: as it is, and at the slowdown of copies where it was worst."""
+    """How good a profile is.
+
+    Attributes:
+        recompute, swap: median and 90th percentile of |predicted - measured| / measured.
+        choice: share of points where the policy chooses well.
+        worst_choice, worst_slowdown: smallest such share over all `SLOWDOWNS`, and its slowdown.
+    """
 
     recompute: tuple[float, float]
     swap: tuple[float, float]
@@ -62,7 +74,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether the targets are met."""
+        """Whether all targets are met."""
         errors = (self.recompute, self.swap)
         return (
             all(median <= MEDIAN_TARGET and p90 <= P90_TARGET for median, p90 in errors)
@@ -70,8 +82,8 @@ class Verdict:
         )
 
 
-def make_points(longest: int) -> list[tuple[int, int]]:
-    """Pairs of prompt and generated tokens, together at most `longest`."""
+def make_lengths(longest: int) -> list[tuple[int, int]]:
+    """Pairs of prompt and generated tokens with at most `longest` tokens together."""
     return [
         (prompt, generated)
         for prompt in PROMPTS
@@ -80,33 +92,34 @@ def make_points(longest: int) -> list[tuple[int, int]]:
     ]
 
 
-def check(
+def measure_points(
     engine: LiveEngine,
     profile: EngineProfile,
-    pairs: Sequence[tuple[int, int]],
+    lengths: Sequence[tuple[int, int]],
     repeats: int,
     statistic: str,
     seed: int = 1,
 ) -> Iterator[list[Point] | None]:
-    """Measure victims: the prefill of prompt and generated tokens in one pass, as vLLM does after
-    a preemption, and the copies of their KV.
+    """Measure preempted requests: the prefill of prompt and generated tokens in one pass, as vLLM
+    does after a preemption, and the copies of their KV.
 
     Yields:
-        None after each point, at last the points.
+        None after each measurement, then the points.
     """
     random = np.random.default_rng(seed)
-    seconds: list[list[float]] = [[] for _ in pairs]
-    engine.run([pairs[0][0]], 4)
-    engine.run([min(sum(pairs[-1]), engine.token_budget)], 1)
+    totals = [sum(pair) for pair in lengths]
+    seconds: list[list[float]] = [[] for _ in lengths]
+    engine.run([lengths[0][0]], 4)
+    engine.run([min(totals[-1], engine.token_budget)], 1)
     for _ in range(repeats):
-        for place in random.permutation(len(pairs)):
-            steps = engine.run([sum(pairs[place])], 1)
+        for place in random.permutation(len(lengths)):
+            steps = engine.run([totals[place]], 1)
             seconds[place].append(sum(step.seconds for step in steps))
             yield None
-    copies = engine.copy([sum(pair) for pair in pairs], max(3, 2 * repeats), seed)
+    copies = engine.copy(totals, max(3, 2 * repeats), seed)
     points = []
     for (prompt, generated), recompute, save, load in zip(
-        pairs, seconds, copies.save, copies.load, strict=True
+        lengths, seconds, copies.save, copies.load, strict=True
     ):
         tokens = prompt + generated
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
@@ -145,48 +158,9 @@ def _errors(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def report(profile: EngineProfile, points: Sequence[Point], verdict: Verdict) -> dict[str, Any]:
-    """Everything as a JSON document."""
+    """Verdict and points as a JSON document."""
     return {
         "profile": {"model": profile.model, "hardware": profile.hardware},
         "verdict": asdict(verdict) | {"met": verdict.met},
         "points": [asdict(point) for point in points],
     }
-
-
-def print_points(points: Sequence[Point], verdict: Verdict) -> None:
-    """The points as a table, and the verdict below it."""
-    from rich import box
-    from rich.table import Table
-
-    from vllm_semantic_sched.bench.console import make_console
-
-    table = Table(box=box.SIMPLE)
-    for column in ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted"):
-        table.add_column(column, justify="right")
-    for point in points:
-        table.add_row(
-            str(point.prompt),
-            str(point.generated),
-            _cell(point.recompute),
-            _cell(point.predicted_recompute, point.recompute),
-            _cell(point.swap),
-            _cell(point.predicted_swap, point.swap),
-        )
-    console = make_console()
-    console.print(table)
-    for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
-        console.print(
-            f"{name}: error median {median:.1%} (target {MEDIAN_TARGET:.0%}), "
-            f"p90 {p90:.1%} (target {P90_TARGET:.0%}), {len(points)} points"
-        )
-    console.print(
-        f"plan chosen is the cheaper one, or within {_GOOD_ENOUGH - 1:.0%} of it: "
-        f"{verdict.choice:.1%} (target {CHOICE_TARGET:.0%}); with copies 1 to "
-        f"{SLOWDOWNS[-1]:,.0f} times slower at least {verdict.worst_choice:.1%}"
-    )
-
-
-def _cell(seconds: float, measured: float | None = None) -> str:
-    if measured is None:
-        return f"{seconds * 1e3:.2f}"
-    return f"{seconds * 1e3:.2f} ({seconds / measured - 1:+.0%})"

@@ -1,4 +1,4 @@
-"""Fits a profile's coefficients to measured times: non-negative, robust, by relative error."""
+"""Fits the coefficients of a profile: positive, by relative errors, robust against outliers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from scipy.optimize import least_squares, nnls
 from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, Residual
 from vllm_semantic_sched.profiling.live_engine import Step
 
-# A relative error of this size counts in full, larger ones less and less: an interrupted step is
-# off by far more.
+# Relative errors beyond this count less: they come from interrupted steps.
 _TRUSTED_ERROR = 0.05
-# Some coefficients must be positive; this much of a measured time is nothing.
+# Smallest share of a measured time that a coefficient stands for: all must be positive.
 _NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True)
 class StepFit:
-    """Terms of a step: `alpha1`, `alpha2` of its prefills, `batch` of everything else."""
+    """Terms of a step: `alpha1`, `alpha2` of its prefills, `batch` of the rest."""
 
     alpha1: float
     alpha2: float
@@ -39,14 +38,14 @@ class LineFit:
 
 
 def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
-    """Coefficients whose weighted sum of features is nearest to the seconds.
+    """Fit coefficients so that the weighted sums of the features approximate the seconds.
 
     Args:
         features: one row per point, one column per coefficient.
         seconds: one positive number per point.
 
     Returns:
-        The coefficients, all above zero, and the relative error of each point.
+        The coefficients, all positive, and the relative error of each point.
     """
     features = np.asarray(features, float)
     # Relative errors: a short step counts as much as a long one.
@@ -66,7 +65,7 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
 
 
 def fit_steps(steps: Sequence[Step]) -> StepFit:
-    """Fit all terms of a step at once, so that none explains what is another's."""
+    """Fit all terms of a step at once, so that no term absorbs the time of another."""
     features = [
         (
             1,
@@ -97,7 +96,7 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
 
 
 def residual(errors: Any) -> Residual:
-    """Sum up relative errors."""
+    """Median and 90th percentile of the absolute relative errors."""
     sizes = np.abs(np.asarray(errors, float))
     return Residual(
         points=len(sizes),
@@ -107,25 +106,23 @@ def residual(errors: Any) -> Residual:
 
 
 def rounded(value: Any, digits: int = 4) -> float:
-    """A number of so many significant digits."""
+    """Round to a number of significant digits."""
     return float(f"{float(value):.{digits - 1}e}")
 
 
 def reduce_steps(runs: Sequence[Sequence[Step]], statistic: str) -> list[Step]:
-    """One run for several of the same work: the median of each step, or its fastest.
-
-    Runs that were cut into steps differently from the first are left out.
-    """
+    """Reduce several runs of the same work to one: the median or fastest of each step. Runs with
+    other steps than the first are left out."""
     first = [step.batch for step in runs[0]]
-    alike = [run for run in runs if [step.batch for step in run] == first]
+    same = [run for run in runs if [step.batch for step in run] == first]
     return [
-        Step(batch, reduce_seconds([run[place].seconds for run in alike], statistic))
+        Step(batch, reduce_seconds([run[place].seconds for run in same], statistic))
         for place, batch in enumerate(first)
     ]
 
 
 def merge_decodes(steps: Sequence[Step], statistic: str) -> Step | None:
-    """One step for all that decode the full batch and prefill nothing; None if there is none."""
+    """Reduce the steps that decode the full batch, without prefills, to one; None if none do."""
     most = max((step.batch.decodes for step in steps), default=0)
     decodes = [step for step in steps if not step.batch.prefills and step.batch.decodes == most]
     if not decodes:

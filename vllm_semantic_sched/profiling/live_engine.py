@@ -1,4 +1,4 @@
-"""A vLLM engine inside this process, with a clock on its steps."""
+"""Runs a vLLM engine in this process, and times its steps and its copies of KV blocks."""
 
 from __future__ import annotations
 
@@ -7,40 +7,59 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_semantic_sched.policy.facts.profile import Batch
-from vllm_semantic_sched.profiling.copies import Copies, time_copies
+
+# Between the two copies of a preempted request the engine computes a lot: the CPU cache holds
+# neither side of a copy then. Writing this many bytes before each copy empties it.
+_FLUSH_BYTES = 128 * 2**20
 
 
 class BadOptions(ValueError):
-    """vLLM does not take these options."""
+    """vLLM rejects the engine options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step: what was in it and its seconds."""
+    """An engine step: its batch and its duration."""
 
     batch: Batch
     seconds: float
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Seconds of copies: a row per size, a column per repeat."""
+
+    bytes_per_block: int
+    save: list[list[float]]
+    load: list[list[float]]
+
+
 class LiveEngine:
     """vLLM's engine core, driven step by step with random prompts.
 
-    The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), under vLLM's own
-    scheduler: what is measured is the engine and no policy. Everything else is as given.
+    The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and under vLLM's own
+    scheduler, so that times do not depend on a policy.
 
     Args:
-        options: as after `vllm serve`: a model, then engine options.
+        options: a model and engine options, as after `vllm serve`.
+
+    Attributes:
+        max_model_len: most tokens of a sequence.
+        seats, token_budget: most sequences and tokens in a step.
+        block_size: tokens in a KV block.
+        kv_tokens: tokens that fit into the KV cache.
 
     Raises:
-        BadOptions: vLLM refuses the options.
+        BadOptions: vLLM rejects the options.
     """
 
     def __init__(self, options: Sequence[str], seed: int = 0) -> None:
@@ -49,50 +68,28 @@ class LiveEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = _engine_arguments(options)
-        # As the server would: some defaults depend on it.
+        # As the server does: some defaults depend on this.
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._config: Any = self._engine.vllm_config
+        self.max_model_len = int(self._config.model_config.max_model_len)
+        self.seats = int(self._config.scheduler_config.max_num_seqs)
+        self.token_budget = int(self._config.scheduler_config.max_num_batched_tokens)
+        self.block_size = int(self._core.scheduler.block_size)
+        blocks = int(self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.kv_tokens = (blocks - 1) * self.block_size  # vLLM keeps one as its null block
         self._random = np.random.default_rng(seed)
         self._steps: list[Step] = []
         self._sequence = 0
         self._watch_steps()
 
-    # What it is
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self._config.model_config.max_model_len)
-
-    @property
-    def seats(self) -> int:
-        """Sequences in a step at most."""
-        return int(self._config.scheduler_config.max_num_seqs)
-
-    @property
-    def token_budget(self) -> int:
-        """Tokens in a step at most."""
-        return int(self._config.scheduler_config.max_num_batched_tokens)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a KV block."""
-        return int(self._core.scheduler.block_size)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        blocks = int(self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
-        return (blocks - 1) * self.block_size  # one is vLLM's null block
-
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV that a token takes, on all layers and workers."""
+        """Bytes of KV per token, over all layers and workers."""
         return self.copy([self.block_size], repeats=1).bytes_per_block // self.block_size
 
     def describe(self) -> dict[str, Any]:
-        """Fields of `policy.estimates.profile.Environment` that the engine knows."""
+        """Versions and settings for the environment of an `EngineProfile`."""
         import torch
         import vllm
 
@@ -110,13 +107,13 @@ class LiveEngine:
 
     @property
     def model(self) -> str:
-        """The model's name, a folder's without what is above it."""
+        """Name of the model; of a local model, the last part of its path."""
         name = str(self._config.model_config.model)
         return Path(name).name if Path(name).exists() else name
 
     @property
     def hardware(self) -> str:
-        """The device in words."""
+        """Name of the device."""
         if self._config.device_config.device_type == "cuda":
             import torch
 
@@ -125,10 +122,8 @@ class LiveEngine:
             return name if count == 1 else f"{count} x {name}"
         return f"{_processor()}, {os.cpu_count()} cores"
 
-    # What it does
-
     def run(self, prompt_lengths: Sequence[int], output_tokens: int) -> list[Step]:
-        """Serve random prompts of these lengths together, each to that many output tokens."""
+        """Serve random prompts of these lengths in one batch and return all engine steps."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -145,9 +140,9 @@ class LiveEngine:
         return self._steps
 
     def copy(self, tokens: Sequence[int], repeats: int, seed: int = 0) -> Copies:
-        """Save and load the KV of so many tokens, see `copies.time_copies`."""
+        """Time copies of the KV of each number of tokens. With several workers, each time is
+        that of the slowest."""
         blocks = [-(-count // self.block_size) for count in tokens]
-        # The slowest worker's, where several hold a part of each token's KV.
         job: Any = time_copies
         found: list[Copies] = self._engine.collective_rpc(job, args=(blocks, repeats, seed))
         return Copies(
@@ -157,7 +152,7 @@ class LiveEngine:
         )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Shut the engine down and free its memory."""
         self._core.shutdown()
 
     def _watch_steps(self) -> None:
@@ -182,9 +177,57 @@ class LiveEngine:
         scheduler.update_from_output = timed_update
 
 
+def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copies:
+    """Time saves of random KV blocks to host memory, by the backend that preemption uses, and
+    loads into the same blocks. The cache of an idle engine is unchanged afterwards. Runs in the
+    engine's worker.
+
+    Args:
+        worker: a vLLM worker.
+        blocks: numbers of blocks to copy at once.
+    """
+    import torch
+
+    from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
+
+    runner = worker.model_runner
+    regions = block_regions(runner.kv_caches, runner.kv_cache_config.num_blocks)
+    backend = make_backend(regions, slots=max(blocks))
+    device = regions[0].device
+    flush = torch.zeros(_FLUSH_BYTES, dtype=torch.uint8) if device.type == "cpu" else None
+    generator = torch.Generator().manual_seed(seed)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def timed(copy: Callable[[], None]) -> float:
+        if flush is not None:
+            flush.add_(1)
+        synchronize()
+        start = time.perf_counter()
+        copy()
+        synchronize()
+        return time.perf_counter() - start
+
+    save: list[list[float]] = [[] for _ in blocks]
+    load: list[list[float]] = [[] for _ in blocks]
+    # The first round is not counted: it touches host memory that is not mapped yet.
+    for repeat in range(repeats + 1):
+        for place, count in enumerate(blocks):
+            order = torch.randperm(regions[0].shape[0] - 1, generator=generator)
+            rows, slots = (order[:count] + 1).tolist(), [range(count)]
+            saved = timed(partial(backend.save, rows, slots))
+            loaded = timed(partial(backend.load, rows, slots))
+            if repeat:
+                save[place].append(saved)
+                load[place].append(loaded)
+    return Copies(sum(region.shape[1] for region in regions), save, load)
+
+
 @contextlib.contextmanager
 def live_engine(options: Sequence[str], seed: int = 0) -> Iterator[LiveEngine]:
-    """A LiveEngine that is shut down at the end."""
+    """A `LiveEngine` that is closed at the end."""
     engine = LiveEngine(options, seed)
     try:
         yield engine
@@ -202,11 +245,11 @@ def _engine_arguments(options: Sequence[str]) -> Any:
     parser: Any = FlexibleArgumentParser(prog="vLLM", add_help=False)  # type: ignore[no-untyped-call]
     EngineArgs.add_cli_args(parser)
     if "--model" not in given:
-        raise BadOptions("name a model after --")
+        raise BadOptions("give a model after --")
     try:
         arguments = EngineArgs.from_cli_args(parser.parse_args(given))
     except (SystemExit, argparse.ArgumentError) as error:
-        raise BadOptions(f"vLLM does not take these engine options: {' '.join(given)}") from error
+        raise BadOptions(f"vLLM rejects these engine options: {' '.join(given)}") from error
     arguments.scheduler_cls = None
     arguments.kv_transfer_config = None
     arguments.disable_log_stats = True

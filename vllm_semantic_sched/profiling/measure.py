@@ -1,4 +1,4 @@
-"""What is measured, and the profile that comes of it."""
+"""Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vllm_semantic_sched.profiling.fit import (
 )
 from vllm_semantic_sched.profiling.live_engine import LiveEngine, Step
 
-DECODE_STEPS = 12  # measured per batch and repeat
+DECODE_STEPS = 12  # per batch and repeat
 _SHORTEST = 16  # tokens
-_CONTEXT_TOKENS = 16_384  # of all sequences of a decoding batch together at most
+_CONTEXT_TOKENS = 16_384  # most tokens of all sequences of a decode batch together
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,22 @@ class Grid:
 
     Attributes:
         prefills: prompt lengths.
-        decodes: (sequences, tokens of each).
-        transfers: tokens saved and loaded at once, whole blocks.
+        decodes: (sequences, tokens of each sequence).
+        transfers: tokens saved and loaded at once, in whole blocks.
     """
 
     prefills: list[int]
     decodes: list[tuple[int, int]]
     transfers: list[int]
 
-    @property
-    def size(self) -> int:
-        """Points in all; the transfers are measured in one go."""
-        return len(self.prefills) + len(self.decodes) + 1
-
 
 def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
-    """Lengths from 16 tokens to the longest that the engine takes, each twice the one before,
-    batches each four times the one before.
+    """Prompts from 16 tokens to the longest that the engine takes, each twice as long as the one
+    before; batches each four times as large as the one before.
 
     Args:
-        max_tokens: no longer sequences than this.
-        max_batch: no more sequences than this.
+        max_tokens: limit of the length of a sequence.
+        max_batch: limit of the sequences in a batch.
     """
     longest = min(engine.max_model_len, engine.kv_tokens, max_tokens or engine.max_model_len)
     seats = min(engine.seats, max_batch or engine.seats)
@@ -59,17 +54,18 @@ def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None)
     block = engine.block_size
     decodes = [
         (sequences, tokens)
-        for sequences in _steps_up(1, seats, 4)
-        for tokens in _steps_up(2 * _SHORTEST, context, 4)
+        for sequences in geometric_steps(1, seats, 4)
+        for tokens in geometric_steps(2 * _SHORTEST, context, 4)
         if sequences * (tokens + DECODE_STEPS + block) <= room
     ]
-    transfers = [block * count for count in _steps_up(1, max(1, longest // block), 2)]
-    return Grid(_steps_up(_SHORTEST, longest - 1, 2), decodes, transfers)
+    transfers = [block * count for count in geometric_steps(1, max(1, longest // block), 2)]
+    return Grid(geometric_steps(_SHORTEST, longest - 1, 2), decodes, transfers)
 
 
-def _steps_up(first: int, last: int, factor: int) -> list[int]:
+def geometric_steps(first: int, last: int, factor: int) -> list[int]:
+    """Integers from `first` to `last`, each `factor` times the one before. The last step may be
+    larger: values within 20 % of `last` are left out."""
     values = [max(1, min(first, last))]
-    # The last one is not measured twice, as itself and as its near neighbour.
     while values[-1] * factor <= last / 1.2:
         values.append(values[-1] * factor)
     return values if values[-1] >= last else [*values, last]
@@ -77,8 +73,12 @@ def _steps_up(first: int, last: int, factor: int) -> list[int]:
 
 @dataclass
 class Measurements:
-    """Reduced times: steps of prefills and of decodes, and steps with both; (tokens, seconds)
-    of whole prefills, of saves and of loads."""
+    """Reduced times.
+
+    Attributes:
+        prefill_steps, decode_steps, mixed_steps: steps with prefills, with decodes, with both.
+        prefills, saves, loads: (tokens, seconds) of whole prefills and of copies.
+    """
 
     prefill_steps: list[Step] = field(default_factory=list)
     decode_steps: list[Step] = field(default_factory=list)
@@ -96,17 +96,19 @@ class Measurements:
 def measure(
     engine: LiveEngine, grid: Grid, repeats: int, statistic: str, seed: int = 0
 ) -> Iterator[Measurements | None]:
-    """Measure a grid. Repeats go round all points, each time in another order, so that whatever
-    else the machine does falls on no point alone.
+    """Measure a grid. Each repeat goes through all points in a new random order, so that a
+    disturbance of the machine does not hit all repeats of one point.
 
     Yields:
-        None after each point, at last the measurements.
+        None after each measurement of a point, then all measurements.
     """
     points: list[tuple[int, int, int]] = [(1, length, 1) for length in grid.prefills]
     points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
     runs: list[list[list[Step]]] = [[] for _ in points]
     random = np.random.default_rng(seed)
-    warm_up(engine, grid)
+    # The engine does some work slower the first time.
+    engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
+    engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
     for _ in range(repeats):
         for place in random.permutation(len(points)):
             sequences, length, output_tokens = points[place]
@@ -128,12 +130,6 @@ def measure(
         for tokens, seconds in zip(grid.transfers, times, strict=True):
             pairs.append((tokens, reduce_seconds(seconds, statistic)))
     yield found
-
-
-def warm_up(engine: LiveEngine, grid: Grid) -> None:
-    """Let the engine do once what it does slower the first time."""
-    engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
-    engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
 
 
 def make_profile(
@@ -180,12 +176,8 @@ def make_profile(
             **engine.describe(),
             kv_bytes_per_token=engine.kv_bytes_per_token,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            options=shlex.join(_without_folders(options)),
+            # Where the model lies on the measured machine is private.
+            options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
             statistic=f"{statistic} of {repeats}",
         ),
     )
-
-
-def _without_folders(options: Sequence[str]) -> list[str]:
-    # Where a model lies on the measured machine is nobody's business.
-    return [option.rstrip("/").rsplit("/", 1)[-1] for option in options]

@@ -1,4 +1,4 @@
-"""Draws what was measured and what was fitted to it."""
+"""Draws the measured times and the fitted profile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _COLORS = ("#2f7ebc", "#c0392b", "#27915b", "#e08e0b", "#7d6aa8", "#8c8c8c")
 
 
 def draw(profile: EngineProfile, found: Measurements, path: Path) -> None:
-    """Dots are measured, lines are the profile: prefill, decode, transfers, and the error of
-    every step."""
+    """Draw prefills, decodes, transfers (dots: measured, lines: profile) and the error of every
+    step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""How long one engine step takes: two models."""
+"""Two models of the duration of an engine step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of one sequence that a step computes, after it has loaded the KV
-    of `loaded` tokens from the host."""
+    """A step computes the tokens `start` to `end` of a sequence after loading the KV of `loaded`
+    tokens from the host."""
 
     start: int
     end: int
@@ -19,20 +19,20 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether a sequence whose KV was kept goes on with its newest token."""
+        """Whether a sequence whose KV was kept continues with its newest token."""
         return self.start > 0 and self.end - self.start == 1
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step does.
+    """The work of a step.
 
     Attributes:
-        decodes: sequences that get one more token.
-        context: tokens of all of them together.
-        longest_context: tokens of the longest of them, where the cost asks for it.
-        chunks: prefills, whole or in part.
-        saved: tokens of each preempted sequence whose KV goes to the host.
+        decodes: number of sequences that get one more token.
+        context: total tokens of these sequences.
+        longest_context: tokens of the longest of them, if the cost model uses it.
+        chunks: whole or partial prefills.
+        saved: tokens of each preempted sequence whose KV is saved to the host.
     """
 
     decodes: int = 0
@@ -43,22 +43,22 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """An engine's speed.
+    """A cost model.
 
     Attributes:
-        uses_longest: whether `StepWork.longest_context` matters.
+        uses_longest: whether it uses `StepWork.longest_context`.
     """
 
     uses_longest: bool
 
     def seconds(self, work: StepWork) -> float:
-        """Duration of a step."""
+        """Duration of a step in seconds."""
         ...
 
 
 class SlowestOfBatch:
-    """The paper's model: every sequence takes its own time by eq. 3 and 4, all run side by side,
-    and the step lasts as long as the slowest. Saving victims' KV runs beside them as well."""
+    """The paper's model: all sequences run in parallel, each takes the time of eq. 3 and 4, and the
+    step takes as long as the slowest. Saving victims' KV runs in parallel as well."""
 
     uses_longest = True
 
@@ -81,8 +81,8 @@ class SlowestOfBatch:
 
 
 class SumOfTokens:
-    """A batching engine: the terms of `policy.estimates.batch`; transfers between device and
-    host come on top."""
+    """A batching engine: the sum of the profile's terms for the batch and for the copies between
+    device and host."""
 
     uses_longest = False
 

@@ -1,18 +1,20 @@
-"""What a run amounts to, per urgency level. The same words and formulas as the benchmark."""
+"""Metrics of a run per urgency level, in the words and formulas of the benchmark, and the queue
+depth over time. Memory is bounded in both."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from ddsketch import DDSketch
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.quantiles import Quantiles
 from vllm_semantic_sched.sim.request import Run
 
 ALL = "all"
-"""The row that holds every level."""
+"""The row over all levels."""
 
 METRICS = {
     "count": "requests, finished and refused",
@@ -33,171 +35,260 @@ METRICS = {
     "tokens_per_second": "output tokens / time from first arrival to last finish of the row",
     "slo_met": "share of the requests of promised levels for which every promise was kept",
 }
-"""Columns of the results and what they hold. A level without a promise has no `slo_met`."""
+"""Columns of the results. Levels without an SLO have no `slo_met`."""
 
-_BLOCK = 32_768  # finished requests between two reckonings
+_TIMES = ("arrival", "started", "first_token", "finish")
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", *_TIMES)
+_BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
-_COLUMNS = (
-    "level",
-    "arrival",
-    "tokens",
-    "started",
-    "first_token",
-    "finish",
-    "recomputes",
-    "swaps",
-)
+_EXACT = 131_072  # values up to which percentiles are exact
+_RELATIVE_ACCURACY = 0.001
+_SUMMED = ("e2e", "ttft", "tpot", "tokens", "recomputes", "swaps", "promised", "kept")
+_DEPTH_BINS = 256
 
 
 class Recorder:
-    """Takes in finished requests and keeps what the metrics need of them, in bounded memory.
+    """Takes in finished requests and computes their metrics.
+
+    Percentiles are exact for up to 131,072 requests per row; beyond that a DDSketch gives them
+    with a relative accuracy of 0.1 %.
 
     Args:
-        slos: what each level is promised.
+        slos: one per level.
     """
 
     def __init__(self, slos: Sequence[Slo]) -> None:
         self._slos = slos
-        self._columns = {name: array("d") for name in _COLUMNS}
-        self._rows = [_Row() for _ in range(len(slos) + 1)]
+        self._finished = array("d")  # rows of _COLUMNS
+        self._levels = [_Row() for _ in slos]
+        self._all = _Row()
 
     def add(self, run: Run) -> None:
         """Take in a finished or refused request."""
-        request, columns = run.request, self._columns
+        request = run.request
         if run.refused:
-            for row in (self._rows[request.level], self._rows[-1]):
-                row.refuse(request.arrival, is_promised(self._slos[request.level]))
+            for row in (self._levels[request.level], self._all):
+                row.add_refused(request.arrival, is_promised(self._slos[request.level]))
             return
         assert run.started is not None and run.first_token is not None and run.finish is not None
-        columns["level"].append(request.level)
-        columns["arrival"].append(request.arrival)
-        columns["tokens"].append(request.output_tokens)
-        columns["started"].append(run.started)
-        columns["first_token"].append(run.first_token)
-        columns["finish"].append(run.finish)
-        columns["recomputes"].append(run.recomputes)
-        columns["swaps"].append(run.swaps)
-        if len(columns["level"]) == _BLOCK:
-            self._reckon()
+        self._finished.extend(
+            (
+                *(request.level, request.output_tokens, run.recomputes, run.swaps),
+                *(request.arrival, run.started, run.first_token, run.finish),
+            )
+        )
+        if len(self._finished) == _BLOCK * len(_COLUMNS):
+            self._add_block()
 
     def levels(self) -> dict[str, dict[str, float]]:
-        """Metrics by level (`"0"`, ...) and for all; levels without requests are left out."""
-        self._reckon()
-        names = [*map(str, range(len(self._slos))), ALL]
-        return {
-            name: row.metrics() for name, row in zip(names, self._rows, strict=True) if row.count
+        """Metrics by level (`"0"`, ...) and over all levels; levels without requests are left
+        out."""
+        if self._finished:
+            self._add_block()
+        rows = {
+            str(level): row.metrics([row]) for level, row in enumerate(self._levels) if row.count
         }
+        return rows | {ALL: self._all.metrics(self._levels)} if rows else {}
 
-    def _reckon(self) -> None:
-        block = {name: np.array(column) for name, column in self._columns.items()}
-        for column in self._columns.values():
-            del column[:]
-        if not len(block["level"]):
-            return
+    def _add_block(self) -> None:
+        table = np.array(self._finished).reshape(-1, len(_COLUMNS))
+        del self._finished[:]
+        block = dict(zip(_COLUMNS, np.ascontiguousarray(table.T), strict=True))
         block["e2e"] = block["finish"] - block["arrival"]
         block["ttft"] = block["first_token"] - block["arrival"]
         # An answer of one token has no time between tokens.
         block["tpot"] = (block["finish"] - block["first_token"]) / np.maximum(
             1, block["tokens"] - 1
         )
-        promised, kept = np.zeros((2, len(block["level"])), dtype=bool)
+        block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
         for level, slo in enumerate(self._slos):
             here = block["level"] == level
-            promised |= here & is_promised(slo)
-            kept |= here & is_promised(slo) & _kept(slo, block)
-        block["promised"], block["kept"] = promised, kept
-        for level, row in enumerate(self._rows[:-1]):
+            if is_promised(slo):
+                block["promised"] |= here
+                block["kept"] |= here & _met(slo, block)
+        for level, row in enumerate(self._levels):
             here = block["level"] == level
             if here.any():
-                row.add({name: values[here] for name, values in block.items()})
-        self._rows[-1].add(block)
+                members = {name: values[here] for name, values in block.items()}
+                row.add(members)
+                row.add_values(members)
+        self._all.add(block)
 
 
 def is_promised(slo: Slo) -> bool:
-    """Whether there is any target in it."""
+    """Whether an SLO has any target."""
     return not slo.ttft is slo.tpot is slo.e2e is None
 
 
-def _kept(slo: Slo, block: dict[str, np.ndarray]) -> np.ndarray:
-    kept = np.ones(len(block["level"]), dtype=bool)
+def _met(slo: Slo, block: dict[str, np.ndarray]) -> np.ndarray:
+    met = np.ones(len(block["level"]), dtype=bool)
     for name in ("ttft", "tpot", "e2e"):
         target = getattr(slo, name)
         if target is not None:
-            kept &= block[name] <= target
-    return kept
+            met &= block[name] <= target
+    return met
 
 
 class _Row:
-    """One level, or all."""
+    """Sums and values of one level, or sums over all levels."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._refused = self._broken = 0
+        self.values = {name: _Values() for name in _PERCENTILES}
+        self._refused = self._refused_promised = 0
         self._sums: dict[str, float] = {}
-        self._first = float("inf")
-        self._last_arrival = self._last = 0.0
-        self._quantiles = {name: Quantiles() for name in _PERCENTILES}
+        self._first_arrival = float("inf")
+        self._last_arrival = self._last_finish = 0.0
 
-    def refuse(self, arrival: float, promised: bool) -> None:
-        """One was refused; if anything was promised to it, that is broken."""
+    def add_refused(self, arrival: float, promised: bool) -> None:
+        """Take in a refused request, which breaks its promise if it has one."""
         self.count += 1
         self._refused += 1
-        self._broken += promised
-        self._first = min(self._first, arrival)
+        self._refused_promised += promised
+        self._first_arrival = min(self._first_arrival, arrival)
         self._last_arrival = max(self._last_arrival, arrival)
 
     def add(self, block: dict[str, np.ndarray]) -> None:
+        """Take in finished requests: a column per property."""
         self.count += len(block["e2e"])
-        sums = {
-            name: block[name].sum()
-            for name in ("e2e", "ttft", "tpot", "tokens", "recomputes", "swaps", "promised", "kept")
-        }
+        sums = {name: block[name].sum() for name in _SUMMED}
         sums["normalized"] = (block["e2e"] / block["tokens"]).sum()
         sums["queueing"] = (block["started"] - block["arrival"]).sum()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
-        self._first = min(self._first, float(block["arrival"].min()))
+        self._first_arrival = min(self._first_arrival, float(block["arrival"].min()))
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
-        self._last = max(self._last, float(block["finish"].max()))
-        for name, quantiles in self._quantiles.items():
-            quantiles.add(block[name])
+        self._last_finish = max(self._last_finish, float(block["finish"].max()))
 
-    def metrics(self) -> dict[str, float]:
+    def add_values(self, block: dict[str, np.ndarray]) -> None:
+        """Keep the values of finished requests for percentiles."""
+        for name, values in self.values.items():
+            values.add(block[name])
+
+    def metrics(self, rows: Sequence[_Row]) -> dict[str, float]:
+        """Metrics of this row; percentiles are those of the values of `rows`."""
         sums, finished = self._sums, self.count - self._refused
         row = {
             "count": float(self.count),
             "refused": float(self._refused),
             # Not defined for one request, or for one burst.
-            "requests_per_second": (self.count - 1) / max(self._last_arrival - self._first, 1e-9),
+            "requests_per_second": (self.count - 1)
+            / max(self._last_arrival - self._first_arrival, 1e-9),
         }
-        promised = sums.get("promised", 0.0) + self._broken
+        promised = sums.get("promised", 0.0) + self._refused_promised
         if promised:
             row["slo_met"] = sums.get("kept", 0.0) / promised
         if finished:
-            row |= self._of_finished(finished)
+            span = self._last_finish - self._first_arrival
+            preemptions = sums["recomputes"] + sums["swaps"]
+            row |= {
+                "normalized_waiting": sums["normalized"] / finished,
+                "waiting_per_token": sums["e2e"] / sums["tokens"],
+                "e2e_mean": sums["e2e"] / finished,
+                "ttft_mean": sums["ttft"] / finished,
+                "tpot_mean": sums["tpot"] / finished,
+                "queueing_mean": sums["queueing"] / finished,
+                "recomputes": sums["recomputes"],
+                "swaps": sums["swaps"],
+                "preemptions_per_minute": preemptions / span * 60,
+                "tokens_per_second": sums["tokens"] / span,
+            }
+            for name, columns in _PERCENTILES.items():
+                row |= _percentiles([other.values[name] for other in rows], columns)
         return {name: row[name] for name in METRICS if name in row}
 
-    def _of_finished(self, count: int) -> dict[str, float]:
-        sums, span = self._sums, self._last - self._first
-        row = {
-            "normalized_waiting": sums["normalized"] / count,
-            "waiting_per_token": sums["e2e"] / sums["tokens"],
-            "e2e_mean": sums["e2e"] / count,
-            "ttft_mean": sums["ttft"] / count,
-            "tpot_mean": sums["tpot"] / count,
-            "queueing_mean": sums["queueing"] / count,
-            "recomputes": sums["recomputes"],
-            "swaps": sums["swaps"],
-            "preemptions_per_minute": (sums["recomputes"] + sums["swaps"]) / span * 60,
-            "tokens_per_second": sums["tokens"] / span,
-        }
-        for name, columns in _PERCENTILES.items():
-            values = self._quantiles[name].percentiles(list(columns.values()))
-            row |= dict(zip(columns, values, strict=True))
-        return row
+
+class _Values:
+    """Values of a stream: all of them up to `_EXACT`, a sketch of their distribution after that."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kept: list[np.ndarray] = []
+        self.sketch: Any = None
+
+    def add(self, values: np.ndarray) -> None:
+        self.count += len(values)
+        self.kept.append(values)
+        if self.count > _EXACT:
+            if self.sketch is None:
+                self.sketch = _make_sketch()
+            self.add_to(self.sketch)
+            self.kept = []
+
+    def add_to(self, sketch: Any) -> None:
+        """Add the values that are kept as they are to a sketch."""
+        for value in np.concatenate(self.kept).tolist() if self.kept else ():
+            sketch.add(value)
+
+
+def _make_sketch() -> Any:
+    return DDSketch(_RELATIVE_ACCURACY)
+
+
+def _percentiles(streams: Sequence[_Values], columns: dict[str, int]) -> dict[str, float]:
+    """Percentiles of the values of several streams together; there must be values."""
+    if sum(stream.count for stream in streams) <= _EXACT:
+        values = np.concatenate([part for stream in streams for part in stream.kept])
+        found = np.percentile(values, list(columns.values()))
+        return dict(zip(columns, found.tolist(), strict=True))
+    sketch = _make_sketch()
+    for stream in streams:
+        stream.add_to(sketch)
+        if stream.sketch is not None:
+            sketch.merge(stream.sketch)
+    return {name: sketch.get_quantile_value(percent / 100) for name, percent in columns.items()}
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the repeats that have it."""
     names = [name for name in METRICS if any(name in row for row in rows)]
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
+
+
+class DepthHistory:
+    """Mean number of waiting requests per level in each of at most 256 equal bins of time.
+
+    Bins start short. When the time outgrows them, every two neighbors are merged.
+
+    Args:
+        levels: number of levels.
+        width: seconds of a bin at the start.
+    """
+
+    def __init__(self, levels: int, width: float = 0.01) -> None:
+        self._width = width
+        self._areas = [[0.0] * levels for _ in range(_DEPTH_BINS)]
+        self._now = 0.0
+        self._depths: list[int] = [0] * levels
+
+    def record(self, now: float, depths: Sequence[int]) -> None:
+        """Set the number of waiting requests per level from `now` on."""
+        self._fill(now)
+        self._depths = list(depths)
+
+    def points(self) -> list[tuple[float, tuple[float, ...]]]:
+        """Middle of each bin in seconds, and the mean depth per level in it."""
+        used = min(_DEPTH_BINS, int(self._now / self._width) + 1)
+        return [
+            ((index + 0.5) * self._width, tuple(area / self._width for area in areas))
+            for index, areas in enumerate(self._areas[:used])
+        ]
+
+    def _fill(self, now: float) -> None:
+        while now >= _DEPTH_BINS * self._width:
+            merged = [
+                [left + right for left, right in zip(*pair, strict=True)]
+                for pair in zip(self._areas[::2], self._areas[1::2], strict=True)
+            ]
+            empty = [[0.0] * len(self._depths) for _ in range(_DEPTH_BINS // 2)]
+            self._areas = merged + empty
+            self._width *= 2
+        index = int(self._now / self._width)
+        while self._now < now:
+            end = min(now, (index + 1) * self._width)
+            if any(self._depths):
+                area = self._areas[min(index, _DEPTH_BINS - 1)]
+                for level, depth in enumerate(self._depths):
+                    area[level] += depth * (end - self._now)
+            self._now = end
+            index += 1

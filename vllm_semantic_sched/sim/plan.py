@@ -1,4 +1,5 @@
-"""Capacity planning by simulation: how much load holds the promises, how many engines it takes."""
+"""Capacity planning by simulation: the largest load that keeps all promises, and the number of
+engines that a load needs."""
 
 from __future__ import annotations
 
@@ -14,43 +15,42 @@ from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 
 MOST_ENGINES = 64
-"""Nobody is told to buy more than these."""
+"""Largest number of engines that is tried."""
 
-_LOAD_RANGE = 64.0  # times the given load, up and down
-_TOLERANCE = 1.03  # between the largest load that holds and the smallest that does not
+_LOAD_RANGE = 64.0  # factor on the given load, up and down
+_TOLERANCE = 1.03  # ratio of the smallest load that fails to the largest that holds
 
 Question = Literal["now", "load", "engines, least_loaded", "engines, urgency_aware"]
-QUESTIONS: tuple[Question, ...] = (
-    "now",
-    "load",
-    "engines, least_loaded",
-    "engines, urgency_aware",
-)
+ENGINE_QUESTIONS: dict[Question, Routing] = {
+    "engines, least_loaded": "least_loaded",
+    "engines, urgency_aware": "urgency_aware",
+}
+QUESTIONS: tuple[Question, ...] = ("now", "load", *ENGINE_QUESTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The scenario at some load and number of engines.
+    """The scenario at one load and number of engines.
 
     Attributes:
-        load: times the given load.
+        load: factor on the given load.
+        holds: whether the promises of all levels were kept, see `holds`.
         levels: metrics by level, see `metrics.Recorder`.
-        holds: whether every level with a promise got it, as often as promised.
     """
 
     load: float
     engines: int
-    levels: dict[str, dict[str, float]]
     holds: bool
+    levels: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a question came to.
+    """The answer to one question about one scheduler.
 
     Attributes:
         best: the trial that answers it; None if no trial holds.
-        trials: all, in the order in which they were made.
+        trials: all trials in the order in which they were made.
     """
 
     scheduler: str
@@ -62,39 +62,30 @@ class Answer:
 def answer(task: tuple[Scenario, str, Question]) -> Answer:
     """Answer a question about one scheduler of a scenario.
 
-    `now`: the given load and engines. `load`: the largest load that the engines hold, within 3 %,
-    by bisection between 1/64 and 64 times the given one. `engines`: the fewest engines that hold
-    the given load, at most 64.
+    `now` tries the given load and engines. `load` finds the largest load that the engines hold,
+    within 3 %, by bisection from 1/64 to 64 times the given load. `engines` finds the smallest
+    number of engines that hold the given load, at most 64.
     """
     scenario, scheduler, question = task
     engine = scenario.settings.engine
-    if question == "now":
-        trial = try_out(scenario, scheduler, 1.0, engine.replicas, engine.routing)
-        return Answer(scheduler, question, trial, (trial,))
     trials: list[Trial] = []
-    if question == "load":
 
-        def holds_load(load: float) -> Trial:
-            trials.append(try_out(scenario, scheduler, load, engine.replicas, engine.routing))
-            return trials[-1]
+    def attempt(load: float, engines: int, routing: Routing) -> Trial:
+        trials.append(_try(scenario, scheduler, load, engines, routing))
+        return trials[-1]
 
-        best = largest_load(holds_load)
+    best: Trial | None
+    if question == "now":
+        best = attempt(1.0, engine.replicas, engine.routing)
+    elif question == "load":
+        best = largest_load(lambda load: attempt(load, engine.replicas, engine.routing))
     else:
-        routing: Routing = (
-            "urgency_aware" if question == "engines, urgency_aware" else "least_loaded"
-        )
-
-        def holds_with(engines: int) -> Trial:
-            trials.append(try_out(scenario, scheduler, 1.0, engines, routing))
-            return trials[-1]
-
-        best = fewest_engines(holds_with)
+        routing = ENGINE_QUESTIONS[question]
+        best = fewest_engines(lambda engines: attempt(1.0, engines, routing))
     return Answer(scheduler, question, best, tuple(trials))
 
 
-def try_out(
-    scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing
-) -> Trial:
+def _try(scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing) -> Trial:
     """Run all repeats of a scenario at another load and number of engines."""
     settings = scenario.settings
     workload = settings.workload.model_copy(update={"speed": settings.workload.speed * load})
@@ -107,12 +98,12 @@ def try_out(
     ]
     names = dict.fromkeys(name for result in results for name in result)
     levels = {name: mean_of([one[name] for one in results if name in one]) for name in names}
-    return Trial(load, engines, levels, holds(levels, scenario.slos(scheduler)))
+    return Trial(load, engines, holds(levels, scenario.slos(scheduler)), levels)
 
 
 def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
-    """Whether each level that is promised something got it for the promised share of its
-    requests. A request counts where all its level's targets were met."""
+    """Whether each level's targets were met for the promised percentage of its requests. All
+    targets of a request must be met for it to count."""
     return all(
         levels[str(level)]["slo_met"] >= slo.percentile / 100
         for level, slo in enumerate(slos)
@@ -121,7 +112,7 @@ def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
 
 
 def largest_load(attempt: Callable[[float], Trial]) -> Trial | None:
-    """The trial with the largest load that holds; None if not even the smallest does."""
+    """The trial with the largest load that holds; None if even the smallest load fails."""
     best, worst = attempt(1.0), None
     if not best.holds:
         worst = best
@@ -141,7 +132,7 @@ def largest_load(attempt: Callable[[float], Trial]) -> Trial | None:
 
 
 def fewest_engines(attempt: Callable[[int], Trial]) -> Trial | None:
-    """The trial with the fewest engines that holds; None if 64 do not."""
+    """The trial with the fewest engines that holds; None if `MOST_ENGINES` engines fail."""
     best, short = attempt(1), 0
     while not best.holds:
         if best.engines >= MOST_ENGINES:

@@ -1,4 +1,4 @@
-"""The predictor in the simulation: what it says, and when."""
+"""A model of the predictor: its predictions, and when they arrive."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_semantic_sched.sim.workload import Workload
 
 
 class Predictions:
-    """What the predictor will say about each request. Each prediction is certain of itself: all
-    probability is on one level and one length bucket.
+    """The prediction for each request, by index. All probability is on one level and one length
+    bucket.
 
     Args:
         levels, lengths: predicted level and bucket per request.
 
     Attributes:
-        buckets: what the length buckets stand for.
+        buckets: the length buckets.
     """
 
     def __init__(
@@ -34,28 +34,28 @@ class Predictions:
         self._lengths = lengths.astype(np.int16)
         urgencies = [_certain(level, level_count) for level in range(level_count)]
         count = len(buckets.means)
-        self._said = [
+        self._predictions = [
             [Prediction(urgency, _certain(bucket, count)) for bucket in range(count)]
             for urgency in urgencies
         ]
 
     def __getitem__(self, index: int) -> Prediction:
-        return self._said[int(self._levels[index])][int(self._lengths[index])]
+        return self._predictions[int(self._levels[index])][int(self._lengths[index])]
 
 
 def draw_predictions(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions:
-    """What the predictor will say about the requests of a run."""
+    """Draw the predictions for the requests of a run."""
     buckets = make_buckets(model, workload.outputs)
     clipped = model.mistakes == "clipped"
     if model.confusion:
-        said = _confused(workload.levels, model.confusion, rng)
+        predicted = _confused(workload.levels, model.confusion, rng)
     else:
-        said = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
+        predicted = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
     true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
     lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
-    return Predictions(said, lengths, levels, buckets)
+    return Predictions(predicted, lengths, levels, buckets)
 
 
 def mistaken(
@@ -65,15 +65,15 @@ def mistaken(
     rng: np.random.Generator,
     clipped: bool = False,
 ) -> np.ndarray:
-    """Classes as a predictor of that error rate gives them (paper, section 4.1).
+    """Predicted classes for an error rate (paper, section 4.1).
 
-    One number stands for two: the share of requests that are classified wrongly, and the mean
-    distance by which those are wrong over the number of classes. A mistake goes either way with
-    equal chance; one that would leave the range stops at its end.
+    The error rate is both the share of wrong classes and their mean distance from the true class
+    as a share of the number of classes. Mistakes go either way with equal probability, and stop
+    at the first and last class.
 
     Args:
         classes: true classes, 0 to `count` - 1.
-        clipped: let mistakes at the ends come to nothing; otherwise they go the other way.
+        clipped: drop mistakes beyond the ends; otherwise they go the other way.
     """
     wrong = np.zeros(len(classes), dtype=bool)
     wrong[rng.permutation(len(classes))[: round(error_rate * len(classes))]] = True
@@ -90,8 +90,8 @@ def mistaken(
 
 
 def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> LengthBuckets:
-    """Length buckets as a predictor trained on such answers has them: the mean of each bucket
-    is that of the answers in it, its middle where there are none."""
+    """Length buckets of a predictor that was trained on these answers. The mean of a bucket is
+    that of the answers in it, or its middle if there are none."""
     longest = int(max(lengths, default=1))
     if model.bucket_edges:
         edges = list(model.bucket_edges)
@@ -116,8 +116,8 @@ def _confused(
     edges = np.cumsum(np.asarray(confusion, dtype=float), axis=1)
     edges /= edges[:, -1:]
     draws = rng.random(len(levels))
-    said: np.ndarray = (draws[:, None] >= edges[levels, :-1]).sum(axis=1)
-    return said
+    predicted: np.ndarray = (draws[:, None] >= edges[levels, :-1]).sum(axis=1)
+    return predicted
 
 
 def _certain(index: int, count: int) -> tuple[float, ...]:
@@ -125,14 +125,15 @@ def _certain(index: int, count: int) -> tuple[float, ...]:
 
 
 class PredictorQueue:
-    """Requests that wait for the predictor, which takes them in batches, one batch at a time.
+    """Requests that wait for the predictor, which processes one batch at a time.
 
-    `immediate` takes what is there as soon as the predictor is free. `full_batching` waits for
-    a full batch, for `max_wait` seconds, or for the end of all arrivals.
+    In mode `immediate` the predictor, when free, takes all waiting requests up to a full batch.
+    In mode `full_batching` it waits for a full batch, for `max_wait` seconds, or for the end of
+    all arrivals.
 
     Args:
-        policy: mode and batch size, from the policy file.
-        deliver: called with the requests of a batch when it is done.
+        policy: mode and batch size.
+        deliver: called with the requests of a batch when their predictions are ready.
     """
 
     def __init__(
@@ -151,19 +152,19 @@ class PredictorQueue:
         self._draining = False
 
     def submit(self, run: Run) -> None:
-        """A request arrives. It is looked at once all arrivals of this moment are there."""
+        """Add a request. The predictor starts after all arrivals of this moment."""
         deadline = self._events.now + self._policy.max_wait
         self._queue.append((deadline, run))
-        self._events.at(self._events.now, Order.PREDICTOR, self._look)
+        self._events.at(self._events.now, Order.PREDICTOR, self._start_batch)
         if self._policy.mode == "full_batching":
-            self._events.at(deadline, Order.PREDICTOR, self._look)
+            self._events.at(deadline, Order.PREDICTOR, self._start_batch)
 
     def drain(self) -> None:
-        """No request will come any more: incomplete batches go as well."""
+        """Process incomplete batches from now on: no more requests will arrive."""
         self._draining = True
-        self._events.at(self._events.now, Order.PREDICTOR, self._look)
+        self._events.at(self._events.now, Order.PREDICTOR, self._start_batch)
 
-    def _look(self) -> None:
+    def _start_batch(self) -> None:
         if self._busy or not self._queue or not self._due():
             return
         size = min(len(self._queue), self._policy.max_batch)
@@ -185,4 +186,4 @@ class PredictorQueue:
     def _done(self, batch: list[Run]) -> None:
         self._busy = False
         self._deliver(batch)
-        self._look()
+        self._start_batch()

@@ -1,23 +1,23 @@
-"""Which of several engines a request goes to."""
+"""Routes requests to several engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 Routing = Literal["round_robin", "least_loaded", "urgency_aware"]
 
 
 class Router:
-    """Sends each arriving request to one of several independent engines, and leaves it there.
+    """Assigns each arriving request to one of several independent engines.
 
     `round_robin`: each engine in turn. `least_loaded`: the engine with the fewest requests.
-    `urgency_aware`: the engine with the fewest requests that are at least as urgent, as those are
-    what a request waits for; the fewest in all where that is equal. What is known of a request
-    when it arrives counts: its hint, or the default level. Equal engines are taken in order.
+    `urgency_aware`: the engine with the fewest requests that are at least as urgent, because a
+    request waits for those; ties go to the engine with the fewest requests in total. The level
+    is the one known at arrival: the hint, or the default level. Remaining ties go to the first
+    engine.
 
     Args:
-        engines, levels: how many.
+        engines, levels: numbers of engines and levels.
     """
 
     def __init__(self, routing: Routing, engines: int, levels: int) -> None:
@@ -26,19 +26,14 @@ class Router:
         self._turn = -1
 
     def choose(self, level: int) -> int:
-        """The engine for a request of that level, which counts as there from now on."""
+        """Choose an engine for a request of this level, and count the request there."""
         chosen = self._chosen(level)
         self._loads[chosen][level] += 1
         return chosen
 
     def leave(self, engine: int, level: int) -> None:
-        """A request that was sent there as of that level is done."""
+        """Forget a finished request that `choose` sent there at this level."""
         self._loads[engine][level] -= 1
-
-    @property
-    def loads(self) -> Sequence[int]:
-        """Requests at each engine."""
-        return [sum(load) for load in self._loads]
 
     def _chosen(self, level: int) -> int:
         engines = range(len(self._loads))

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from vllm_semantic_sched.sim.depth import DepthHistory
-from vllm_semantic_sched.sim.metrics import Recorder, mean_of
+from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_of
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import simulate
-from vllm_semantic_sched.spans import Span
+from vllm_semantic_sched.sim.spans import Span
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Reads scenario files and lays out their sweeps, validated like policy files."""
+"""Reads scenario files, validates them like policy files, and expands their sweeps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 @dataclass(frozen=True)
 class Scenario:
-    """One cell of the sweep: everything that its runs depend on.
+    """One cell of the sweep: all that its runs depend on.
 
     Attributes:
-        point: the swept fields and their values here.
-        profile: what work takes.
-        assumed_profile: what the policies take it for.
+        point: swept fields and their values.
+        profile: true times of the engine.
+        assumed_profile: times that the policies assume.
         policies: by scheduler name.
     """
 
@@ -37,7 +37,7 @@ class Scenario:
     policies: dict[str, Policy]
 
     def slos(self, scheduler: str) -> list[Slo]:
-        """What each level is promised under one of the schedulers."""
+        """The promises to each level under a scheduler."""
         policy = self.policies[scheduler]
         return list(self.settings.slos or (policy.tier(n).slo for n in range(policy.levels)))
 
@@ -45,13 +45,13 @@ class Scenario:
 def load_scenarios(
     name_or_path: str | Path, changes: dict[str, Any] | None = None
 ) -> list[Scenario]:
-    """Read a scenario file and lay out its sweep.
+    """Read a scenario file and expand its sweep.
 
     Args:
         changes: dotted field names and values that replace the file's.
 
     Raises:
-        PolicyError: the file is missing, is not YAML, or says something invalid, in any cell.
+        PolicyError: the file is missing, is not YAML, or is invalid in a cell.
     """
     data, source = read_config(name_or_path, kind="scenario")
     return parse_scenarios({} if data is None else data, source, changes)
@@ -156,7 +156,7 @@ def _policy(name: str, content: dict[str, Any], settings: Settings, source: str)
     if base is not None:
         data, where = read_config(base, kind="policy")
         where = f"{source}: schedulers.{name} ({where})"
-    # fcfs takes no orders: vLLM's own scheduler reads nothing of a policy.
+    # fcfs stands for vLLM's own scheduler, which reads no policy.
     overrides = settings.overrides if (data or {}).get("base", keys.get("base")) != "fcfs" else {}
     return parse_policy(_merged(_merged(data or {}, overrides), keys), where)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.sim.depth import DepthHistory
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
+from vllm_semantic_sched.sim.metrics import DepthHistory
 from vllm_semantic_sched.sim.predictor import Predictions, draw_predictions
 from vllm_semantic_sched.sim.replica import Replica
 from vllm_semantic_sched.sim.request import Run

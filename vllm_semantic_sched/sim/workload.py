@@ -1,21 +1,38 @@
-"""Draws the requests of a run: when they arrive, how long they are, how urgent."""
+"""The requests of a run, drawn from distributions or read from a recorded trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 
+from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
-from vllm_semantic_sched.sim.trace import TraceRow, read_trace
+
+_EPOCH = datetime(2023, 1, 1)
+
+
+class TraceError(ValueError):
+    """A trace is missing or malformed. The message names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All requests of a run in order of arrival, a column per property: a million of them take
-    21 MB. Arrivals in seconds from the first, lengths in tokens, levels as they truly are."""
+    """All requests of a run in order of arrival, as one array per property. A million requests
+    take 21 MB.
+
+    Attributes:
+        arrivals: seconds since the first arrival.
+        levels: true urgency levels.
+        prompts, outputs: lengths in tokens.
+    """
 
     arrivals: np.ndarray
     levels: np.ndarray
@@ -26,7 +43,7 @@ class Workload:
         return len(self.arrivals)
 
     def request(self, index: int) -> SimRequest:
-        """One of them."""
+        """One of the requests."""
         return SimRequest(
             index,
             float(self.arrivals[index]),
@@ -37,27 +54,36 @@ class Workload:
 
 
 def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
-    """The requests of a run.
+    """Draw the requests of a run, or read them from a trace.
 
     Raises:
-        TraceError: a trace cannot be read.
+        TraceError: the trace cannot be read.
     """
-    if model.path is not None and model.arrivals in ("jsonl", "azure"):
-        return _replayed(read_trace(model, levels), model, levels, rng)
-    arrivals = draw_arrivals(model, rng) / model.speed
-    count = len(arrivals)
+    if model.arrivals in ("jsonl", "azure"):
+        rows = _read_trace(model, levels)
+        drawn = _draw_levels(model.mix, levels, len(rows), rng)
+        known = np.array([drawn[i] if r.level is None else r.level for i, r in enumerate(rows)])
+        arrivals = np.array([row.arrival for row in rows]) - rows[0].arrival
+        prompts = np.array([row.prompt_tokens for row in rows])
+        outputs = np.array([row.output_tokens for row in rows])
+    else:
+        arrivals = _draw_arrivals(model, rng)
+        count = len(arrivals)
+        known = _draw_levels(model.mix, levels, count, rng)
+        prompts = _draw_lengths(model.prompt, count, rng)
+        outputs = _draw_lengths(model.output, count, rng)
     return Workload(
-        arrivals,
-        draw_levels(model.mix, levels, count, rng).astype(np.int8),
-        draw_lengths(model.prompt, count, rng).astype(np.int32),
-        draw_lengths(model.output, count, rng).astype(np.int32),
+        arrivals / model.speed,
+        known.astype(np.int8),
+        prompts.astype(np.int32),
+        outputs.astype(np.int32),
     )
 
 
-def draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
-    """Moments of arrival in seconds, increasing."""
+def _draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
+    """Increasing times of arrival in seconds."""
     if model.arrivals == "bursts":
-        return _bursts(model, rng)
+        return _draw_bursts(model, rng)
     assert model.requests is not None
     if model.arrivals == "poisson":
         gaps = rng.exponential(1 / model.rate, model.requests)
@@ -68,33 +94,33 @@ def draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
     return arrivals
 
 
-def _bursts(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
-    """Sizes are drawn evenly from 0 to `max_burst`, as in the authors' simulator."""
+def _draw_bursts(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
+    """Burst sizes are uniform from 0 to `max_burst`, as in the authors' simulator."""
     if model.bursts is not None:
         sizes = rng.integers(0, model.max_burst + 1, model.bursts)
-        wanted = sizes.sum() if model.requests is None else model.requests
+        total = sizes.sum() if model.requests is None else model.requests
     else:
         assert model.requests is not None
-        wanted = model.requests
+        total = model.requests
         drawn: list[int] = []
-        while sum(drawn) < wanted:
-            drawn += rng.integers(0, model.max_burst + 1, 1 + wanted // model.max_burst).tolist()
+        while sum(drawn) < total:
+            drawn += rng.integers(0, model.max_burst + 1, 1 + total // model.max_burst).tolist()
         sizes = np.array(drawn)
-    return np.repeat(np.arange(len(sizes)) * model.gap, sizes)[:wanted]
+    return np.repeat(np.arange(len(sizes)) * model.gap, sizes)[:total]
 
 
-def draw_levels(
+def _draw_levels(
     mix: Sequence[float], levels: int, count: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Levels in random order whose counts match the mix as closely as whole numbers can: drawn
-    one by one, a rare level's count would swing with the seed."""
+    """Levels in random order, whose counts match the mix up to rounding. With independent draws
+    the count of a rare level would vary with the seed."""
     weights = np.array(mix or [1.0] * levels)
     edges = np.rint(np.cumsum(weights) / weights.sum() * count)
     ordered = np.searchsorted(edges, np.arange(count), side="right")
     return rng.permutation(ordered)
 
 
-def draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
     """Lengths in tokens, from 1 to `model.most`."""
     if model.kind == "uniform":
         assert model.low is not None and model.high is not None
@@ -109,14 +135,78 @@ def draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.nda
     return np.clip(lengths, 1, model.most)
 
 
-def _replayed(
-    rows: list[TraceRow], model: WorkloadModel, levels: int, rng: np.random.Generator
-) -> Workload:
-    drawn = draw_levels(model.mix, levels, len(rows), rng)
-    known = [drawn[i] if row.level is None else row.level for i, row in enumerate(rows)]
-    return Workload(
-        (np.array([row.arrival for row in rows]) - rows[0].arrival) / model.speed,
-        np.array(known, dtype=np.int8),
-        np.array([row.prompt_tokens for row in rows], dtype=np.int32),
-        np.array([row.output_tokens for row in rows], dtype=np.int32),
-    )
+@dataclass(frozen=True, slots=True)
+class _TraceRow:
+    """A recorded request; `arrival` in seconds from any start, `level` None if unknown."""
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    level: int | None
+
+
+def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
+    """The first `model.requests` rows of a trace, in order of arrival."""
+    assert model.path is not None
+    if model.arrivals == "azure":
+        root = data_root()
+        if root is None:
+            raise TraceError(
+                "the Azure trace needs the data folder: set SEMSCHED_DATA to the folder that "
+                "holds azure_llm_2023/"
+            )
+        path = root / "azure_llm_2023" / f"AzureLLMInferenceTrace_{model.path}.csv"
+        rows = _azure_rows(path)
+    else:
+        path = Path(model.path).expanduser()
+        rows = _json_rows(path, levels)
+    try:
+        found = list(itertools.islice(rows, model.requests))
+    except OSError as error:
+        raise TraceError(f"trace {path}: {error.strerror}") from error
+    if not found:
+        raise TraceError(f"trace {path}: has no requests")
+    return sorted(found, key=lambda row: row.arrival)
+
+
+def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"trace {path}, line {number}"
+            try:
+                record = json.loads(line)
+                level = record.get("level")
+                row = _TraceRow(
+                    float(record["arrival"]),
+                    int(record["prompt_tokens"]),
+                    int(record["output_tokens"]),
+                    None if level is None else int(level),
+                )
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise TraceError(
+                    f"{where}: expected an object with arrival, prompt_tokens, output_tokens: "
+                    f"{error!r}"
+                ) from error
+            if row.level is not None and not 0 <= row.level < levels:
+                raise TraceError(f"{where}: level {row.level}; valid: 0 to {levels - 1}")
+            if min(row.prompt_tokens, row.output_tokens) < 1:
+                raise TraceError(f"{where}: lengths must be at least 1")
+            yield row
+
+
+def _azure_rows(path: Path) -> Iterator[_TraceRow]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, record in enumerate(csv.DictReader(file), 2):
+            try:
+                # The file has seven digits of a second, datetime takes six.
+                time = datetime.fromisoformat(record["TIMESTAMP"][:26])
+                yield _TraceRow(
+                    (time - _EPOCH).total_seconds(),
+                    max(1, int(record["ContextTokens"])),
+                    max(1, int(record["GeneratedTokens"])),
+                    None,
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"trace {path}, line {number}: {error!r}") from error

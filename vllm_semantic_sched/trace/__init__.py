@@ -1,1 +1,1 @@
-"""Reads the event log of a server: who ran when, and who waited how long."""
+"""Reads a server's event log: when each request ran, and how long it waited."""

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from vllm_semantic_sched.policy.command import describe_keys
+from vllm_semantic_sched.admin.reference import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.profile import load_profile

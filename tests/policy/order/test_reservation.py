@@ -13,7 +13,9 @@ from vllm_semantic_sched.policy.order.reservation import Reservation
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 
 
-def reservation(*reserves: Reserve, capacity: EngineCapacity = CAPACITY) -> tuple[Reservation, Holdings]:
+def reservation(
+    *reserves: Reserve, capacity: EngineCapacity = CAPACITY
+) -> tuple[Reservation, Holdings]:
     holdings = Holdings(len(reserves))
     holdings.capacity = capacity
     kept = Reservation([Tier(name=str(n), reserve=r) for n, r in enumerate(reserves)], holdings)

@@ -32,9 +32,7 @@ class World:
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
         capacity = EngineCapacity(seats, kv_tokens, block_size=1)
         self.core.set_capacity(capacity)
-        self.control = OverloadControl(
-            policy, self.core.estimates, self.core.holdings, capacity
-        )
+        self.control = OverloadControl(policy, self.core.estimates, self.core.holdings, capacity)
         self.core.lifecycle.listeners.append(self.control)
         self.core.adopters.append(self.control)
         self.seats = seats

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import shipped_configs, shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_configs, shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.domain import load_domain, parse_domain
 

@@ -3,8 +3,8 @@
 import pytest
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.estimates.profile import load_profile
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.predict.evaluation.explain import explain
 
 PROFILE = load_profile("default")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.decision import Decision
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.evaluation import measure
 from vllm_semantic_sched.predict.evaluation.baselines import (
     MAJORITY,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.decision import Decision
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict.evaluation.metrics import (
     area_under_curve,
     confusion_matrix,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict.training.base import (
     bucket_of,
     length_buckets,

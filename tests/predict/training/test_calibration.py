@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.evaluation.metrics import quadratic_weighted_kappa
 from vllm_semantic_sched.predict.training.calibration import fitted_thresholds
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from vllm_semantic_sched.policy.errors import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.training import messages, noise, wording
 

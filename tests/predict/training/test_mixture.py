@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from vllm_semantic_sched.datasets import KtasVisit, TextLength, TriageVisit
-from vllm_semantic_sched.policy.files import shipped_names
+from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.predict.evaluation.domain import load_domain, parse_domain
 from vllm_semantic_sched.predict.training.mixture import (
     Sources,

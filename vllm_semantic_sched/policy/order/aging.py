@@ -22,7 +22,7 @@ Where other tiers have hard reservations, a seat open to its tier must come free
 
 from __future__ import annotations
 
-from vllm_semantic_sched.policy.config.order import Aging, ROUNDING
+from vllm_semantic_sched.policy.config.order import ROUNDING, Aging
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 

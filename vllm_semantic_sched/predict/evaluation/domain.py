@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.files import read_config
-from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 WORD = re.compile(r"\{([^{}]*)\}")

@@ -13,11 +13,12 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.estimates import Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import decide_level, expected_cost
-from vllm_semantic_sched.policy.estimates.length import Estimate, expected_output_tokens
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.estimates.profile import EngineProfile
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +139,7 @@ def explain(
         ),
         lengths=lengths,
         tokens=tokens,
-        remaining_seconds=core.remaining(job),
+        remaining_seconds=core.estimates.remaining(job),
         words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
         occluded=len(positions),
         word_count=len(words),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, get_args
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.baselines import Guess, Guesser, constant_baselines
 from vllm_semantic_sched.predict.evaluation.examples import BUILTIN_SETS, Example, LabelledSet

@@ -11,8 +11,9 @@ import numpy
 from scipy.stats import kendalltau, rankdata
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
-from vllm_semantic_sched.policy.estimates.decision import Decision, decide_level, mistake_cost
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level, mistake_cost
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 LAST_URGENT_LEVEL = 1
 """Levels 0 to this one are the urgent ones, in `auc`, `urgent_recall` and `urgent_precision`."""

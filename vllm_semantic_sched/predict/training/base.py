@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertModel, DistilBertConfig
 
-from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier

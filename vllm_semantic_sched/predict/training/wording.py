@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.errors import PolicyError
-from vllm_semantic_sched.policy.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
 from vllm_semantic_sched.predict.evaluation.domain import check_template
 
 _TEXTS = Path(__file__).with_name("texts")

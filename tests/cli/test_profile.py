@@ -1,4 +1,4 @@
-"""`semsched profile`: what is refused before an engine starts."""
+"""`semsched profile`: options that are rejected before an engine starts."""
 
 from vllm_semantic_sched import cli
 

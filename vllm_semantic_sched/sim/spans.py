@@ -1,8 +1,8 @@
-"""Who had a seat when: a Gantt chart and a Chrome trace of it, whether simulated or logged."""
+"""Draws when each request had a seat, simulated or logged: Gantt charts and Chrome traces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,23 @@ END_COLORS = {
     "cancelled": "#27915b",
     "failed": "#ff3b30",
 }
-_ON_HOST = ("swap", "partial")  # what waits after these has KV on the host
+_ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
 _OTHER_END = "#8c8c8c"
 _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request in a seat.
+    """A request's time in a seat.
 
     Attributes:
         request: number or id.
         level: urgency level.
         arrival, start, end: seconds on one clock.
-        end_kind: how the time ended: `finish`, `failed`, `cancelled`, `refused`, or what became
-            of the KV (`recompute`, `swap`, `partial`, `drop`); any other word is shown in grey.
-            A request that never got a seat has one span of no length.
-        engine: which of several engines.
+        end_kind: why it ended: `finish`, `failed`, `cancelled`, `refused`, or what a preemption
+            did with the KV (`recompute`, `swap`, `partial`, `drop`). Other words are drawn grey.
+            A request that never had a seat has one span of length zero.
+        engine: number of the engine.
     """
 
     request: int | str
@@ -49,46 +49,38 @@ class Span:
 def chrome_trace(
     spans: Iterable[Span], depths: Sequence[tuple[float, Mapping[str, float]]] = ()
 ) -> dict[str, Any]:
-    """A trace in Chrome's JSON format, for Perfetto or chrome://tracing.
+    """Make a trace in Chrome's JSON format, for Perfetto or chrome://tracing.
 
-    A process per engine, a thread per request in order of first appearance, a slice per time in
-    a seat and per wait for one.
+    It has a process per engine, a thread per request in order of first appearance, and a slice
+    for each time in a seat and each wait for one.
 
     Args:
-        spans: those of a request in order of time.
-        depths: moments in seconds and counts by name at them, shown as a counter.
+        spans: ordered by time within each request.
+        depths: (seconds, counts by name), shown as a counter.
     """
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int | str], int] = {}
-    waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # since when, and how
+    waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # start and name of the next wait
     for span in spans:
         key = (span.engine, span.request)
-        if key not in threads:
-            threads[key] = len(threads) + 1
-            place = {"pid": span.engine, "tid": threads[key]}
+        thread = threads.setdefault(key, len(threads) + 1)
+        place = {"pid": span.engine, "tid": thread}
+        if key not in waits:
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
             waits[key] = (span.arrival, "waiting")
-        place = {"pid": span.engine, "tid": threads[key]}
-        since, how = waits[key]
+        since, wait = waits[key]
         if span.start > since:
-            events.append(_slice(how, place, since, span.start, span))
+            events.append(_slice(wait, place, since, span.start, span))
         waits[key] = (span.end, "swapped" if span.end_kind in _ON_HOST else "waiting")
-        seated = "running, " if span.end > span.start else ""
-        events.append(_slice(f"{seated}{span.end_kind}", place, span.start, span.end, span))
+        running = "running, " if span.end > span.start else ""
+        events.append(_slice(f"{running}{span.end_kind}", place, span.start, span.end, span))
     for engine in sorted({engine for engine, _ in threads}):
         label = {"name": f"engine {engine}"}
         events.append({"ph": "M", "name": "process_name", "pid": engine, "tid": 0, "args": label})
+    counter = {"ph": "C", "name": "queue depth", "pid": 0, "tid": 0}
     events += [
-        {
-            "ph": "C",
-            "name": "queue depth",
-            "pid": 0,
-            "tid": 0,
-            "ts": moment * _MICROSECONDS,
-            "args": dict(counts),
-        }
-        for moment, counts in depths
+        counter | {"ts": time * _MICROSECONDS, "args": dict(counts)} for time, counts in depths
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -108,25 +100,25 @@ def _slice(
 
 
 def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """A row per request, a dot at its arrival, a line while it waits, a bar per time in a seat,
-    and an edge whose colour says how that ended (black: finished). A picture of more than about
-    100 requests cannot be read."""
+    """Draw a row per request: a dot at its arrival, a line while it waits, a bar for each time
+    in a seat, and an edge whose color says how that ended. More than about 100 requests are
+    unreadable."""
     from matplotlib.figure import Figure
 
     rows = {request: row for row, request in enumerate(dict.fromkeys(s.request for s in spans))}
+    lifetimes = {span.request: (span.arrival, span.end) for span in spans}
     figure = Figure(figsize=(9, 1.4 + 0.16 * len(rows)), layout="constrained")
     axis = figure.subplots()
-    for row, start, end in _lifetimes(spans, rows):
-        axis.plot([start, end], [row, row], color="#c8c8c8", linewidth=1, zorder=0)
+    for request, lifetime in lifetimes.items():
+        axis.plot(lifetime, [rows[request]] * 2, color="#c8c8c8", linewidth=1, zorder=0)
     for span in spans:
         row = rows[span.request]
         axis.barh(row, span.end - span.start, left=span.start, height=0.8, color=_color(span.level))
         edge = END_COLORS.get(span.end_kind, _OTHER_END)
         axis.plot([span.end] * 2, [row - 0.45, row + 0.45], color=edge, linewidth=1.6)
         axis.plot(span.arrival, row, "k.", ms=3)
-    figure.legend(
-        handles=_gantt_key(spans), loc="outside lower center", ncols=6, frameon=False, fontsize=8
-    )
+    handles = _legend(spans)
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("seconds")
     axis.set_ylabel("request")
@@ -134,18 +126,7 @@ def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
     figure.savefig(path, dpi=120)
 
 
-def _lifetimes(
-    spans: Sequence[Span], rows: Mapping[int | str, int]
-) -> Iterator[tuple[int, float, float]]:
-    """Row, arrival and last moment of each request."""
-    ends: dict[int | str, tuple[float, float]] = {}
-    for span in spans:
-        ends[span.request] = (span.arrival, span.end)
-    for request, (start, end) in ends.items():
-        yield rows[request], start, end
-
-
-def _gantt_key(spans: Sequence[Span]) -> list[Any]:
+def _legend(spans: Sequence[Span]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""`semsched maintenance` against a server that only takes notes."""
+"""`semsched maintenance` against a server that records its calls."""
 
 import threading
 
@@ -7,10 +7,11 @@ import pytest
 from vllm_semantic_sched.admin import maintenance
 from vllm_semantic_sched.admin.client import AdminError
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.cli import maintenance as command
 
 
 class Server:
-    """Running requests finish when `drained` is set or they are frozen."""
+    """A server whose running requests finish when `drained` is set or a call freezes them."""
 
     def __init__(self, fails: str = "", drained: bool = True) -> None:
         self.calls: list[tuple] = []
@@ -39,8 +40,8 @@ class Server:
 @pytest.fixture
 def act(monkeypatch):
     def run(server: Server, *words: str) -> int:
-        monkeypatch.setattr(maintenance, "AdminClient", lambda url, key: server)
-        monkeypatch.setattr(maintenance, "_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(command, "AdminClient", lambda url, key: server)
+        monkeypatch.setattr(maintenance, "POLL_SECONDS", 0.02)
         return main(["maintenance", "--server", "http://x", "--action", *words])
 
     return run
@@ -54,14 +55,21 @@ def test_weights_are_replaced_between_pause_and_resume(act, capsys) -> None:
     assert "paused: 1 running, 5 waiting" in capsys.readouterr().out
 
 
-def test_patience_ends_by_freezing_what_runs(act) -> None:
+def test_sleep_leaves_the_server_paused(act, capsys) -> None:
+    server = Server()
+    assert act(server, "sleep", "--level", "2") == 0
+    assert server.calls == [("/pause", "wait"), ("/sleep", 2)]
+    assert "asleep: " in capsys.readouterr().out
+
+
+def test_requests_that_outlast_the_patience_are_frozen(act) -> None:
     server = Server(drained=False)
     assert act(server, "pause", "--patience", "0.1") == 0
     assert server.calls == [("/pause", "wait"), ("/pause", "keep")]
 
 
 @pytest.mark.parametrize(
-    ("words", "fails", "goes_on"),
+    ("words", "fails", "resumes"),
     [
         (["reload-weights"], "/caches/drop", True),
         (["reload-weights"], "/weights/reload", False),
@@ -74,18 +82,18 @@ def test_patience_ends_by_freezing_what_runs(act) -> None:
         (["unload-lora", "--lora-name", "a"], "/unload_lora_adapter", True),
     ],
 )
-def test_a_failure_leaves_the_server_paused_only_where_weights_may_be_mixed(
-    act, capsys, words, fails, goes_on
+def test_failure_leaves_the_server_paused_only_if_weights_may_be_mixed(
+    act, capsys, words, fails, resumes
 ) -> None:
     server = Server(fails=fails)
     assert act(server, *words) == 1
-    assert (server.calls[-1][0] == "/resume") == goes_on
-    told = capsys.readouterr().err
-    assert "it is broken" in told
-    assert ("stays paused" in told) != goes_on
+    assert (server.calls[-1][0] == "/resume") == resumes
+    message = capsys.readouterr().err
+    assert "it is broken" in message
+    assert ("stays paused" in message) != resumes
 
 
-def test_an_interrupt_during_the_pause_lets_the_server_go_on(act, monkeypatch) -> None:
+def test_interrupt_during_the_pause_resumes_the_server(act, monkeypatch) -> None:
     server = Server(drained=False)
 
     def interrupted():

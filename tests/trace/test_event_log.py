@@ -1,4 +1,4 @@
-"""`semsched trace` on logs with known stories."""
+"""`semsched trace` on logs with known contents."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.trace.reader import LogReader, log_parts
+from vllm_semantic_sched.trace.event_log import LogReader, log_parts
 
 START = 1_700_000_000.0
 
@@ -54,7 +54,7 @@ def log(tmp_path):
     return path
 
 
-def test_the_table_counts_ends_preemptions_and_times(log, tmp_path, capsys) -> None:
+def test_table_counts_requests_preemptions_and_times(log, tmp_path, capsys) -> None:
     assert main(["trace", str(log), "--output", str(tmp_path / "out")]) == 0
     urgent, routine = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (urgent["tier"], urgent["completed"], urgent["ttft_p50"]) == (
@@ -71,7 +71,7 @@ def test_the_table_counts_ends_preemptions_and_times(log, tmp_path, capsys) -> N
     assert (tmp_path / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:
+def test_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:
     main(["trace", str(log), "--output", str(tmp_path)])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -96,9 +96,9 @@ def test_the_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:
     assert any(e["ph"] == "C" for e in events)
 
 
-def test_queue_depths_are_those_of_the_waiting(log) -> None:
+def test_queue_depths_count_waiting_requests(log) -> None:
     reader = LogReader(limit=10)
-    list(reader.lives(log))
+    list(reader.requests(log))
     depths = {round(moment, 1): counts for moment, counts in reader.depths}
     assert depths[0.0] == {"tier4": 1}
     assert depths[2.0]["tier0"] == 1
@@ -106,38 +106,39 @@ def test_queue_depths_are_those_of_the_waiting(log) -> None:
     assert depths[7.0] == {"tier0": 0, "tier4": 0}
 
 
-def test_rotated_parts_are_read_from_the_oldest_on(tmp_path) -> None:
+def test_rotated_parts_are_read_oldest_first(tmp_path) -> None:
     path = tmp_path / "e.jsonl"
     for name, lines in ((".2", STORY[:4]), (".1", STORY[4:9]), ("", STORY[9:])):
         (tmp_path / f"e.jsonl{name}").write_text("".join(lines))
     assert [part.name for part in log_parts(path)] == ["e.jsonl.2", "e.jsonl.1", "e.jsonl"]
-    lives = {life.request: life for life in LogReader(limit=10).lives(path)}
-    assert lives["routine"].end == 9.0 and len(lives["routine"].spans) == 3
+    found = {one.request: one for one in LogReader(limit=10).requests(path)}
+    assert found["routine"].end == 9.0 and len(found["routine"].spans) == 3
 
 
-def test_a_log_that_begins_late_gives_no_times_for_what_began_before(tmp_path) -> None:
+def test_requests_older_than_the_log_have_no_times(tmp_path) -> None:
     (tmp_path / "e.jsonl").write_text("".join(STORY[4:]))
-    lives = {life.request: life for life in LogReader(limit=10).lives(tmp_path / "e.jsonl")}
-    assert not lives["routine"].whole and lives["routine"].first_seat is None
-    assert not lives["urgent"].whole and lives["gone"].whole
+    reader = LogReader(limit=10)
+    found = {one.request: one for one in reader.requests(tmp_path / "e.jsonl")}
+    assert not found["routine"].whole and found["routine"].first_seat is None
+    assert not found["urgent"].whole and found["gone"].whole
 
 
-def test_limit_and_since_choose_what_is_drawn(log) -> None:
+def test_limit_and_since_select_the_drawn_requests(log) -> None:
     def drawn(**options) -> list[str]:
-        return [life.request for life in LogReader(**options).lives(log) if life.keeps_spans]
+        return [one.request for one in LogReader(**options).requests(log) if one.keeps_spans]
 
     assert drawn(limit=2) == ["urgent", "routine"]
     assert drawn(limit=2, since=2.9) == ["gone", "open"]
 
 
-def test_a_log_without_events_and_one_that_is_not_there(tmp_path, capsys) -> None:
+def test_empty_and_missing_logs_fail(tmp_path, capsys) -> None:
     (tmp_path / "empty.jsonl").write_text("not a log\n")
     assert main(["trace", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path)]) == 2
     assert main(["trace", str(tmp_path / "no.jsonl"), "--output", str(tmp_path)]) == 1
     assert "no.jsonl" in capsys.readouterr().err
 
 
-def test_memory_is_that_of_unfinished_requests(tmp_path) -> None:
+def test_only_unfinished_requests_stay_in_memory(tmp_path) -> None:
     path, rng = tmp_path / "big.jsonl", random.Random(0)
     with path.open("w") as file:
         for number in range(20_000):
@@ -147,8 +148,8 @@ def test_memory_is_that_of_unfinished_requests(tmp_path) -> None:
             file.write(event(number / 100 + 0.002, f"r{number}", "completed", "running", level))
     reader, most, began = LogReader(limit=50), 0, time.process_time()
     kept = 0
-    for life in reader.lives(path):
-        most = max(most, len(reader._lives))
-        kept += len(life.spans)
+    for request in reader.requests(path):
+        most = max(most, reader.unfinished)
+        kept += len(request.spans)
     assert most <= 1 and kept == 50 and len(reader.depths) < 100
     assert time.process_time() - began < 10

@@ -1,13 +1,12 @@
-"""`semsched simulate`: same bytes on any number of workers, files, failures."""
+"""`semsched simulate`: files, invalid options, the same bytes on any number of workers."""
 
 from pathlib import Path
 
 import pytest
 import yaml
+from small_scenario import SMALL
 
 from vllm_semantic_sched.cli import main
-
-from .conftest import SMALL
 
 
 def _write(folder: Path, **changes) -> Path:
@@ -16,7 +15,7 @@ def _write(folder: Path, **changes) -> Path:
     return path
 
 
-def test_results_are_the_same_bytes_on_one_worker_and_on_two(tmp_path, capsys) -> None:
+def test_one_worker_and_two_write_the_same_bytes(tmp_path, capsys) -> None:
     path = _write(
         tmp_path,
         repeats=2,
@@ -37,7 +36,7 @@ def test_results_are_the_same_bytes_on_one_worker_and_on_two(tmp_path, capsys) -
     assert len(rows) == 2 * 2 * 6
 
 
-def test_a_small_run_gets_a_gantt_chart(tmp_path) -> None:
+def test_small_run_gets_a_gantt_chart(tmp_path) -> None:
     path = _write(tmp_path)
     command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
     assert main([*command, "--set", "workload.requests=8"]) == 0
@@ -52,9 +51,10 @@ def test_a_small_run_gets_a_gantt_chart(tmp_path) -> None:
         (["--set", "nonsense"], "FIELD=VALUE"),
         (["--set", "engine.kv_blocks=1"], "needs"),
         (["--metric", "speed"], "normalized_waiting"),
+        (["--metric", "slo_met"], "neither the scenario nor a policy"),
     ],
 )
-def test_failures_say_what_is_wrong(tmp_path, capsys, options, words) -> None:
+def test_invalid_options_are_named(tmp_path, capsys, options, words) -> None:
     scenario = [] if "--scenario" in options else ["--scenario", str(_write(tmp_path))]
     command = ["simulate", *scenario, "--output", str(tmp_path / "out"), "--quiet", *options]
     assert main(command) == 2

@@ -1,5 +1,5 @@
-"""Find by simulation how much load a policy can take, how many engines a load needs, and what
-another policy would change."""
+"""Find by simulation the largest load that a policy can serve, the number of engines that a load
+needs, and the effect of another policy on both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from vllm_semantic_sched.cli.arguments import (
+    BadOption,
+    add_scenario_arguments,
+    parse_changes,
+    positive,
+)
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -20,19 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(
-            "The scenario says what engine there is and who asks; the tiers of a policy, or the "
-            "scenario's `slos`, say what is promised. A promise holds if its percentage of "
-            "requests got everything that their level is promised.",
+            "The scenario describes engine and workload. The promises come from the tiers of a "
+            "policy, or from the scenario's `slos`. A promise holds if all targets of its level "
+            "were met for the promised percentage of requests.",
             96,
         )
         + f"\n\nshipped scenarios: {', '.join(shipped_names('scenario'))}"
         + "\n\nexamples:\n  semsched plan --output plan --workers 2"
-        "\n  semsched plan --policy fcfs --policy tiers --rate 12 --output plan"
+        "\n  semsched plan --policy tiers --policy my-tiers.yaml --rate 12 --output plan"
         "\n  semsched plan --scenario my.yaml --trace requests.jsonl --output plan"
     )
     add = parser.add_argument
     add("--scenario", default=_DEFAULT_SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
-    add("--output", type=Path, required=True, metavar="DIR", help="where results go")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add(
         "--policy",
         action="append",
@@ -45,25 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--trace",
         metavar="FILE|azure:NAME",
-        help="replay JSON lines, or the Azure trace conv, code",
+        help="replay JSON lines, or the Azure trace conv or code",
     )
-    add("--engines", type=int, metavar="N", help="engines there are (default: the scenario's)")
-    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change a field of the scenario, as engine.seats=64; can be repeated",
-    )
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--engines", type=positive, metavar="N", help="engines (default: the scenario's)")
+    add_scenario_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan; 2 if the scenario or an option is invalid, 1 if a run fails."""
-    from vllm_semantic_sched.sim.command import BadOption
+    """Make a plan.
+
+    Returns:
+        0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
+    """
     from vllm_semantic_sched.sim.engine import RequestTooLarge
-    from vllm_semantic_sched.sim.trace import TraceError
+    from vllm_semantic_sched.sim.workload import TraceError
 
     try:
         return _run(args)
@@ -78,22 +79,21 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.sim.command import BadOption, parse_changes
-    from vllm_semantic_sched.sim.metrics import is_promised
+    from vllm_semantic_sched.cli.console import make_console, make_table
+    from vllm_semantic_sched.sim.metrics import ALL, is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
-    from vllm_semantic_sched.sim.plan_report import draw_plan, print_plan, write_plan
+    from vllm_semantic_sched.sim.plan_report import draw_plan, rows, trial_now, write_plan
     from vllm_semantic_sched.sim.runner import mapped
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
     scenario, *others = load_scenarios(args.scenario, _load(args) | parse_changes(args.set))
     if others:
-        raise BadOption(f"--scenario {args.scenario}: it has a sweep; a plan has none")
+        raise BadOption(f"--scenario {args.scenario}: a plan needs a scenario without a sweep")
     for scheduler in scenario.policies:
-        if not any(is_promised(slo) for slo in scenario.slos(scheduler)):
+        if not any(map(is_promised, scenario.slos(scheduler))):
             raise BadOption(
-                f"{scheduler} promises nothing to any level: give its tiers `slo`, or the "
-                "scenario `slos`"
+                f"{scheduler} promises nothing to any level: set `slo` in its tiers, or `slos` in "
+                "the scenario"
             )
     args.output.mkdir(parents=True, exist_ok=True)
     tasks = [
@@ -102,10 +102,19 @@ def _run(args: argparse.Namespace) -> int:
     with mapped(answer, tasks, args.workers) as stream:
         answers = list(tqdm(stream, total=len(tasks), unit="question", disable=args.quiet))
     console = make_console()
-    print_plan(console, scenario, answers)
-    written = write_plan(args.output, scenario, answers)
-    draw_plan(args.output / "plan.png", answers)
-    console.print("written: " + " ".join(map(str, [*written, args.output / "plan.png"])))
+    now = trial_now(answers, next(iter(scenario.policies)))
+    rate = now.levels[ALL]["requests_per_second"]
+    console.print(
+        f"{scenario.settings.description} {rate:.3g} requests/s on {now.engines} engine(s)",
+        soft_wrap=True,
+    )
+    table = make_table("", "", *scenario.policies)
+    for label, cells in rows(scenario, answers):
+        table.add_row(label, *cells)
+    console.print(table)
+    written = [*write_plan(args.output, scenario, answers), args.output / "plan.png"]
+    draw_plan(written[-1], answers)
+    console.print("written: " + " ".join(map(str, written)))
     return 0
 
 

@@ -1,0 +1,49 @@
+"""Several engines: where requests go."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_scenario import SMALL
+
+from vllm_semantic_sched.sim.routing import Router
+from vllm_semantic_sched.sim.scenario import parse_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
+
+
+def test_routings_choose_the_engine_that_they_name() -> None:
+    turns = Router("round_robin", 2, 3)
+    assert [turns.choose(0) for _ in range(4)] == [0, 1, 0, 1]
+
+    least = Router("least_loaded", 2, 3)
+    assert [least.choose(2), least.choose(2), least.choose(2)] == [0, 1, 0]
+    assert least.choose(0) == 1
+    least.leave(1, 2)
+    least.leave(1, 0)
+    assert least.choose(0) == 1
+
+    urgent = Router("urgency_aware", 2, 3)
+    assert [urgent.choose(2) for _ in range(3)] == [0, 1, 0]
+    # No urgent request at either engine: the one with fewer others.
+    assert urgent.choose(0) == 1
+    # Less urgent requests at engine 0 do not delay an urgent one; the one at engine 1 does.
+    assert urgent.choose(0) == 0
+
+
+@settings(max_examples=15)
+@given(
+    replicas=st.integers(1, 4),
+    routing=st.sampled_from(["round_robin", "least_loaded", "urgency_aware"]),
+)
+def test_every_request_finishes_and_every_engine_is_used(replicas: int, routing: str) -> None:
+    changes = {"engine.replicas": replicas, "engine.routing": routing, "workload.rate": 40.0}
+    scenario = parse_scenarios(SMALL, "test", changes)[0]
+    runs = simulate(scenario, "semantic").runs
+    assert [run.request.index for run in runs] == list(range(60))
+    assert {run.engine for run in runs} == set(range(replicas))
+
+
+def test_more_engines_are_faster(scenario) -> None:
+    def last(replicas: int) -> float:
+        one = scenario(engine__replicas=replicas, workload__rate=40.0)
+        return max(run.finish or 0.0 for run in simulate(one, "semantic").runs)
+
+    assert last(1) > 1.5 * last(2)

@@ -1,0 +1,65 @@
+"""Arguments and checks that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+
+class BadOption(ValueError):
+    """An option has a value that makes no sense. The message names the option."""
+
+
+def positive(text: str) -> int:
+    """Type of an argument that must be a positive integer."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return number
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Declare the address and the API key of a running server."""
+    parser.add_argument(
+        "--server", metavar="URL", required=required, help="for example http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="the server's API key, if it has one (default: $VLLM_API_KEY)",
+    )
+
+
+def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of every command that simulates."""
+    add = parser.add_argument
+    add("--workers", type=positive, default=1, metavar="N", help="processes (default: 1)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the scenario, as in workload.requests=100; can be repeated",
+    )
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def parse_changes(settings: list[str]) -> dict[str, Any]:
+    """Fields and values of the options `--set FIELD=VALUE`.
+
+    Raises:
+        BadOption: an option does not have that form.
+    """
+    import yaml
+
+    changes = {}
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals or not field:
+            raise BadOption(f"--set {setting}: expected FIELD=VALUE")
+        try:
+            changes[field] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise BadOption(f"--set {setting}: the value is not YAML") from error
+    return changes

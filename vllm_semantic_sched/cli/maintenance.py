@@ -1,0 +1,95 @@
+"""Pause a running server, change its model, and resume it; queued requests survive.
+
+No new request starts, and running requests finish (or freeze, with --running keep). Then the
+change is made and the server resumes. Requests that wait, and those that arrive meanwhile, stay
+in the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from vllm_semantic_sched.admin import maintenance
+from vllm_semantic_sched.admin.client import AdminClient, AdminError
+from vllm_semantic_sched.cli.arguments import add_server_arguments
+
+_ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched maintenance`."""
+    add_server_arguments(parser)
+    parser.add_argument(
+        "--action",
+        choices=_ACTIONS,
+        required=True,
+        help="pause and sleep leave the server paused until resume or wake; the other actions "
+        "resume it",
+    )
+    parser.add_argument(
+        "--running",
+        choices=("finish", "keep"),
+        default="finish",
+        help="let running requests finish, or freeze them (default: finish)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="freeze requests that still run after this time (default: wait for all)",
+    )
+    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
+    parser.add_argument("--lora-name", help="load-lora, unload-lora: name of the adapter")
+    parser.add_argument("--lora-path", type=Path, help="load-lora: folder of the adapter")
+    parser.add_argument(
+        "--in-place", action="store_true", help="load-lora: replace the adapter of that name"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out an action.
+
+    Returns:
+        0; 1 if the action failed, 2 if an option is missing.
+    """
+    action = args.action
+    if action.endswith("lora") and not args.lora_name:
+        print(f"{action} needs --lora-name", file=sys.stderr)
+        return 2
+    if action == "load-lora" and args.lora_path is None:
+        print("load-lora needs --lora-path", file=sys.stderr)
+        return 2
+    server = AdminClient(args.server, args.api_key)
+
+    def report(phase: str) -> None:
+        engines = server.status()
+        running, waiting = (
+            sum(engine[key] for engine in engines) for key in ("running", "waiting")
+        )
+        print(f"{phase}: {running} running, {waiting} waiting", flush=True)
+
+    try:
+        if action in ("resume", "wake"):
+            server.post(f"/{action}")
+            report("resumed")
+            return 0
+        maintenance.pause(server, args.running == "keep", args.patience, report)
+        if action != "pause":
+            seconds = maintenance.change(
+                server,
+                action,
+                level=args.level,
+                lora_name=args.lora_name,
+                lora_path=None if args.lora_path is None else str(args.lora_path.resolve()),
+                in_place=args.in_place,
+            )
+            if action != "sleep":
+                print(f"{action}: done in {seconds:.1f} s")
+            report("asleep" if action == "sleep" else "resumed")
+    except AdminError as error:
+        print(f"{action}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""List, explain and check policies, and make a running server reload its policy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from vllm_semantic_sched.admin import reference
+from vllm_semantic_sched.admin.client import AdminClient, AdminError, send_hangup
+from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions of `semsched policy`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="names of the shipped policies and engine profiles")
+    keys = actions.add_parser("keys", help="every key of a policy file with default and meaning")
+    keys.add_argument(
+        "--markdown",
+        action="store_true",
+        help="as tables, which also show what can change while the server runs, refusal codes "
+        "and metrics",
+    )
+    keys.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="update the tables of this page (docs/reference.md)",
+    )
+    for name, text in (("check", "check a policy"), ("show", "print a policy file")):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
+    reload = actions.add_parser("reload", help="make a running server read its policy file again")
+    add_server_arguments(reload, required=False)
+    reload.add_argument(
+        "--pid",
+        type=int,
+        help="instead of --server: process of the server or of an engine. Its engines get SIGHUP "
+        "and log the result",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out an action.
+
+    Returns:
+        0; 1 if the policy is invalid or the server keeps its old policy, 2 for invalid options.
+    """
+    try:
+        if args.action == "reload":
+            return _reload(args)
+        if args.action == "list":
+            print("policies:", *shipped_names("policy"))
+            print("profiles:", *shipped_names("profile"))
+        elif args.action == "keys" and args.into:
+            reference.insert(args.into)
+        elif args.action == "keys":
+            text = reference.keys_table() if args.markdown else reference.describe_keys()
+            print(text, end="")
+        elif args.action == "show":
+            print(resolve_config(args.policy, "policy").read_text(encoding="utf-8"), end="")
+        else:
+            policy = load_policy(args.policy)
+            load_profile(policy.profile)
+            print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
+    except PolicyError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _reload(args: argparse.Namespace) -> int:
+    if (args.server is None) == (args.pid is None):
+        print("give either --server or --pid", file=sys.stderr)
+        return 2
+    try:
+        if args.pid is not None:
+            for process in send_hangup(args.pid):
+                print(
+                    f"engine process {process} reloads its policy; see its log and the metric "
+                    "semsched:policy_reloads_total for the result"
+                )
+            return 0
+        engines = AdminClient(args.server, args.api_key).post("/policy/reload")["engines"]
+    except AdminError as error:
+        print(f"not reloaded, the old policy stays in force:\n{error}", file=sys.stderr)
+        return 1
+    for number, report in enumerate(engines):
+        changed = f"; changed: {', '.join(report['changed'])}" if report.get("changed") else ""
+        print(
+            f"engine {number}: {report['result']}, version {report['version']} "
+            f"({report['fingerprint']}){changed}"
+        )
+    return 0

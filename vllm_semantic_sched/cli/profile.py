@@ -1,0 +1,181 @@
+"""Measure what work costs on your engine, and write an engine profile.
+
+Starts the engine in this process with your model and options, serves random prompts of many
+lengths and batch sizes, copies KV blocks to host memory and back, and fits the coefficients. Pass
+the options of your server, and run the command in the server's environment on an otherwise idle
+machine. To use the profile:
+`--additional-config '{"semantic_sched": {"profile": "FILE"}}'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.policy.facts.profile import load_profile, write_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.profiling.check import Point, Verdict
+    from vllm_semantic_sched.profiling.live_engine import LiveEngine
+
+T = TypeVar("T")
+
+_EXAMPLES = """\
+examples:
+  semsched profile --output my.yaml -- MODEL --dtype bfloat16 --max-model-len 8192
+  semsched profile --check my.yaml -- MODEL --dtype bfloat16 --max-model-len 8192
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched profile`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="profile to write, with a picture beside it")
+    add(
+        "--check",
+        metavar="PROFILE",
+        help="measure the cost of preemptions and compare it with the predictions of this "
+        "profile; --output is then a JSON report. Exit status 3 if a target is missed",
+    )
+    add("--max-tokens", type=int, metavar="N", help="longest sequence (default: the engine's)")
+    add("--max-batch", type=int, metavar="N", help="largest decode batch (default: all seats)")
+    add("--repeats", type=positive, default=5, metavar="N", help="per point (default: 5)")
+    add(
+        "--statistic",
+        choices=("median", "fastest"),
+        default="median",
+        help="how repeats are reduced; `fastest` if other programs disturb the measurement "
+        "(default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the random prompts (default: 0)")
+    add("--quiet", action="store_true", help="no progress bar")
+    add(
+        "engine",
+        nargs="+",
+        metavar="-- MODEL [OPTION ...]",
+        help="the model and engine options of `vllm serve`",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure a profile, or check one.
+
+    Returns:
+        0; 2 if an option is invalid, 3 if a checked profile misses a target.
+    """
+    if args.output is None and args.check is None:
+        print("semsched profile: needs --output or --check", file=sys.stderr)
+        return 2
+    from vllm_semantic_sched.profiling.live_engine import BadOptions, live_engine
+
+    try:
+        if args.check is not None:
+            load_profile(args.check)  # fails before minutes of work, not after
+        if args.output is not None:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+        with live_engine(args.engine, args.seed) as engine:
+            return _measure(args, engine) if args.check is None else _check(args, engine)
+    except (PolicyError, BadOptions, OSError) as error:
+        print(f"semsched profile: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
+    from vllm_semantic_sched.profiling.measure import make_grid, make_profile, measure
+    from vllm_semantic_sched.profiling.plots import draw
+
+    grid = make_grid(engine, args.max_tokens, args.max_batch)
+    points = args.repeats * (len(grid.prefills) + len(grid.decodes))
+    stream = measure(engine, grid, args.repeats, args.statistic, args.seed)
+    found = _with_progress(stream, points, args.quiet)
+    profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
+    write_profile(profile, args.output)
+    picture = args.output.with_suffix(".png")
+    draw(profile, found, picture)
+    for kind, residual in profile.residuals.items():
+        print(
+            f"{kind}: error median {residual.median:.1%}, p90 {residual.p90:.1%}, "
+            f"{residual.points} points"
+        )
+    print(f"written: {args.output} {picture}")
+    return 0
+
+
+def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
+    from vllm_semantic_sched.profiling.check import judge, make_lengths, measure_points, report
+
+    profile = load_profile(args.check)
+    longest = min(engine.max_model_len - 1, engine.kv_tokens, args.max_tokens or sys.maxsize)
+    beyond = profile.beyond_range(longest)
+    if beyond is not None:
+        print(f"semsched profile: {beyond}", file=sys.stderr)
+    lengths = make_lengths(longest)
+    if not lengths:
+        print(f"semsched profile: all points are longer than {longest} tokens", file=sys.stderr)
+        return 2
+    stream = measure_points(engine, profile, lengths, args.repeats, args.statistic, args.seed + 1)
+    points = _with_progress(stream, args.repeats * len(lengths), args.quiet)
+    verdict = judge(profile, points)
+    _print_points(points, verdict)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report(profile, points, verdict), indent=1) + "\n")
+    return 0 if verdict.met else 3
+
+
+def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
+    """Show a progress bar until the stream yields its result."""
+    from tqdm import tqdm
+
+    last: T | None = None
+    with tqdm(total=points, unit="point", disable=quiet) as bar:
+        for last in stream:
+            bar.update(last is None)
+    assert last is not None
+    return last
+
+
+def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
+    from vllm_semantic_sched.cli.console import make_console, make_table
+    from vllm_semantic_sched.profiling.check import (
+        CHOICE_TARGET,
+        GOOD_CHOICE,
+        MEDIAN_TARGET,
+        P90_TARGET,
+        SLOWDOWNS,
+    )
+
+    columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
+    table = make_table("", *columns, words=0)
+    for point in points:
+        table.add_row(
+            str(point.prompt),
+            str(point.generated),
+            f"{point.recompute * 1e3:.2f}",
+            _prediction(point.predicted_recompute, point.recompute),
+            f"{point.swap * 1e3:.2f}",
+            _prediction(point.predicted_swap, point.swap),
+        )
+    console = make_console()
+    console.print(table)
+    for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
+        console.print(
+            f"{name}: error median {median:.1%} (target {MEDIAN_TARGET:.0%}), "
+            f"p90 {p90:.1%} (target {P90_TARGET:.0%}), {len(points)} points"
+        )
+    console.print(
+        f"the chosen plan is the cheaper one, or within {GOOD_CHOICE - 1:.0%} of it: "
+        f"{verdict.choice:.1%} (target {CHOICE_TARGET:.0%}); at least {verdict.worst_choice:.1%} "
+        f"with copies 1 to {SLOWDOWNS[-1]:,.0f} times slower"
+    )
+
+
+def _prediction(seconds: float, measured: float) -> str:
+    return f"{seconds * 1e3:.2f} ({seconds / measured - 1:+.0%})"

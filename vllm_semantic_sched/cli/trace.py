@@ -1,0 +1,103 @@
+"""Turn a server's event log into a Gantt chart, a Chrome trace and a table per tier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.cli.arguments import positive
+
+_COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched trace`."""
+    add = parser.add_argument
+    add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
+    add(
+        "--limit",
+        type=positive,
+        default=2000,
+        metavar="N",
+        help="requests in the Chrome trace (default: %(default)s); the table counts all requests",
+    )
+    add(
+        "--rows",
+        type=positive,
+        default=80,
+        metavar="N",
+        help="requests in the Gantt chart (default: %(default)s)",
+    )
+    add(
+        "--since",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="draw only requests that arrived at least this long after the start of the log",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write gantt.png, trace.json and summary.json and print the table.
+
+    Returns:
+        0; 1 if a file cannot be read or written, 2 if the log has no events.
+    """
+    from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
+    from vllm_semantic_sched.trace.event_log import LogReader, TierSummaries
+
+    reader, summaries, drawn = LogReader(args.limit, args.since), TierSummaries(), []
+    try:
+        for request in reader.requests(args.log):
+            summaries.add(request)
+            if request.keeps_spans:
+                drawn.append(request)
+        rows = summaries.rows()
+        if not rows:
+            print(f"semsched trace: {args.log}: no events found", file=sys.stderr)
+            return 2
+        args.output.mkdir(parents=True, exist_ok=True)
+        drawn.sort(key=lambda request: request.arrival)
+        spans = [span for request in drawn for span in request.spans]
+        in_chart = [span for request in drawn[: args.rows] for span in request.spans]
+        trace = json.dumps(chrome_trace(spans, reader.depths))
+        (args.output / "trace.json").write_text(trace, encoding="utf-8")
+        (args.output / "summary.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        draw_gantt(in_chart, args.output / "gantt.png", str(args.log.name))
+    except OSError as error:
+        print(f"semsched trace: {error}", file=sys.stderr)
+        return 1
+    _print(rows, args.output, reader.unreadable, len(drawn))
+    return 0
+
+
+def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
+    from vllm_semantic_sched.cli.console import make_console, make_table
+
+    times = ("queueing delay", "TTFT", "E2E")
+    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *times)
+    table = make_table("seconds: p50 / p99", *columns, words=0)
+    for name in ("tier", "preemptions"):
+        table.columns[columns.index(name)].justify = "left"
+    for row in rows:
+        preemptions = ", ".join(f"{n} {kind}" for kind, n in sorted(row["preemptions"].items()))
+        table.add_row(
+            *(str(row[name]) for name in ("level", "tier", "requests", *_COUNTS)),
+            preemptions or "-",
+            *(_percentiles(row, name) for name in ("queueing_delay", "ttft", "e2e")),
+        )
+    console = make_console()
+    console.print(table)
+    if unreadable:
+        console.print(f"{unreadable} lines could not be read")
+    names = " ".join(str(folder / name) for name in ("gantt.png", "trace.json", "summary.json"))
+    console.print(f"written, with the first {drawn} requests: {names}", soft_wrap=True)
+
+
+def _percentiles(row: dict[str, Any], name: str) -> str:
+    p50, p99 = row[f"{name}_p50"], row[f"{name}_p99"]
+    return "-" if p50 is None else f"{p50:.3f} / {p99:.3f}"

@@ -1,0 +1,214 @@
+"""Follows requests through a server's event log, line by line, and sums them up per tier."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.sim.spans import Span
+
+END_STATES = ("completed", "failed", "cancelled", "refused")
+_STATES = {"queued", "running", "swapped", *END_STATES}
+_DEPTH_INTERVAL = 0.1  # seconds; more points than that cannot be told apart in a chart
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """A request as the log shows it. Times are seconds since the first line of the log.
+
+    Attributes:
+        arrival: time of the first line about it: its arrival, if the log has it (`whole`).
+        seated: since when it has its present seat, None without a seat.
+        first_seat, first_token, end: None if not reached before the log ends.
+        state: the last one.
+        preemptions: counts by what happened to the KV.
+        spans: times in a seat, if `keeps_spans`.
+    """
+
+    request: str
+    engine: int
+    level: int
+    tier: str
+    arrival: float
+    whole: bool
+    keeps_spans: bool
+    state: str = "queued"
+    seated: float | None = None
+    first_seat: float | None = None
+    first_token: float | None = None
+    end: float | None = None
+    preemptions: Counter[str] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
+
+    def end_span(self, now: float, kind: str) -> None:
+        """Close the span of the present seat. A request without a seat gets an empty span, so
+        that it shows in the chart."""
+        start = self.seated if self.seated is not None else now
+        self.seated = None
+        if self.keeps_spans:
+            self.spans.append(
+                Span(self.request, self.level, self.arrival, start, now, kind, self.engine)
+            )
+
+
+class LogReader:
+    """Reads requests from a log. Only unfinished requests stay in memory.
+
+    Args:
+        limit: number of requests whose spans are kept, in order of arrival.
+        since: seconds after the first line; spans are kept of requests that arrive later.
+
+    Attributes:
+        unreadable: lines that are not events, as a full disk leaves them.
+        depths: (time, waiting requests by tier) while requests with spans are unfinished.
+    """
+
+    def __init__(self, limit: int, since: float = 0.0) -> None:
+        self.unreadable = 0
+        self.depths: list[tuple[float, dict[str, float]]] = []
+        self._limit = limit
+        self._since = since
+        self._kept = 0
+        self._unfinished_kept = 0
+        self._start: float | None = None
+        self._now = 0.0
+        self._requests: dict[tuple[int, str], LoggedRequest] = {}
+        self._waiting: Counter[str] = Counter()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended at this point of the log."""
+        return len(self._requests)
+
+    def requests(self, path: Path) -> Iterator[LoggedRequest]:
+        """Yield each request when it ends, and after the last line the unfinished ones.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        for part in log_parts(path):
+            with part.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if not line.strip():
+                        continue
+                    try:
+                        ended = self._read(json.loads(line))
+                    except (ValueError, KeyError, TypeError):
+                        self.unreadable += 1
+                        continue
+                    if ended is not None:
+                        yield ended
+        for request in self._requests.values():
+            if request.seated is not None:
+                request.end_span(self._now, "unfinished")
+            yield request
+
+    def _read(self, event: dict[str, Any]) -> LoggedRequest | None:
+        """Apply one event; returns the request if it has ended."""
+        state, key = event["state"], (int(event["engine"]), str(event["request"]))
+        if state not in _STATES:
+            raise ValueError(state)
+        level, tier, time = int(event["level"]), str(event["tier"]), float(event["time"])
+        if self._start is None:
+            self._start = time
+        now = self._now = time - self._start
+        request = self._requests.get(key)
+        if request is None:
+            keeps = self._kept < self._limit and now >= self._since
+            self._kept += keeps
+            self._unfinished_kept += keeps
+            whole = event["from"] is None
+            request = LoggedRequest(key[1], key[0], level, tier, now, whole, keeps)
+            self._requests[key] = request
+            if event["from"] == "running":
+                request.seated = now
+        elif request.state in ("queued", "swapped"):
+            self._waiting[request.tier] -= 1
+        request.level, request.tier, request.state = level, tier, state
+        if event.get("first_token") is not None:
+            request.first_token = float(event["first_token"]) - self._start
+        self._change_state(request, event, now)
+        if self._unfinished_kept and (
+            not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
+        ):
+            self.depths.append((now, dict(self._waiting)))
+        return self._requests.pop(key) if state in END_STATES else None
+
+    def _change_state(self, request: LoggedRequest, event: dict[str, Any], now: float) -> None:
+        state = request.state
+        if state == "running":
+            request.seated = now
+            if request.first_seat is None and request.whole:
+                request.first_seat = now
+        elif state in END_STATES:
+            request.end = now
+            request.end_span(now, "finish" if state == "completed" else state)
+            self._unfinished_kept -= request.keeps_spans
+        else:
+            self._waiting[request.tier] += 1
+            if request.seated is not None:
+                kind = event.get("plan") or event.get("reason") or "recompute"
+                request.preemptions[kind] += 1
+                request.end_span(now, kind)
+
+
+def log_parts(path: Path) -> list[Path]:
+    """A log and its rotated parts (`PATH.1` is the newest of them), oldest first."""
+    older = (Path(f"{path}.{number}") for number in itertools.count(1))
+    return [*reversed(list(itertools.takewhile(Path.exists, older))), path]
+
+
+class _TierSummary:
+    """Counts and times of one tier. Needs eight bytes per request and time."""
+
+    def __init__(self) -> None:
+        self.states: Counter[str] = Counter()
+        self.preemptions: Counter[str] = Counter()
+        self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
+
+    def add(self, request: LoggedRequest) -> None:
+        self.states[request.state if request.end is not None else "unfinished"] += 1
+        self.preemptions.update(request.preemptions)
+        if not request.whole:
+            return
+        completed = request.end if request.state == "completed" else None
+        moments = (request.first_seat, request.first_token, completed)
+        for times, moment in zip(self.times.values(), moments, strict=True):
+            if moment is not None:
+                times.append(moment - request.arrival)
+
+    def row(self) -> dict[str, Any]:
+        import numpy as np
+
+        row: dict[str, Any] = {"requests": self.states.total()}
+        row |= {state: self.states[state] for state in (*END_STATES, "unfinished")}
+        row["preemptions"] = dict(self.preemptions)
+        for name, times in self.times.items():
+            for rank in (50, 99):
+                row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None
+        return row
+
+
+class TierSummaries:
+    """Counts and times of all tiers of a log."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[tuple[int, str], _TierSummary] = {}
+
+    def add(self, request: LoggedRequest) -> None:
+        """Count a request that has ended or is left unfinished."""
+        self._tiers.setdefault((request.level, request.tier), _TierSummary()).add(request)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per tier, most urgent first: level, tier, requests, counts by last state,
+        preemptions by kind, and 50th and 99th percentiles in seconds (None without values)."""
+        return [
+            {"level": level, "tier": tier, **self._tiers[level, tier].row()}
+            for level, tier in sorted(self._tiers)
+        ]
