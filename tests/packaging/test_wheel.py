@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,6 +67,11 @@ def test_wheel_holds_nothing_but_the_package(files: set[str]):
     tops = {path.partition("/")[0] for path in files}
     assert tops == {"vllm_semantic_sched", "vllm_semantic_sched-0.1.0.dist-info"}
     assert not any("__pycache__" in path for path in files)
+
+
+def test_wheel_holds_no_test_helpers(files: set[str]):
+    helpers = [path for path in files if re.search(r"fake|chaos", path.rpartition("/")[2])]
+    assert helpers == []
 
 
 def test_entry_points_lead_to_code(wheel: Path):
