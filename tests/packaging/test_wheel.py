@@ -1,4 +1,4 @@
-"""What a plain `pip install` brings: policies by name, the model's weights, the entry points."""
+"""The wheel contains policies, model weights and entry points, and no test helpers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    # No isolation: hatchling comes with the `test` extra, so that nothing is downloaded.
+    # The `test` extra has hatchling, so that a build without isolation downloads nothing.
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -63,7 +63,7 @@ def test_wheel_holds_the_model_weights(files: set[str]):
     assert shipped <= files
 
 
-def test_wheel_holds_nothing_but_the_package(files: set[str]):
+def test_wheel_holds_only_the_package(files: set[str]):
     tops = {path.partition("/")[0] for path in files}
     assert tops == {"vllm_semantic_sched", "vllm_semantic_sched-0.1.0.dist-info"}
     assert not any("__pycache__" in path for path in files)
@@ -74,7 +74,7 @@ def test_wheel_holds_no_test_helpers(files: set[str]):
     assert helpers == []
 
 
-def test_entry_points_lead_to_code(wheel: Path):
+def test_entry_points_resolve(wheel: Path):
     points = ConfigParser()
     points.read_string(read_metadata(wheel, "entry_points.txt"))
     assert set(points["console_scripts"]) == {"semsched"}
@@ -85,7 +85,7 @@ def test_entry_points_lead_to_code(wheel: Path):
             assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_engine_and_torch_come_only_with_an_extra(metadata: Message):
+def test_engine_and_torch_need_an_extra(metadata: Message):
     always = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert always
     assert not any(r.startswith(("torch", "vllm")) for r in always)
