@@ -63,15 +63,10 @@ def test_wheel_holds_the_model_weights(files: set[str]):
     assert shipped <= files
 
 
-def test_wheel_holds_only_the_package(files: set[str]):
+def test_wheel_holds_nothing_but_the_package(files: set[str]):
     tops = {path.partition("/")[0] for path in files}
     assert tops == {"vllm_semantic_sched", "vllm_semantic_sched-0.1.0.dist-info"}
     assert not any("__pycache__" in path for path in files)
-
-
-def test_wheel_holds_no_test_helpers(files: set[str]):
-    helpers = [path for path in files if re.search(r"fake|chaos", path.rpartition("/")[2])]
-    assert helpers == []
 
 
 def test_entry_points_resolve(wheel: Path):
@@ -122,3 +117,8 @@ def test_metadata_package_names_the_engine_of_the_cpu_extra(tmp_path: Path):
     assert metadata["Version"] == engine.partition("==")[2] + "+cpu"
     with zipfile.ZipFile(wheel) as archive:
         assert all(".dist-info/" in name for name in archive.namelist())
+
+
+def test_wheel_holds_no_test_helpers(files: set[str]):
+    helpers = [path for path in files if re.search(r"fake|chaos", path.rpartition("/")[2])]
+    assert helpers == []
