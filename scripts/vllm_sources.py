@@ -1,8 +1,7 @@
 """Fetches files of vLLM's releases through the indexes that pip is configured with.
 
-`pip download` cannot be used for the source distribution: it builds the metadata, which fails
-without the compilers that vLLM wants. pip's own finder stops before that, and it reads the same
-configuration, so that no index has to be named here.
+`pip download` fails on the source distribution: it builds the metadata, which needs compilers.
+pip's package finder only finds the link, and it reads pip's configuration.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ def fetch_source(version: str, folder: Path) -> Path:
     """Downloads vLLM's source distribution into `folder` and returns the file.
 
     Raises:
-        SystemExit: no index has it, or what came is not what the index promised.
+        SystemExit: no index has the file, or its hash differs from the one in the index.
     """
-    # Else it warns of each index that does not have vLLM at all.
+    # pip warns about each index without vLLM.
     logging.getLogger("pip").setLevel(logging.ERROR)
     command = create_command("download")
     options, _ = command.parse_args(["--quiet", "--no-binary", "vllm", "vllm"])
@@ -46,12 +45,12 @@ def fetch_source(version: str, folder: Path) -> Path:
             shutil.copyfileobj(response.raw, out)
     if link.hash and hashlib.new(link.hash_name, file.read_bytes()).hexdigest() != link.hash:
         file.unlink()
-        raise SystemExit(f"{link.filename} is damaged: its {link.hash_name} sum is wrong")
+        raise SystemExit(f"{link.filename} is damaged: its {link.hash_name} hash is wrong")
     return file
 
 
 def extract_tests(source: Path, folder: Path) -> None:
-    """Unpacks only `tests/`: beside it, the `vllm/` folder would hide the installed one."""
+    """Unpacks only `tests/`, because the `vllm/` folder would hide the installed package."""
     with tarfile.open(source) as archive:
         for member in archive:
             _, _, path = member.name.partition("/")

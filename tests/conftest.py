@@ -1,5 +1,6 @@
-"""Makes `jobs`, beside this file, importable from the test modules; sets hypothesis up."""
+"""Makes `jobs`, beside this file, importable; sets hypothesis up; adds `--forbid-skips`."""
 
+import pytest
 from hypothesis import settings
 
 # A busy machine must not fail a test by its slowness, and the same code gets the same verdict
@@ -7,3 +8,39 @@ from hypothesis import settings
 settings.register_profile("same-examples", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("same-examples")
+
+# Starts of the reasons for which --forbid-skips accepts a skipped test. scripts/setup.sh installs
+# all that the tests import, so none is needed.
+ALLOWED_SKIPS: tuple[str, ...] = ()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--forbid-skips", action="store_true", help="fail the run if a test is skipped"
+    )
+
+
+def unexpected_skips(config: pytest.Config) -> list[str]:
+    # Only the process that prints has all reports; a worker of xdist has no such plugin.
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not config.getoption("--forbid-skips"):
+        return []
+    skips = [(report.nodeid, report.longrepr[2]) for report in reporter.stats.get("skipped", [])]
+    return [
+        f"{test}: {reason}"
+        for test, reason in skips
+        if not reason.removeprefix("Skipped: ").startswith(ALLOWED_SKIPS)
+    ]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and unexpected_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    skips = unexpected_skips(config)
+    if skips:
+        terminalreporter.section("skipped tests, which --forbid-skips counts as failed", red=True)
+    for skip in skips:
+        terminalreporter.line(skip)

@@ -1,9 +1,10 @@
-"""What a plain `pip install` brings: policies by name, the model's weights, the entry points."""
+"""The wheel contains policies, model weights and entry points, and no test helpers."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -20,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    # No isolation: hatchling comes with the `test` extra, so that nothing is downloaded.
+    # The `test` extra has hatchling, so that a build without isolation downloads nothing.
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -75,7 +76,7 @@ def test_wheel_holds_nothing_but_the_package(files: set[str]):
     assert not any("__pycache__" in path for path in files)
 
 
-def test_entry_points_lead_to_code(wheel: Path):
+def test_entry_points_resolve(wheel: Path):
     points = ConfigParser()
     points.read_string(read_metadata(wheel, "entry_points.txt"))
     assert set(points["console_scripts"]) == {"semsched"}
@@ -86,7 +87,7 @@ def test_entry_points_lead_to_code(wheel: Path):
             assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_engine_and_torch_come_only_with_an_extra(metadata: Message):
+def test_engine_and_torch_need_an_extra(metadata: Message):
     always = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert always
     assert not any(r.startswith(("torch", "vllm")) for r in always)
@@ -123,3 +124,8 @@ def test_metadata_package_names_the_engine_of_the_cpu_extra(tmp_path: Path):
     assert metadata["Version"] == engine.partition("==")[2] + "+cpu"
     with zipfile.ZipFile(wheel) as archive:
         assert all(".dist-info/" in name for name in archive.namelist())
+
+
+def test_wheel_holds_no_test_helpers(files: set[str]):
+    helpers = [path for path in files if re.search(r"fake|chaos", path.rpartition("/")[2])]
+    assert helpers == []
