@@ -8,7 +8,7 @@ import pytest
 
 from vllm_semantic_sched.admin import reference
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.command import describe_keys
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.keys import keys_of

@@ -54,7 +54,7 @@ def test_no_decision_reads_the_time_of_day() -> None:
     """It jumps; the monotonic clock does not. The event log's stamps are for people."""
     package = Path(vllm_semantic_sched.__file__).parent
     for folder in ("policy", "engine", "predict"):
-        for path in package.joinpath(folder).glob("*.py"):
+        for path in package.joinpath(folder).rglob("*.py"):
             if path.name == "event_log.py":
                 continue
             code = path.read_text("utf-8")

@@ -19,7 +19,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.vllm_api import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def clock() -> Any:
-    from vllm_semantic_sched.engine.step_clock import StepClock
+    from vllm_semantic_sched.engine.clock import StepClock
 
     return StepClock()
 
@@ -49,7 +49,7 @@ def test_steps_that_never_end_do_not_pile_up(clock) -> None:
 
 
 def test_what_a_step_holds_is_read_from_its_output() -> None:
-    from vllm_semantic_sched.engine.step_clock import batch_of
+    from vllm_semantic_sched.engine.clock import batch_of
 
     computed = {"a": 101, "b": 51, "c": 300, "d": 20}
     requests: Any = {key: SimpleNamespace(num_computed_tokens=n) for key, n in computed.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.keys import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason

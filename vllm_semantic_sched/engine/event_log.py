@@ -12,7 +12,7 @@ from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.events import Event, Events
 from vllm_semantic_sched.policy.job import Job

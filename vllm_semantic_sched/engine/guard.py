@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.job import Job
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 

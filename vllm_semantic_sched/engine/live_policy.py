@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from multiprocessing import parent_process
 from typing import Any
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.errors import PolicyError

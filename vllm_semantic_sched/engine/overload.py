@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.engine.capacity import Capacity
-from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, kv_cache_usage
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.job import Job

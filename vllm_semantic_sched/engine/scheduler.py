@@ -12,23 +12,20 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.capacity import Capacity
-from vllm_semantic_sched.engine.clock import ServiceClock
-from vllm_semantic_sched.engine.ending import Endings
+from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
+from vllm_semantic_sched.engine.ending import Endings, end_of
 from vllm_semantic_sched.engine.event_log import EventLog
-from vllm_semantic_sched.engine.fairness_metrics import report_fairness
 from vllm_semantic_sched.engine.guard import Guard, GuardedListener
+from vllm_semantic_sched.engine.http import commands
+from vllm_semantic_sched.engine.kv.preemption import Preemptions
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
-from vllm_semantic_sched.engine.outcome import end_of
+from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.requests import RequestMetrics, report_fairness
 from vllm_semantic_sched.engine.overload import Overload
 from vllm_semantic_sched.engine.prediction import PredictionFeed
-from vllm_semantic_sched.engine.preemption import Preemptions
-from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
-from vllm_semantic_sched.engine.stats import Counters, Gauges
-from vllm_semantic_sched.engine.step_clock import StepClock, batch_of
 from vllm_semantic_sched.engine.step_limit import StepLimit
 from vllm_semantic_sched.engine.vllm_api import (
     AsyncScheduler,

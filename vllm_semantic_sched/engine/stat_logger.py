@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.engine.vllm_api import StatLoggerBase, VllmConfig, detach_message
 
 

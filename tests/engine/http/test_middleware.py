@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.middleware import Refusals, RequestRefused
+from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine

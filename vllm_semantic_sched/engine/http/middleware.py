@@ -4,8 +4,8 @@ tenants by header or `user` field.
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
-Without it there are no endpoints (see `engine.admin`), a tenant is known by `vllm_xargs` only
-(see `engine.tenant_names`), and vLLM answers a refused request with
+Without it there are no endpoints (see `engine.http.admin`), a tenant is known by `vllm_xargs` only
+(see `engine.http.tenant_names`), and vLLM answers a refused request with
 status 500, or within a stream that has begun with status 200 by an error message.
 """
 
@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from vllm_semantic_sched.engine.admin import add_routes
-from vllm_semantic_sched.engine.tenant_names import TenantNames
+from vllm_semantic_sched.engine.http.admin import add_routes
+from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 from vllm_semantic_sched.engine.vllm_api import GenerationError
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 

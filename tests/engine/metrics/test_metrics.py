@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.engine.vllm_api import attach_message
 
 pytestmark = pytest.mark.engine

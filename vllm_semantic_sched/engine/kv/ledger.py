@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
 
 @dataclass(slots=True)

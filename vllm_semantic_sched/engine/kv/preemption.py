@@ -6,8 +6,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from vllm_semantic_sched.engine.kv_swap import SemanticSwapConnector
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import (
     Request,
     Scheduler,

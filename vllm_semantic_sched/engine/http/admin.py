@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
-from vllm_semantic_sched.engine.commands import UTILITY
+from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.vllm_api import call_engines
 
@@ -162,5 +162,5 @@ async def _ask(request: Request, command: str) -> list[Any]:
 
 
 async def ask_engines(engine_client: Any, command: str) -> list[Any]:
-    """The answers of all engines to a command (see `engine.commands`)."""
+    """The answers of all engines to a command (see `engine.http.commands`)."""
     return list(await call_engines(engine_client, UTILITY, command))

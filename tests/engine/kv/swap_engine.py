@@ -81,7 +81,7 @@ class SwapEngine:
 
     def set(self, mode: str, max_stall: float = 1e9, host_blocks: int | None = None) -> None:
         """Put another retention policy in force, and another size of the host pool."""
-        from vllm_semantic_sched.engine.host_pool import HostPool
+        from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})

@@ -20,7 +20,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     make_request,
     run_step,
 )
-from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.job import JobState

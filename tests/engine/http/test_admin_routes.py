@@ -6,8 +6,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_semantic_sched.engine.admin import router
-from vllm_semantic_sched.engine.commands import UTILITY
+from vllm_semantic_sched.engine.http.admin import router
+from vllm_semantic_sched.engine.http.commands import UTILITY
 
 pytestmark = pytest.mark.engine
 

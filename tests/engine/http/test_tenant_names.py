@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vllm_semantic_sched.engine.tenant_names import TenantNames
+from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
 
 # Seconds between messages of a busy engine: Prometheus looks every few seconds.
 _INTERVAL = 0.25
@@ -18,7 +18,7 @@ Gauges = Mapping[str, float | Mapping[Any, float]]
 
 
 class Counters:
-    """Counters, histograms and gauges by name and labels (see `engine.metric_table`).
+    """Counters, histograms and gauges by name and labels (see `engine.metrics.table`).
 
     Messages carry what was added since the last one. vLLM hands each to one API server, whichever
     has output in that step, and Prometheus adds up what the servers count.

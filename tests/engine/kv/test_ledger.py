@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.host_pool import HostPool
-from vllm_semantic_sched.engine.swap_ledger import SwapLedger, Transfer
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.ledger import SwapLedger, Transfer
 
 BLOCK = 4
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_semantic_sched.engine.kv_copy import (
+from vllm_semantic_sched.engine.kv.block_copy import (
     CpuCopies,
     CudaCopies,
     UnsupportedLayout,
