@@ -1,4 +1,4 @@
-"""Connects the prediction service with the scheduler's jobs."""
+"""Connects the prediction service to the scheduler's jobs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.job import Job, LevelSource
 from vllm_semantic_sched.predict.service import PredictionService
 
-# Tokens taken from each end of a prompt: about what fits into a predictor's window twice over.
+# Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
 
 
 class PredictionFeed:
-    """Sends prompts to the predictor and applies what comes back, never waiting for it.
+    """Sends prompts to the predictor and applies its predictions, without ever waiting for them.
 
     Args:
         jobs: the scheduler's jobs by request id.
-        structured_output_manager: where vLLM keeps the served model's tokenizer in this process.
+        structured_output_manager: holds the served model's tokenizer in this process.
 
     Raises:
         PredictorError: the configured model cannot be loaded.
@@ -56,11 +56,11 @@ class PredictionFeed:
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
-        """Token ids to text, where the engine has a tokenizer."""
+        """Converts token ids to text; None if the engine has no tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.decode
 
     def gauges(self) -> dict[str, float]:
-        """How the predictor is; nothing where the policy wants none."""
+        """State of the predictor; empty if the policy uses none."""
         if self._service is None:
             return {}
         return {
@@ -69,7 +69,11 @@ class PredictionFeed:
         }
 
     def submit(self, request: Request, hint: Hint) -> bool:
-        """Send a request's prompt; False if no prediction will come."""
+        """Send a request's prompt to the predictor.
+
+        Returns:
+            False if no prediction will arrive.
+        """
         policy = self._core.policy
         if self._service is None or (hint.level is not None and not policy.uses_length):
             return False
@@ -85,12 +89,16 @@ class PredictionFeed:
         return False
 
     def cancel(self, job: Job) -> None:
-        """A request ended; do not spend a forward pass on it."""
+        """Withdraw the prompt of a request that ended, to save its forward pass."""
         if self._service is not None and job.awaits_prediction:
             self._service.cancel(job.request_id)
 
     def apply(self) -> list[Job]:
-        """Apply all predictions that have come back; the jobs that they changed."""
+        """Apply all predictions that have arrived.
+
+        Returns:
+            The jobs that they changed.
+        """
         if self._service is None:
             return []
         self._counters.raise_to("cached_predictions", self._service.cached)
@@ -104,7 +112,7 @@ class PredictionFeed:
             if prediction is None:
                 self._counters.add("failed_predictions")
             job = self._jobs.get(request_id)
-            if job is None:  # it has ended meanwhile
+            if job is None:  # it has ended in the meantime
                 continue
             self._counters.observe("prediction_latency_seconds", now - job.arrival)
             self._core.predicted(job, prediction)

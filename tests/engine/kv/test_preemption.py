@@ -314,7 +314,7 @@ def warnings_at_start(make) -> list[str]:
         make()
     finally:
         logger.removeHandler(handler)
-    return [line for line in lines if "computed again" in line]
+    return [line for line in lines if "is recomputed" in line]
 
 
 def test_why_nothing_is_swapped_is_said_once_at_start(build) -> None:

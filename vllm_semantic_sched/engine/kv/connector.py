@@ -1,8 +1,8 @@
-"""SemanticSwapConnector: takes victims' KV to host memory and back, as the policy plans it.
+"""SemanticSwapConnector: copies victims' KV to host memory and back, as the policy plans.
 
-Given to vLLM by `--kv-transfer-config`, because the workers build their part of it. What is saved
-is decided in `policy.eviction.retention`, kept account of in `engine.kv.ledger` and copied by
-`engine.kv.block_copy`; here is what vLLM calls.
+Users name it in `--kv-transfer-config`, because the workers build their own instances. The
+decision what to save is in `policy.eviction.retention`, the accounts are in `engine.kv.ledger`, the
+copies in `engine.kv.block_copy`. This module implements vLLM's connector interface.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class SwapConfig(Section):
 
 @dataclass
 class SwapMetadata(KVConnectorMetadata):
-    """What the workers copy in a step."""
+    """What the workers have to copy in a step."""
 
     orders: Orders
 
 
 @dataclass
 class SwapReport(KVConnectorWorkerMetadata):
-    """Seconds that copies took; of several workers, the slowest one's."""
+    """Seconds that copies took; the maximum over workers."""
 
     save_seconds: float
     load_seconds: float
@@ -68,8 +68,8 @@ class SwapReport(KVConnectorWorkerMetadata):
 
 
 def host_slots(config: KVCacheConfig, host_gib: float) -> int:
-    """Blocks that fit into the host pool. A block number stands for one row of every piece of
-    memory, whichever group uses it; groups lie over each other."""
+    """Blocks that fit into the host pool. A block number addresses one row in every region of
+    memory; the groups of layers share the regions."""
     row_bytes: dict[int, int] = {}
     for tensor in config.kv_cache_tensors:
         layer_by_layer = tensor.layer_stride >= tensor.block_stride * config.num_blocks
@@ -79,7 +79,7 @@ def host_slots(config: KVCacheConfig, host_gib: float) -> int:
 
 
 def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | None:
-    """Why this engine's KV cannot be swapped; None if it can."""
+    """The reason why this engine's KV cannot be swapped; None if it can."""
     parallel = vllm_config.parallel_config
     specs = [
         spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
@@ -102,10 +102,15 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
 
 
 class SemanticSwapConnector(KVConnector):
-    """Host copies of preempted requests' KV.
+    """Keeps host copies of preempted requests' KV.
 
-    The scheduler's instance keeps the ledger, the workers' instances hold the memory. A copy
-    lives from a preemption to the next admission, the end of the request or a reset.
+    The scheduler's instance keeps the ledger; the workers' instances hold the memory. A copy lives
+    from a preemption until the request is admitted again, ends, or the cache is reset.
+
+    Attributes:
+        ledger: host copies by request; on the scheduler's side.
+        measured: total seconds of copies, by "save" and "load".
+        unsupported: why KV cannot be swapped here; None if it can.
 
     Raises:
         PolicyError: at construction, if `kv_connector_extra_config` is invalid.
@@ -127,13 +132,13 @@ class SemanticSwapConnector(KVConnector):
             HostPool(slots),
             [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
         )
-        self.measured = {"save": 0.0, "load": 0.0}  # seconds so far
+        self.measured = {"save": 0.0, "load": 0.0}
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a copy that is lost is computed again
+        return False  # a lost copy is recomputed
 
-    # Workers
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self._slots:
@@ -147,7 +152,8 @@ class SemanticSwapConnector(KVConnector):
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Save before the step overwrites the victims' blocks. Some model runners call twice."""
+        """Save victims' blocks before the step overwrites them. Some model runners call this
+        twice per step, so each order is removed once it is carried out."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
         saves = kv_connector_metadata.orders.saves
         while saves:
@@ -187,10 +193,12 @@ class SemanticSwapConnector(KVConnector):
 
     @property
     def _copies(self) -> CopyBackend:
-        assert self._backend is not None, "KV copies ordered before the KV cache was registered"
+        assert self._backend is not None, (
+            "KV copies were ordered before the KV cache was registered"
+        )
         return self._backend
 
-    # Scheduler
+    # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -200,8 +208,8 @@ class SemanticSwapConnector(KVConnector):
         return self.cache_config.transfer_group_ids
 
     def save(self, request: Request, start: int, end: int, hash_block_size: int) -> bool:
-        """Order a running request's KV of tokens `start` to `end` to be saved, before its blocks
-        are freed.
+        """Order a save of a running request's KV for tokens `start` to `end`, before its blocks are
+        freed.
 
         Args:
             hash_block_size: tokens per entry of `request.block_hashes`.
@@ -210,8 +218,8 @@ class SemanticSwapConnector(KVConnector):
             False if the host pool is too small.
         """
         blocks = self.cache_manager.get_block_ids(request.request_id)
-        guard = _unchanged(request, end, hash_block_size)
-        return self.ledger.save(request.request_id, blocks, start, end, guard)
+        unchanged = _unchanged(request, end, hash_block_size)
+        return self.ledger.save(request.request_id, blocks, start, end, unchanged)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -228,7 +236,7 @@ class SemanticSwapConnector(KVConnector):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        # Newer model runners carry out these copies before they call `handle_preemptions`.
+        # Newer model runners make these copies before they call `handle_preemptions`.
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
         return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
 
@@ -251,18 +259,18 @@ class SemanticSwapConnector(KVConnector):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Drop every host copy: the weights may have changed.
+        """Drop every host copy, because the weights may have changed.
 
         Returns:
-            False while loads are under way, which cannot be taken back.
+            False while loads are in flight, which cannot be undone.
         """
         self.ledger.release_all()
         return self.ledger.loading == 0
 
 
 def _unchanged(request: Request, end: int, hash_block_size: int) -> Callable[[], bool]:
-    """Tells whether a request's first `end` tokens are still what they are now: a session may
-    take tokens back."""
+    """A function that tells whether a request's first `end` tokens are still the same: a session
+    may remove tokens."""
     saved = _fingerprint(request, end, hash_block_size)
 
     def unchanged() -> bool:
