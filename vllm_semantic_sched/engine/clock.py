@@ -21,28 +21,28 @@ class ServiceClock:
     operator pauses the queue, requests do not age and no timeout or deadline comes closer.
 
     Args:
-        seconds: the underlying clock.
+        seconds: the underlying clock; may be replaced.
     """
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._paused = 0.0  # total seconds
         self._since: float | None = None
 
     def __call__(self) -> float:
         """The time now, comparable only with other readings of this clock."""
-        running_until = self._seconds() if self._since is None else self._since
+        running_until = self.seconds() if self._since is None else self._since
         return running_until - self._paused
 
     def pause(self) -> None:
         """Stop; no-op if already stopped."""
         if self._since is None:
-            self._since = self._seconds()
+            self._since = self.seconds()
 
     def resume(self) -> None:
         """Resume; no-op if already running."""
         if self._since is not None:
-            self._paused += self._seconds() - self._since
+            self._paused += self.seconds() - self._since
             self._since = None
 
 
@@ -56,6 +56,11 @@ class StepClock:
     def __init__(self) -> None:
         self._in_flight: dict[int, tuple[Batch, float]] = {}
         self._last_output = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose output has not arrived."""
+        return len(self._in_flight)
 
     def scheduled(self, output: SchedulerOutput, batch: Batch, now: float) -> None:
         """Record that schedule() has returned; `now` in seconds."""

@@ -48,7 +48,7 @@ class EventLog:
         self.path = path.with_stem(f"{path.stem}-{engine}") if engine else path
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
+            self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
         self._limit = settings.queue
@@ -79,6 +79,11 @@ class EventLog:
         counters.raise_to("event_log_dropped", self._dropped, "queue_full")
         counters.raise_to("event_log_dropped", self._failed, "not_writable")
 
+    @property
+    def running(self) -> bool:
+        """Whether the background thread still runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Write the remaining lines and close the file, unless that takes too long."""
         self._closing.set()
@@ -94,17 +99,18 @@ class EventLog:
             while left > 0:
                 events = [self._events.popleft() for _ in range(min(left, _CHUNK))]
                 left -= len(events)
-                self._write(events)
-        self._file.close()
+                self.write(events)
+        self.file.close()
 
-    def _write(self, events: list[Event]) -> None:
+    def write(self, events: list[Event]) -> None:
+        """Write events now. Errors are counted, not raised."""
         try:
             tiers = self._tier_names()
             text = "\n".join(
                 json.dumps(event.line(self._engine, tiers[event.level])) for event in events
             )
             # A failed write may have left a partial line.
-            self._file.write(("\n" if self._broken else "") + text)
+            self.file.write(("\n" if self._broken else "") + text)
             self._written += len(events)
             self._broken = False
         except Exception as error:  # keep trying: space may be freed
@@ -117,7 +123,7 @@ class EventLog:
                 )
             self._failed += len(events)
             self._broken = True
-            self._file.reopen()
+            self.file.reopen()
 
 
 class _File(RotatingFileHandler):

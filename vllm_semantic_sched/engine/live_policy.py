@@ -38,14 +38,14 @@ class LivePolicy:
     from the scheduling thread.
 
     Args:
-        load: reads the server's policy and profile; raises PolicyError.
+        load: reads the server's policy and profile; raises PolicyError. May be replaced.
     """
 
     def __init__(
         self, core: SchedulingCore, load: Load, counters: Counters, logger: logging.Logger
     ) -> None:
         self._core = core
-        self._load = load
+        self.load = load
         self._counters = counters
         self._logger = logger
         self.version = PolicyVersion(1, fingerprint(core.policy, core.profile_scale.given))
@@ -129,7 +129,7 @@ class LivePolicy:
     def _serve(self) -> None:
         while (done := self._requests.get()) is not None:
             try:
-                self._loaded = self._load()
+                self._loaded = self.load()
             except PolicyError as problem:
                 self._loaded = problem
             except Exception as error:  # a bad file must not end the thread

@@ -24,6 +24,10 @@ class PredictionFeed:
         jobs: the scheduler's jobs by request id.
         structured_output_manager: holds the served model's tokenizer in this process.
 
+    Attributes:
+        service: the predictor; None if the policy uses none.
+        tokenizer: the served model's; None if the engine has none.
+
     Raises:
         PredictorError: the configured model cannot be loaded.
     """
@@ -39,33 +43,33 @@ class PredictionFeed:
         self._core = core
         self._jobs = jobs
         self._counters = counters
-        self._service: PredictionService | None = None
-        self._tokenizer = getattr(structured_output_manager, "tokenizer", None)
+        self.service: PredictionService | None = None
+        self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
         if not policy.predictor.enabled or not (policy.uses_urgency or policy.uses_length):
             return
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             logger.warning(
                 "Semantic scheduling: vLLM runs without a tokenizer, so prompts cannot be read; "
                 "levels come from hints only."
             )
             return
-        self._service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
-        core.buckets = self._service.start()
+        self.service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
+        core.buckets = self.service.start()
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
         """Converts token ids to text; None if the engine has no tokenizer."""
-        return None if self._tokenizer is None else self._tokenizer.decode
+        return None if self.tokenizer is None else self.tokenizer.decode
 
     def gauges(self) -> dict[str, float]:
         """State of the predictor; empty if the policy uses none."""
-        if self._service is None:
+        if self.service is None:
             return {}
         return {
-            "predictor_queue": self._service.pending,
-            "predictor_up": float(self._service.up),
+            "predictor_queue": self.service.pending,
+            "predictor_up": float(self.service.up),
         }
 
     def submit(self, request: Request, hint: Hint) -> bool:
@@ -75,7 +79,7 @@ class PredictionFeed:
             False if no prediction will arrive.
         """
         policy = self._core.policy
-        if self._service is None or (hint.level is not None and not policy.uses_length):
+        if self.service is None or (hint.level is not None and not policy.uses_length):
             return False
         tokens = request.prompt_token_ids
         if not tokens:
@@ -83,15 +87,15 @@ class PredictionFeed:
         if len(tokens) > 2 * _WINDOW:
             tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
         level = policy.default_level if hint.level is None else hint.level
-        if self._service.submit(request.request_id, tokens, level):
+        if self.service.submit(request.request_id, tokens, level):
             return True
         self._counters.add("unread_prompts")
         return False
 
     def cancel(self, job: Job) -> None:
         """Withdraw the prompt of a request that ended, to save its forward pass."""
-        if self._service is not None and job.awaits_prediction:
-            self._service.cancel(job.request_id)
+        if self.service is not None and job.awaits_prediction:
+            self.service.cancel(job.request_id)
 
     def apply(self) -> list[Job]:
         """Apply all predictions that have arrived.
@@ -99,16 +103,16 @@ class PredictionFeed:
         Returns:
             The jobs that they changed.
         """
-        if self._service is None:
+        if self.service is None:
             return []
-        self._counters.raise_to("cached_predictions", self._service.cached)
-        self._counters.raise_to("predictor_restarts", self._service.restarts)
-        for texts, seconds in self._service.passes():
+        self._counters.raise_to("cached_predictions", self.service.cached)
+        self._counters.raise_to("predictor_restarts", self.service.restarts)
+        for texts, seconds in self.service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
         now = self._core.lifecycle.clock()
         changed: list[Job] = []
-        for request_id, prediction in self._service.drain():
+        for request_id, prediction in self.service.drain():
             if prediction is None:
                 self._counters.add("failed_predictions")
             job = self._jobs.get(request_id)
@@ -123,5 +127,5 @@ class PredictionFeed:
 
     def close(self) -> None:
         """Stop the predictor."""
-        if self._service is not None:
-            self._service.close()
+        if self.service is not None:
+            self.service.close()

@@ -93,9 +93,9 @@ class CpuCopies:
     scatters them at twice torch's speed."""
 
     def __init__(self, regions: Sequence[torch.Tensor], slots: int) -> None:
-        self._device = [_as_words(region) for region in regions]
-        self._host = [
-            torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self._device
+        self.device = [_as_words(region) for region in regions]
+        self.host = [
+            torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self.device
         ]
         self._finished: set[str] = set()
         self._save_seconds = self._load_seconds = 0.0
@@ -104,7 +104,7 @@ class CpuCopies:
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
-            for source, target in zip(self._device, self._host, strict=True):
+            for source, target in zip(self.device, self.host, strict=True):
                 torch.index_select(source, 0, rows, out=target[run.start : run.stop])
         self._save_seconds += time.perf_counter() - start
 
@@ -112,7 +112,7 @@ class CpuCopies:
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
-            for target, source in zip(self._device, self._host, strict=True):
+            for target, source in zip(self.device, self.host, strict=True):
                 target.numpy()[rows.numpy()] = source[run.start : run.stop].numpy()
         self._load_seconds += time.perf_counter() - start
 

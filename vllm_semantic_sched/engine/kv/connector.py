@@ -109,6 +109,8 @@ class SemanticSwapConnector(KVConnector):
 
     Attributes:
         ledger: host copies by request; on the scheduler's side.
+        slots: blocks that the host pool holds.
+        backend: copies the blocks; on a worker's side, once the KV cache is registered.
         measured: total seconds of copies, by "save" and "load".
         unsupported: why KV cannot be swapped here; None if it can.
 
@@ -126,8 +128,8 @@ class SemanticSwapConnector(KVConnector):
         slots = 0
         if self.unsupported is None:
             slots = host_slots(kv_cache_config, config.host_gib)
-        self._slots = slots
-        self._backend: CopyBackend | None = None
+        self.slots = slots
+        self.backend: CopyBackend | None = None
         self.ledger = SwapLedger(
             HostPool(slots),
             [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
@@ -141,14 +143,14 @@ class SemanticSwapConnector(KVConnector):
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if not self._slots:
+        if not self.slots:
             return
         regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
-        self._backend = make_backend(regions, self._slots)
+        self.backend = make_backend(regions, self.slots)
         logger.info(
             "KV swap: %d blocks, %.2f GiB of host memory.",
-            self._slots,
-            self._slots * sum(region.shape[1] for region in regions) / 2**30,
+            self.slots,
+            self.slots * sum(region.shape[1] for region in regions) / 2**30,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -181,22 +183,20 @@ class SemanticSwapConnector(KVConnector):
         pass
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._backend is None:
+        if self.backend is None:
             return None, None
-        return None, self._backend.finished() or None
+        return None, self.backend.finished() or None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._backend is None:
+        if self.backend is None:
             return None
-        seconds = self._backend.take_seconds()
+        seconds = self.backend.take_seconds()
         return SwapReport(*seconds) if any(seconds) else None
 
     @property
     def _copies(self) -> CopyBackend:
-        assert self._backend is not None, (
-            "KV copies were ordered before the KV cache was registered"
-        )
-        return self._backend
+        assert self.backend is not None, "KV copies were ordered before the KV cache was registered"
+        return self.backend
 
     # Scheduler side
 
@@ -265,7 +265,7 @@ class SemanticSwapConnector(KVConnector):
             False while loads are in flight, which cannot be undone.
         """
         self.ledger.release_all()
-        return self.ledger.loading == 0
+        return not self.ledger.loading
 
 
 def _unchanged(request: Request, end: int, hash_block_size: int) -> Callable[[], bool]:

@@ -89,9 +89,20 @@ class SwapLedger:
         return len(self._held)
 
     @property
-    def loading(self) -> int:
-        """Number of loads beside steps that the workers have not reported yet."""
-        return len(self._loading)
+    def held(self) -> list[str]:
+        """Requests whose KV is on the host and not ordered to be loaded."""
+        return list(self._held)
+
+    @property
+    def loading(self) -> list[str]:
+        """Requests whose load beside steps the workers have not reported yet."""
+        return list(self._loading)
+
+    @property
+    def slots_in_use(self) -> list[int]:
+        """Slots of all copies, including those that are being loaded."""
+        copies = [*self._held.values(), *self._loading.values(), *self._spent]
+        return [slot for copy in copies for run in copy.taken for slot in run]
 
     def save(
         self,
@@ -227,7 +238,7 @@ class SwapLedger:
 
     def release_all(self) -> list[str]:
         """Forget all copies; the ids of the requests that had one."""
-        lost = list(self._held)
+        lost = self.held
         for request_id in lost:
             self.release(request_id)
         return lost

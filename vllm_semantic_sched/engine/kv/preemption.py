@@ -52,6 +52,9 @@ class Preemptions:
     """Carries out preemption plans and counts what they cost.
 
     Without a usable swap connector every plan recomputes; the reason is logged once, at start.
+
+    Attributes:
+        connector: the swap connector, if there is a usable one.
     """
 
     def __init__(
@@ -64,17 +67,17 @@ class Preemptions:
         self._scheduler = scheduler
         self._core = core
         self._counters = counters
-        self._connector, problem = _usable_connector(scheduler)
+        self.connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
             logger.warning(
                 "Semantic scheduling: KV of preempted requests is recomputed, because %s.",
                 problem,
             )
-        if self._connector is not None:
-            self._connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
+        if self.connector is not None:
+            self.connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
                 tokens, core.profile, core.policy.retention.max_stall
             )
-            if scheduler.connector is self._connector:
+            if scheduler.connector is self.connector:
                 # With a connector, vLLM delays freeing blocks, because a step in flight could
                 # overwrite what the connector loads into them. Our copies are queued behind
                 # earlier steps, so this is safe, and delayed blocks would rule out preemptions.
@@ -84,6 +87,11 @@ class Preemptions:
         self._block_size: int = scheduler.block_size
         self._away: dict[str, _Away] = {}
         self._returning: dict[str, _Returning] = {}
+
+    @property
+    def pending(self) -> int:
+        """Preempted requests that have not restored all their tokens."""
+        return len(self._away) + len(self._returning)
 
     def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
         """What preempting a running request would do; updates the job's token counts.
@@ -109,10 +117,10 @@ class Preemptions:
         plan = self.plan(job, request, keep)
         held = job.computed
         if plan.saved:
-            assert self._connector is not None
+            assert self.connector is not None
             end = plan.on_device + plan.saved
             size = self._scheduler.hash_block_size
-            if not self._connector.save(request, plan.on_device, end, size):
+            if not self.connector.save(request, plan.on_device, end, size):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add
         if self._core.preempt(job, plan, reason):
@@ -131,7 +139,7 @@ class Preemptions:
         away = self._away.pop(request.request_id, None)
         if away is None:
             return
-        loaded = self._connector and self._connector.ledger.take_loaded(request.request_id)
+        loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
         present = min(away.held, tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0
@@ -167,24 +175,24 @@ class Preemptions:
 
     def lose_copies(self, jobs: dict[str, Job]) -> None:
         """Forget all host copies; their requests will be recomputed."""
-        if self._connector is None:
+        if self.connector is None:
             return
-        for request_id in self._connector.ledger.release_all():
+        for request_id in self.connector.ledger.release_all():
             self._counters.add("lost_copies")
             self._core.lose_copy(jobs[request_id])
 
     def gauges(self) -> dict[str, float]:
         """State of the host pool; updates the counters of measured seconds."""
-        if self._connector is None:
+        if self.connector is None:
             return {}
-        for what, seconds in self._connector.measured.items():
+        for what, seconds in self.connector.measured.items():
             self._counters.raise_to("copy_seconds", seconds, (what, "measured"))
-        self._correct_profile(sum(self._connector.measured.values()))
-        pool = self._connector.ledger.pool
+        self._correct_profile(sum(self.connector.measured.values()))
+        pool = self.connector.ledger.pool
         return {
             "host_pool_usage": pool.used / pool.slots,
             "host_pool_fragmentation": pool.fragmentation,
-            "host_copies": len(self._connector.ledger),
+            "host_copies": len(self.connector.ledger),
         }
 
     def _correct_profile(self, measured: float) -> None:
@@ -196,7 +204,7 @@ class Preemptions:
             self._expected_copies, self._seen_copies = 0.0, measured
 
     def _host_room(self, request: Request, held: int) -> HostRoom | None:
-        connector = self._connector
+        connector = self.connector
         if connector is None or request.skip_reading_prefix_cache:
             return None
         free, block_size = connector.ledger.pool.free, self._block_size

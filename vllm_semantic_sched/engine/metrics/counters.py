@@ -66,6 +66,10 @@ class Counters:
             return self._totals[name, _labels(label)]
         return sum(count for (key, _), count in self._totals.items() if key == name)
 
+    def totals(self) -> dict[tuple[str, Labels], float]:
+        """Values of all counters by name and labels."""
+        return dict(self._totals)
+
     def take_message(
         self, gauges: Callable[[], Gauges], now: float, idle: bool
     ) -> dict[str, Any] | None:
