@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from monitoring import DASHBOARD, RULES, panel_queries, rule_queries, selectors
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 
 QUERIES = [*panel_queries(), *rule_queries()]
 

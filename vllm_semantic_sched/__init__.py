@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.engine.middleware import Middleware
+    from vllm_semantic_sched.engine.http.middleware import Middleware
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return SemanticScheduler
     if name == "Middleware":
-        from vllm_semantic_sched.engine.middleware import Middleware
+        from vllm_semantic_sched.engine.http.middleware import Middleware
 
         return Middleware
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

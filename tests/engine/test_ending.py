@@ -35,7 +35,7 @@ def assert_refused(output) -> None:
     assert Refusal.from_text(output.stop_reason) == FULL
 
 
-def test_a_waiting_request_on_an_idle_engine_is_told_at_once(scheduler) -> None:
+def test_waiting_request_on_an_idle_engine_is_refused_at_once(scheduler) -> None:
     scheduler.add_request(make_request("r"))
     assert scheduler.refuse("r", FULL)
     assert scheduler.has_requests()  # else the engine would not step
@@ -45,7 +45,7 @@ def test_a_waiting_request_on_an_idle_engine_is_told_at_once(scheduler) -> None:
     assert not scheduler.has_requests()
 
 
-def test_a_running_request_ends_and_its_kv_is_freed(scheduler) -> None:
+def test_refused_running_request_frees_its_kv(scheduler) -> None:
     scheduler.add_request(make_request("r", output_tokens=50))
     scheduler.add_request(make_request("other", output_tokens=50))
     for _ in range(3):
@@ -62,17 +62,15 @@ def test_a_running_request_ends_and_its_kv_is_freed(scheduler) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def test_a_request_refused_while_a_step_is_arranged_ends_right_after_it(scheduler) -> None:
+def test_request_refused_during_schedule_ends_right_after_it(scheduler) -> None:
     scheduler.add_request(make_request("r", output_tokens=50))
     step(scheduler)
-    preempt = scheduler._preempt_request
 
-    def refuse_instead(request, *args, **kwargs):
-        preempt(request, *args, **kwargs)
+    def refuse(request, value):
         assert scheduler.refuse(request.request_id, FULL)
         assert request.request_id in scheduler.requests
 
-    scheduler._preempt_request = refuse_instead
+    scheduler.after_preemption = refuse
     # No room for another token: vLLM preempts, in the midst of its queues.
     scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
     arranged = scheduler.schedule()
@@ -93,7 +91,7 @@ def test_each_client_gets_its_own_refusals(scheduler) -> None:
         assert [output.request_id for output in outputs[client].outputs] == [f"r{client}"]
 
 
-def test_a_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
+def test_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     scheduler.add_request(make_request("r", urgency=4))
     assert scheduler.refuse("r", FULL)
     assert not scheduler.refuse("r", FULL)
@@ -103,7 +101,7 @@ def test_a_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     assert len(step(scheduler)) == 1
 
 
-def test_a_request_that_the_client_aborted_first_is_not_answered(scheduler) -> None:
+def test_request_aborted_by_its_client_is_not_answered(scheduler) -> None:
     scheduler.add_request(make_request("r"))
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert not scheduler.refuse("r", FULL)

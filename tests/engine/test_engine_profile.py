@@ -63,13 +63,13 @@ def measured(longest: int) -> dict:
     }
 
 
-def test_a_profile_that_was_not_measured_is_told_once_with_the_way_out(build) -> None:
+def test_unmeasured_profile_is_warned_about_once_with_the_remedy(build) -> None:
     _, said = build()
     assert len(said) == 1
     assert "semsched profile" in said[0] and "--additional-config" in said[0]
 
 
-def test_a_profile_that_reaches_too_short_is_told_once_with_both_figures(build) -> None:
+def test_profile_shorter_than_the_context_is_warned_about_once(build) -> None:
     scheduler, said = build(**measured(300))
     assert len(said) == 1
     assert "300" in said[0] and str(scheduler.max_model_len) in said[0]
@@ -77,7 +77,7 @@ def test_a_profile_that_reaches_too_short_is_told_once_with_both_figures(build) 
     assert said == []
 
 
-def test_estimates_follow_the_time_that_steps_take(build, monkeypatch) -> None:
+def test_estimates_follow_measured_step_times(build, monkeypatch) -> None:
     scheduler, _ = build(**measured(8192))  # a decode step of it: 13.3 ms
     clock = scheduler.step_clock
     finished = clock.finished

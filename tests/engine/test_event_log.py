@@ -10,8 +10,8 @@ from jobs import make_job
 
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.event_log import EventLog
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
-from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState
@@ -42,7 +42,7 @@ def counts(log) -> Counters:
     return counters
 
 
-def test_lines_say_who_when_where_and_why(tmp_path) -> None:
+def test_lines_contain_request_time_states_and_reason(tmp_path) -> None:
     path = tmp_path / "new" / "events.jsonl"
     log = make_log(path)
     before = time.time()
@@ -65,7 +65,7 @@ def test_lines_say_who_when_where_and_why(tmp_path) -> None:
     }
 
 
-def test_rotated_parts_hold_all_lines_in_order(tmp_path) -> None:
+def test_rotated_files_hold_all_lines_in_order(tmp_path) -> None:
     path = tmp_path / "events.jsonl"
     log = make_log(path, max_bytes=20_000, backups=50)
     for number in range(1000):
@@ -78,7 +78,7 @@ def test_rotated_parts_hold_all_lines_in_order(tmp_path) -> None:
     assert names == [f"r{number}" for number in range(1000)]
 
 
-def test_engines_of_one_server_write_files_of_their_own(tmp_path) -> None:
+def test_each_engine_writes_its_own_file(tmp_path) -> None:
     logs = [make_log(tmp_path / "events.jsonl", engine) for engine in (0, 2)]
     for log in logs:
         log.moved(transition(1))
@@ -87,11 +87,11 @@ def test_engines_of_one_server_write_files_of_their_own(tmp_path) -> None:
     assert lines(tmp_path / "events-2.jsonl")[0]["engine"] == 2
 
 
-def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path, monkeypatch) -> None:
+def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> None:
     log = make_log(tmp_path / "events.jsonl", queue=100)
     hang = threading.Event()
-    write = log._file.write
-    monkeypatch.setattr(log._file, "write", lambda text: (hang.wait(30), write(text)))
+    write = log.file.write
+    monkeypatch.setattr(log.file, "write", lambda text: (hang.wait(30), write(text)))
     began = time.monotonic()
     for number in range(2000):
         log.moved(transition(number))
@@ -105,51 +105,51 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path, monkeypatch) -> Non
     assert written + counters.total("event_log_dropped") == 2000
 
 
-def test_a_full_disk_is_survived_and_counted(caplog) -> None:
+def test_full_disk_is_counted_and_does_not_stop_the_log(caplog) -> None:
     log = make_log("/dev/full")
     for number in range(300):
         log.moved(transition(number))
     log.close()
-    assert not log._thread.is_alive()
+    assert not log.running
     counters = counts(log)
     assert counters.total("event_log_dropped", "not_writable") == 300
     assert counters.total("event_log_lines") == 0
     assert len(caplog.records) == 1 and "No space left" in caplog.text
 
 
-def test_what_a_full_disk_did_not_take_is_not_kept_in_memory() -> None:
+def test_failed_writes_are_not_kept_in_memory() -> None:
     log = make_log("/dev/full")
     log.close()
-    log._file.stream = log._file._open()
-    log._write([Event.of(transition(1), time.time())])
-    assert log._file.stream is None
+    log.file.stream = log.file._open()
+    log.write([Event.of(transition(1), time.time())])
+    assert log.file.stream is None
 
 
-def test_the_log_goes_on_when_there_is_room_again(tmp_path, monkeypatch) -> None:
+def test_log_continues_when_space_is_free_again(tmp_path, monkeypatch) -> None:
     path = tmp_path / "events.jsonl"
     log = make_log(path)
-    emit = log._file.emit
+    emit = log.file.emit
 
     def half(record) -> None:
         with path.open("a") as file:
             file.write('{"half": "a li')
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log._file, "emit", half)
-    log._write([])
-    monkeypatch.setattr(log._file, "emit", emit)
+    monkeypatch.setattr(log.file, "emit", half)
+    log.write([])
+    monkeypatch.setattr(log.file, "emit", emit)
     log.moved(transition(7))
     log.close()
     assert json.loads(path.read_text().splitlines()[-1])["request"] == "r7"
 
 
-def test_a_path_that_cannot_be_written_stops_the_start(tmp_path) -> None:
+def test_unwritable_path_stops_the_start(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PolicyError, match=r"events\.path: cannot write .*file/events"):
         make_log(tmp_path / "file" / "events.jsonl")
 
 
-def test_a_scheduler_logs_each_request_once_and_on_a_legal_path(tmp_path) -> None:
+def test_scheduler_logs_each_request_once_with_legal_transitions(tmp_path) -> None:
     path, policy = tmp_path / "events.jsonl", tmp_path / "policy.yaml"
     policy.write_text(f"predictor: {{enabled: false}}\nevents: {{path: {path}}}\n")
     scheduler = build_scheduler(

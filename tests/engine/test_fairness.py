@@ -64,7 +64,7 @@ def three_tiers(**reserve):
     return {"levels": 3, "default_level": 1, "tiers": tiers}
 
 
-def test_reserved_seats_stay_empty_for_others_and_are_there_when_needed(build) -> None:
+def test_reserved_seats_stay_free_until_needed(build) -> None:
     scheduler = build(three_tiers(seats=2), max_num_seqs=4)
     add(scheduler, *"pqrst", urgency=2, output_tokens=30)
     run_step(scheduler)
@@ -78,7 +78,7 @@ def test_reserved_seats_stay_empty_for_others_and_are_there_when_needed(build) -
     finish_all(scheduler)
 
 
-def test_the_middle_tier_gets_in_past_the_reservation_at_the_expense_of_the_last(build) -> None:
+def test_middle_tier_preempts_the_last_tier_beside_a_reservation(build) -> None:
     scheduler = build(three_tiers(seats=2), max_num_seqs=4)
     add(scheduler, *"pq", urgency=2, output_tokens=30)
     run_step(scheduler)
@@ -88,7 +88,7 @@ def test_the_middle_tier_gets_in_past_the_reservation_at_the_expense_of_the_last
     finish_all(scheduler)
 
 
-def test_others_never_hold_reserved_blocks_even_as_they_grow(build) -> None:
+def test_growing_requests_never_hold_reserved_blocks(build) -> None:
     scheduler = build(three_tiers(kv=0.5), max_num_seqs=8, num_blocks=41)
     add(scheduler, *"pqrst", urgency=2, prompt_tokens=40, output_tokens=150)
     for _ in range(400):
@@ -98,7 +98,7 @@ def test_others_never_hold_reserved_blocks_even_as_they_grow(build) -> None:
     finish_all(scheduler)
 
 
-def test_a_soft_reservation_is_lent_and_taken_back(build) -> None:
+def test_soft_reservation_is_lent_and_reclaimed(build) -> None:
     policy = three_tiers(seats=2, mode="soft")
     policy["preemption"] = {"max_per_request": 0}
     scheduler = build(policy, max_num_seqs=4)
@@ -111,7 +111,7 @@ def test_a_soft_reservation_is_lent_and_taken_back(build) -> None:
     finish_all(scheduler)
 
 
-def test_a_reservation_that_the_engine_is_too_small_for_stops_it_at_start(build) -> None:
+def test_reservation_larger_than_the_engine_stops_the_start(build) -> None:
     with pytest.raises(PolicyError, match=r"tiers\.0\.reserve.*the engine has 4 seats"):
         build(three_tiers(seats=4), max_num_seqs=4)
 
@@ -146,7 +146,7 @@ def test_a_flood_of_one_tenant_leaves_the_next_seat_to_another(build) -> None:
         finish_all(scheduler)
 
 
-def test_a_tenants_part_of_the_top_level(build) -> None:
+def test_tenants_are_capped_at_their_share_of_the_top_level(build) -> None:
     top = {"share": 0.1, "allowance": 2}
     scheduler = build({"tenants": {"top": top}}, max_num_seqs=8)
     add(scheduler, *"abcde", urgency=0, tenant="greedy")
@@ -173,7 +173,7 @@ events = st.lists(
 
 @settings(max_examples=40)
 @given(events, st.booleans())
-def test_random_traffic_with_everything_on_leaves_nothing_behind(
+def test_random_traffic_with_all_features_leaves_nothing_behind(
     tmp_path_factory, events, ahead
 ) -> None:
     folder = tmp_path_factory.mktemp("policy")
@@ -190,8 +190,8 @@ def test_random_traffic_with_everything_on_leaves_nothing_behind(
         async_scheduling=ahead,
     )
     core, skipped = scheduler.core, [0.0]
-    clock = scheduler.clock._seconds
-    scheduler.clock._seconds = lambda: clock() + skipped[0]
+    clock = scheduler.clock.seconds
+    scheduler.clock.seconds = lambda: clock() + skipped[0]
     policies = [core.policy, core.policy.model_copy(update={"aging": core.policy.aging.model_copy(
         update={"enabled": False})})]  # fmt: skip
     in_flight = deque()

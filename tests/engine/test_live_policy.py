@@ -12,8 +12,8 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
-from vllm_semantic_sched.engine import commands
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.http import commands
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +47,7 @@ def reload(scheduler) -> dict:
     return commands.run(scheduler, "adopt_policy")
 
 
-def test_a_valid_file_is_in_force_from_the_next_step(scheduler, file) -> None:
+def test_valid_file_applies_from_the_next_step(scheduler, file) -> None:
     add(scheduler, "a", "b", urgency=3, output_tokens=50)
     run_step(scheduler)
     file.write_text(HINTS_ONLY + "preemption: {enabled: false}\n")
@@ -72,9 +72,7 @@ def test_a_valid_file_is_in_force_from_the_next_step(scheduler, file) -> None:
         (None, ["no such file"]),
     ],
 )
-def test_a_file_that_cannot_be_used_leaves_the_old_policy_in_force(
-    scheduler, file, text, words
-) -> None:
+def test_unusable_file_leaves_the_old_policy_in_force(scheduler, file, text, words) -> None:
     old = scheduler.core.policy
     file.unlink() if text is None else file.write_text(text)
     report = reload(scheduler)
@@ -88,7 +86,7 @@ def test_a_file_that_cannot_be_used_leaves_the_old_policy_in_force(
     assert reload(scheduler)["result"] == "adopted"
 
 
-def test_an_error_in_our_code_is_no_success(scheduler, file, monkeypatch) -> None:
+def test_exception_while_adopting_is_not_reported_as_success(scheduler, file, monkeypatch) -> None:
     def fail(*args):
         raise RuntimeError("injected")
 
@@ -102,16 +100,16 @@ def test_an_error_in_our_code_is_no_success(scheduler, file, monkeypatch) -> Non
     assert (report["result"], report["version"]) == ("refused", 1)
 
 
-def test_no_step_waits_for_the_file(scheduler, monkeypatch) -> None:
+def test_steps_do_not_wait_for_the_file(scheduler, monkeypatch) -> None:
     live = scheduler.live_policy
-    load, begun = live._load, []
+    load, begun = live.load, []
 
     def slow():
         begun.append(time.monotonic())
         time.sleep(0.5)
         return load()
 
-    live._load = slow
+    live.load = slow
     done = commands.run(scheduler, "load_policy")
     add(scheduler, "a", output_tokens=5)
     while not begun:
@@ -124,7 +122,7 @@ def test_no_step_waits_for_the_file(scheduler, monkeypatch) -> None:
     assert commands.run(scheduler, "status")["policy"]["result"] == "unchanged"
 
 
-def test_running_requests_are_in_the_new_order(scheduler, file) -> None:
+def test_running_requests_are_reordered(scheduler, file) -> None:
     add(scheduler, "unknown", output_tokens=50)
     add(scheduler, "hinted", urgency=3, output_tokens=50)
     run_step(scheduler)
@@ -145,7 +143,7 @@ def test_version_hash_and_reloads_are_published(scheduler, file) -> None:
     assert {"policy_version", "policy_hash"} <= set(GAUGES) and "policy_reloads" in COUNTERS
 
 
-def test_the_engine_process_finds_the_command() -> None:
+def test_engine_core_finds_the_command() -> None:
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": "fcfs"})
     core = EngineCore.__new__(EngineCore)
     core.scheduler = scheduler
@@ -178,7 +176,7 @@ HANGUP = textwrap.dedent(
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_hangup_reloads_only_where_no_terminal_is(terminal) -> None:
+def test_sighup_reloads_only_without_a_terminal(terminal) -> None:
     command = [sys.executable, "-c", HANGUP]
     if not terminal:
         result = subprocess.run(

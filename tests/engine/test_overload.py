@@ -49,7 +49,7 @@ def step(scheduler) -> dict[str, Code]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_what_does_not_fit_into_the_queue_is_told_in_the_next_step(build, async_scheduling) -> None:
+def test_overflowing_requests_are_refused_in_the_next_step(build, async_scheduling) -> None:
     policy = {"admission": {"queue": {"requests": 2}}}
     scheduler = build(policy, max_num_seqs=2, async_scheduling=async_scheduling)
     add(scheduler, "a", "b", "c", "d", "e", urgency=1, output_tokens=30)
@@ -72,7 +72,7 @@ def test_parts_of_one_client_request_have_one_origin(build) -> None:
     assert set(step(scheduler)) == set(parts)
 
 
-def test_where_one_of_several_answers_is_refused_all_end(build) -> None:
+def test_refusing_one_of_several_answers_ends_all(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 2}}}, max_num_seqs=1)
     add(scheduler, "running", output_tokens=50)
     step(scheduler)
@@ -83,7 +83,7 @@ def test_where_one_of_several_answers_is_refused_all_end(build) -> None:
     assert step(scheduler) == {}
 
 
-def test_a_key_that_cannot_be_used_is_counted_and_the_request_served(build) -> None:
+def test_unusable_dedup_key_is_counted_and_the_request_served(build) -> None:
     scheduler = build({"dedup": {"enabled": True}})
     for number, key in enumerate([7, "", "x" * 500, ["a"]]):
         add(scheduler, f"r{number}", extra={"dedup_key": key})
@@ -91,7 +91,7 @@ def test_a_key_that_cannot_be_used_is_counted_and_the_request_served(build) -> N
     assert scheduler.counters.total("invalid_dedup_keys") == 4
 
 
-def test_requests_that_cannot_be_told_are_not_refused(build) -> None:
+def test_requests_that_cannot_receive_a_refusal_are_not_refused(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
     add(scheduler, "running", "waiting", output_tokens=50)
     step(scheduler)
@@ -102,9 +102,9 @@ def test_requests_that_cannot_be_told_are_not_refused(build) -> None:
     assert "session" in scheduler.requests
 
 
-def test_an_error_in_our_code_lets_the_request_in(build) -> None:
+def test_request_is_admitted_when_admission_raises(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
-    scheduler.overload_control.arrive = lambda *args: 1 / 0
+    scheduler.overload.arrive = lambda *args: 1 / 0
     add(scheduler, "a", "b", "c")
     while scheduler.get_num_unfinished_requests():
         assert step(scheduler) == {}
@@ -147,10 +147,10 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> None:
+def test_every_request_ends_exactly_once_under_random_traffic(build, async_scheduling) -> None:
     scheduler = build(CHAOS, max_num_seqs=2, num_blocks=12, async_scheduling=async_scheduling)
     clock = SimpleNamespace(now=0.0)
-    scheduler.clock._seconds = lambda: clock.now
+    scheduler.clock.seconds = lambda: clock.now
     rounds = iter(range(10**6))
 
     @settings(max_examples=60)
@@ -179,10 +179,9 @@ def test_everybody_ends_exactly_once_whatever_comes(build, async_scheduling) -> 
                 break
             one_step(0.05)
         assert not scheduler.requests and not scheduler.jobs
-        control = scheduler.overload_control
-        account, load = control.account, control.load
+        account, load = scheduler.overload.account, scheduler.overload.load
         assert not account.all.requests and not sum(load.outstanding())
-        assert not len(control.dedup)
+        assert not len(scheduler.overload.dedup)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert scheduler.counters.total("policy_errors") == 0

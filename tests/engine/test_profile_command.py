@@ -12,7 +12,7 @@ from vllm_semantic_sched.policy.facts.profile import load_profile
 pytestmark = pytest.mark.engine
 
 
-def test_a_profile_is_measured_written_and_read(model: Path, tmp_path: Path) -> None:
+def test_profile_is_measured_written_and_loaded(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / "tiny.yaml"
     options = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.7 --block-size 32"
     options += " --kv-cache-memory-bytes 268435456 --num-gpu-blocks-override 64 --max-num-seqs 4"

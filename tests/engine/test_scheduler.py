@@ -19,7 +19,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.vllm_api import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -73,7 +73,7 @@ def assert_clean(scheduler) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM keeps one as null block
 
 
-def test_an_urgent_request_takes_a_seat_in_the_step_after_it_arrives(policy) -> None:
+def test_urgent_request_gets_a_seat_in_the_step_after_its_arrival(policy) -> None:
     scheduler = build(policy(), max_num_seqs=3)
     add(scheduler, "a", "b", "c", "d", urgency=4, output_tokens=50)
     run_step(scheduler)
@@ -86,7 +86,7 @@ def test_an_urgent_request_takes_a_seat_in_the_step_after_it_arrives(policy) -> 
     assert_clean(scheduler)
 
 
-def test_several_victims_make_room_for_one_long_prompt(policy) -> None:
+def test_several_victims_are_preempted_for_one_long_prompt(policy) -> None:
     scheduler = build(policy(), max_num_seqs=8, num_blocks=33)
     add(scheduler, *"abcdefgh", urgency=4, prompt_tokens=40, output_tokens=30)
     run_step(scheduler)
@@ -98,7 +98,7 @@ def test_several_victims_make_room_for_one_long_prompt(policy) -> None:
     assert_clean(scheduler)
 
 
-def test_nothing_is_evicted_when_it_would_not_suffice(policy) -> None:
+def test_nothing_is_preempted_when_it_would_not_suffice(policy) -> None:
     scheduler = build(policy(), max_num_seqs=8, num_blocks=33)
     add(scheduler, *"ab", urgency=1, prompt_tokens=200, output_tokens=30)
     add(scheduler, *"cd", urgency=4, prompt_tokens=20, output_tokens=30)
@@ -110,7 +110,7 @@ def test_nothing_is_evicted_when_it_would_not_suffice(policy) -> None:
     finish_all(scheduler)
 
 
-def test_a_victim_is_protected_after_so_many_preemptions(policy) -> None:
+def test_victim_is_protected_after_the_maximum_of_preemptions(policy) -> None:
     scheduler = build(policy("preemption: {max_per_request: 2}\n"), max_num_seqs=1)
     add(scheduler, "routine", urgency=4, output_tokens=40)
     run_step(scheduler)
@@ -132,7 +132,7 @@ def test_the_tail_of_running_is_the_least_urgent(policy) -> None:
     assert running(scheduler) == [f"level{level}" for level in range(5)]
 
 
-def test_a_kv_shortage_hits_the_least_urgent(policy) -> None:
+def test_kv_shortage_preempts_the_least_urgent(policy) -> None:
     scheduler = build(policy("preemption: {enabled: false}\n"), max_num_seqs=4, num_blocks=16)
     add(scheduler, "routine", urgency=4, prompt_tokens=60, output_tokens=100)
     run_step(scheduler)
@@ -163,9 +163,7 @@ def test_an_urgent_decode_caps_less_urgent_prefills(policy) -> None:
 
 
 @pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", 0), ("cap", 90)])
-def test_a_long_prefill_under_way_yields_to_an_urgent_request(
-    policy, mode, beside_the_decode
-) -> None:
+def test_running_prefill_yields_to_an_urgent_request(policy, mode, beside_the_decode) -> None:
     scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_batched_tokens=100)
     add(scheduler, "long", urgency=3, prompt_tokens=1000)
     run_step(scheduler)
@@ -267,9 +265,9 @@ class StubService:
         pass
 
 
-def test_a_late_prediction_is_applied_when_it_comes(policy) -> None:
+def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
     scheduler = build(policy(), max_num_seqs=1)
-    service = scheduler.predictions._service = StubService()
+    service = scheduler.predictions.service = StubService()
     add(scheduler, "a", "b", "c", output_tokens=50)
     run_step(scheduler)
     assert running(scheduler) == ["a"]
@@ -282,9 +280,9 @@ def test_a_late_prediction_is_applied_when_it_comes(policy) -> None:
     assert_clean(scheduler)
 
 
-def test_what_the_service_counts_is_published(policy) -> None:
+def test_prediction_service_counts_are_published(policy) -> None:
     scheduler = build(policy())
-    service = scheduler.predictions._service = StubService()
+    service = scheduler.predictions.service = StubService()
     for _ in range(2):
         run_step(scheduler)
     service.cached = 5
@@ -295,7 +293,7 @@ def test_what_the_service_counts_is_published(policy) -> None:
     assert {"length_ratio", *scheduler.gauges()} <= set(GAUGES)
 
 
-def test_fcfs_is_vllm_untouched() -> None:
+def test_fcfs_uses_vllms_own_classes() -> None:
     scheduler = build({"policy": "fcfs"})
     assert type(scheduler) is Scheduler
     assert type(build({"policy": "fcfs"}, async_scheduling=True)) is AsyncScheduler
@@ -307,7 +305,7 @@ def test_fcfs_is_vllm_untouched() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_fcfs_can_be_reset_paused_asked_and_stopped(async_scheduling) -> None:
+def test_fcfs_can_be_reset_paused_and_stopped(async_scheduling) -> None:
     scheduler = build({"policy": "fcfs"}, async_scheduling=async_scheduling)
     add(scheduler, "a", "b", output_tokens=5)
     run_step(scheduler)
@@ -320,7 +318,7 @@ def test_fcfs_can_be_reset_paused_asked_and_stopped(async_scheduling) -> None:
     scheduler.shutdown()
 
 
-def test_the_base_follows_the_engines_scheduling_mode(policy) -> None:
+def test_base_class_follows_the_scheduling_mode(policy) -> None:
     assert not isinstance(build(policy()), AsyncScheduler)
     assert isinstance(build(policy(), async_scheduling=True), AsyncScheduler)
 
@@ -335,20 +333,20 @@ def test_the_base_follows_the_engines_scheduling_mode(policy) -> None:
         ({"profile": "a100"}, ["a100", "a100-qwen1.5-4b"]),
     ],
 )
-def test_settings_that_cannot_be_used_stop_the_start(settings, words) -> None:
+def test_unusable_settings_stop_the_start(settings, words) -> None:
     with pytest.raises(PolicyError) as refusal:
         build(settings)
     for word in words:
         assert word in str(refusal.value)
 
 
-def test_the_environment_goes_before_the_command_line(monkeypatch) -> None:
+def test_environment_overrides_the_command_line(monkeypatch) -> None:
     monkeypatch.setenv("SEMSCHED_POLICY", "fcfs")
     assert type(build({"policy": "does-not-matter"})) is Scheduler
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
-def test_an_unsupported_vllm_is_named(version) -> None:
+def test_unsupported_vllm_version_is_named(version) -> None:
     with pytest.raises(UnsupportedVersion, match=rf"{version} is installed"):
         check_vllm_version(version)
 
@@ -381,9 +379,7 @@ def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None
         ("view", "needed_blocks"),
     ],
 )
-def test_an_error_anywhere_in_our_code_is_counted_and_everybody_is_served(
-    policy, monkeypatch, owner, method
-) -> None:
+def test_exceptions_are_counted_and_all_requests_served(policy, monkeypatch, owner, method) -> None:
     scheduler = build(policy(), max_num_seqs=3, num_blocks=40)
     add(scheduler, *"abcdef", urgency=4, output_tokens=30, prompt_tokens=60)
     for _ in range(3):

@@ -79,7 +79,7 @@ def test_foreign_private_names_are_found(tmp_path) -> None:
 @pytest.mark.engine
 def test_no_other_class_overrides_a_private_method_of_vllm() -> None:
     from vllm_semantic_sched.engine import vllm_api
-    from vllm_semantic_sched.engine.kv_swap import SemanticSwapConnector
+    from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
     from vllm_semantic_sched.engine.scheduler import AsyncSemanticScheduler, SemanticScheduler
 
     for ours, base in (

@@ -121,13 +121,13 @@ def metric(server, name: str, **labels: str) -> float:
     ],
     ids=["urgency", "priority", "header", "text", "chat"],
 )
-def test_an_urgent_request_overtakes_everything(semantic, hint) -> None:
+def test_urgent_request_overtakes_all_others(semantic, hint) -> None:
     with Background(semantic) as background:
         assert complete(semantic, **hint)[0] == 200
         assert background.answered <= semantic.config.seats  # in order of arrival: seven
 
 
-def test_what_happened_is_on_the_metrics_page(semantic) -> None:
+def test_metrics_page_shows_what_happened(semantic) -> None:
     before = metric(semantic, "semsched:admission_preemptions_total")
     with Background(semantic):
         complete(semantic, vllm_xargs={"urgency": 0})
@@ -162,7 +162,7 @@ def test_an_invalid_hint_is_counted_and_served_at_the_predicted_level(semantic, 
     ],
     ids=lambda body: repr(body)[:40],
 )
-def test_strange_input_gets_the_answer_that_vllm_gives_it(semantic, stock, body) -> None:
+def test_unusual_input_gets_the_same_answer_as_from_vllm(semantic, stock, body) -> None:
     ours, theirs = complete(semantic, **body), complete(stock, **body)
     assert ours[0] == theirs[0]
     if ours[0] == 200:
@@ -193,7 +193,7 @@ def test_no_text_stalls_a_request_the_engine_or_the_predictor(semantic, prompt) 
     assert metric(semantic, "semsched:predictor_up") == 1
 
 
-def test_a_repeated_prompt_is_answered_from_memory_and_lengths_are_watched(semantic) -> None:
+def test_repeated_prompt_uses_the_cached_prediction_and_lengths_are_measured(semantic) -> None:
     prompt = "is it dangerous that my cat ate a grape"
     cached, ratio = "semsched:cached_predictions_total", "semsched:length_ratio"
     before = page_value(semantic, cached)
@@ -205,7 +205,7 @@ def test_a_repeated_prompt_is_answered_from_memory_and_lengths_are_watched(seman
     wait_until(asked_again, 60)  # an answer may be shorter than it takes to read its prompt
 
 
-def test_answers_are_those_of_stock_vllm_in_spite_of_preemptions(semantic, stock) -> None:
+def test_answers_equal_stock_vllm_despite_preemptions(semantic, stock) -> None:
     routine = [{"prompt": f"write story number {n}", "max_tokens": 120} for n in range(8)]
     answers: dict[int, str] = {}
 
@@ -224,7 +224,7 @@ def test_answers_are_those_of_stock_vllm_in_spite_of_preemptions(semantic, stock
         assert complete(stock, **body)[1]["choices"][0]["text"] == answers[number]
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
+def test_disconnected_client_leaves_nothing_behind(semantic) -> None:
     for _ in range(5):
         with pytest.raises(TimeoutError):
             request = urllib.request.Request(
@@ -250,7 +250,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(semantic) -> None:
     assert metric(semantic, "semsched:policy_errors_total") == 0
 
 
-def test_the_server_outlives_its_predictor(semantic) -> None:
+def test_server_survives_the_death_of_its_predictor(semantic) -> None:
     worker = next(
         process
         for process in psutil.Process(semantic._process.pid).children(recursive=True)
@@ -267,7 +267,7 @@ def test_the_server_outlives_its_predictor(semantic) -> None:
     assert metric(semantic, "semsched:predictor_restarts_total") > 0
 
 
-def test_a_policy_that_cannot_be_used_stops_the_server_with_a_sentence(model, tmp_path) -> None:
+def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path) -> None:
     from vllm_semantic_sched.bench.server import ServerConfig
 
     path = tmp_path / "mine.yaml"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def clock() -> Any:
-    from vllm_semantic_sched.engine.step_clock import StepClock
+    from vllm_semantic_sched.engine.clock import StepClock
 
     return StepClock()
 
@@ -30,7 +30,7 @@ def test_a_step_lasts_from_schedule_to_its_output(clock) -> None:
     assert clock.finished(step, 11.0) is None  # once only
 
 
-def test_with_two_in_flight_a_step_lasts_from_the_output_before(clock) -> None:
+def test_with_two_steps_in_flight_a_step_lasts_from_the_previous_output(clock) -> None:
     first, second, third = output(a=1), output(a=1), output(a=1)
     clock.scheduled(first, Batch(), 0.0)
     clock.scheduled(second, Batch(), 0.1)
@@ -41,15 +41,15 @@ def test_with_two_in_flight_a_step_lasts_from_the_output_before(clock) -> None:
     assert clock.finished(third, 2.5)[1] == pytest.approx(0.7)
 
 
-def test_steps_that_never_end_do_not_pile_up(clock) -> None:
+def test_steps_without_output_do_not_accumulate(clock) -> None:
     lost = [output(a=1) for _ in range(1000)]
     for step in lost:
         clock.scheduled(step, Batch(), 0.0)
-    assert len(clock._in_flight) < 100
+    assert clock.in_flight < 100
 
 
-def test_what_a_step_holds_is_read_from_its_output() -> None:
-    from vllm_semantic_sched.engine.step_clock import batch_of
+def test_batch_is_read_from_the_scheduler_output() -> None:
+    from vllm_semantic_sched.engine.clock import batch_of
 
     computed = {"a": 101, "b": 51, "c": 300, "d": 20}
     requests: Any = {key: SimpleNamespace(num_computed_tokens=n) for key, n in computed.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.section import Key, Section, keys_of
 from vllm_semantic_sched.policy.live import restart_reason

@@ -84,7 +84,7 @@ def measure(shape: Shape, repeats: int) -> tuple[int, dict[str, float]]:
     """
     import torch
 
-    from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
+    from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend
 
     dtype = getattr(torch, shape.dtype)
     count = -(-shape.tokens // shape.block_size)

@@ -242,7 +242,7 @@ class PacedEngine:
         return name
 
     def _watch(self) -> None:
-        from vllm_semantic_sched.engine.step_clock import batch_of
+        from vllm_semantic_sched.engine.clock import batch_of
 
         scheduler = self._scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request

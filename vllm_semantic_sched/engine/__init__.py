@@ -1,1 +1,1 @@
-"""The seam to vLLM: the only package that imports it."""
+"""Everything that runs inside vLLM. `vllm_api` alone imports vLLM."""

@@ -1,37 +1,115 @@
-"""The clock of everything that the policy measures."""
+"""Two clocks: the seconds that the policy counts, and how long engine steps take."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.facts.profile import Batch
+
+if TYPE_CHECKING:  # this module loads without vLLM
+    from vllm_semantic_sched.engine.vllm_api import Request, SchedulerOutput
+
+# Steps in flight: two with asynchronous scheduling, more with pipeline parallelism. A limit,
+# because steps that failed never come back.
+_MAX_IN_FLIGHT = 64
 
 
 class ServiceClock:
-    """Seconds during which the engine was serving: the monotonic clock, which no change of the
-    date moves, less pauses. A request does not grow old, and no queue timeout or deadline comes
-    nearer, while an operator holds the queue.
+    """Seconds during which the engine was serving: the monotonic clock, less pauses. While an
+    operator pauses the queue, requests do not age and no timeout or deadline comes closer.
 
     Args:
-        seconds: the clock behind it.
+        seconds: the underlying clock; may be replaced.
     """
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._paused = 0.0  # seconds, in all
+        self.seconds = seconds
+        self._paused = 0.0  # total seconds
         self._since: float | None = None
 
     def __call__(self) -> float:
-        """Now; comparable with other readings of this clock only."""
-        running_until = self._seconds() if self._since is None else self._since
+        """The time now, comparable only with other readings of this clock."""
+        running_until = self.seconds() if self._since is None else self._since
         return running_until - self._paused
 
     def pause(self) -> None:
-        """Stand still; nothing if it does."""
+        """Stop; no-op if already stopped."""
         if self._since is None:
-            self._since = self._seconds()
+            self._since = self.seconds()
 
     def resume(self) -> None:
-        """Go on; nothing if it does."""
+        """Resume; no-op if already running."""
         if self._since is not None:
-            self._paused += self._seconds() - self._since
+            self._paused += self.seconds() - self._since
             self._since = None
+
+
+class StepClock:
+    """Pairs each schedule() with the update_from_output() of the same output.
+
+    A step lasts from the return of schedule() to its output; with several in flight, from the
+    output before it, since only one is computed at a time.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[Batch, float]] = {}
+        self._last_output = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose output has not arrived."""
+        return len(self._in_flight)
+
+    def scheduled(self, output: SchedulerOutput, batch: Batch, now: float) -> None:
+        """Record that schedule() has returned; `now` in seconds."""
+        if len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._in_flight.clear()
+        self._in_flight[id(output)] = (batch, now)
+
+    def finished(self, output: SchedulerOutput, now: float) -> tuple[Batch, float] | None:
+        """The step's output has arrived.
+
+        Returns:
+            What was in the step and its seconds; None if its start was not recorded.
+        """
+        started = self._in_flight.pop(id(output), None)
+        since, self._last_output = self._last_output, now
+        if started is None:
+            return None
+        batch, at = started
+        return batch, now - max(at, since)
+
+
+def batch_of(
+    output: SchedulerOutput,
+    requests: Mapping[str, Request],
+    draft_tokens: int = 0,
+    context: int | None = None,
+) -> Batch:
+    """What schedule() put into a step.
+
+    Args:
+        requests: the scheduler's, after schedule(): their computed tokens include this step's.
+        draft_tokens: speculative tokens that a decoding request may have in a step.
+        context: an estimate of the decoding requests' tokens; by default they are added up,
+            O(requests).
+    """
+    scheduled = output.num_scheduled_tokens
+    batch = Batch(decodes=len(scheduled))
+    most = 1 + draft_tokens
+    if output.total_num_scheduled_tokens > len(scheduled):
+        for request_id, tokens in scheduled.items():
+            if tokens > most:
+                end = requests[request_id].num_computed_tokens
+                batch.add_prefill(end - tokens, end)
+        batch.decodes -= batch.prefills
+    if context is None:
+        context = sum(
+            requests[request_id].num_computed_tokens
+            for request_id, tokens in scheduled.items()
+            if tokens <= most
+        )
+    batch.context = context
+    return batch

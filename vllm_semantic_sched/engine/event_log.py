@@ -1,4 +1,4 @@
-"""Writes the event log on a thread of its own."""
+"""Writes the event log in a background thread."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Transition
 
-_INTERVAL = 0.1  # seconds between writes: the engine's thread is not to wake another one
-_CHUNK = 64  # lines in one write, between which the file may be rotated
-_CLOSING = 5.0  # seconds that shutdown waits for what is left
+_INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
+_CHUNK = 64  # lines per write; the file may be rotated between writes
+_CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
 
 
 class EventLog:
-    """Listens to the core's lifecycle (`policy.lifecycle.Listener`). Telling it something is an
-    append to a bounded queue; whatever the disk does, the caller goes on at once.
+    """Writes state transitions to a file; a listener of the core's lifecycle
+    (`policy.lifecycle.Listener`). The caller only appends to a bounded queue and never waits for
+    the disk.
 
     Args:
-        engine: number of this engine, for its lines and its file name.
-        tier_names: by level, as the policy has them when a line is written.
+        engine: number of this engine, used in its lines and its file name.
+        tier_names: returns the current policy's tier names, by level.
 
     Raises:
         PolicyError: the file cannot be opened.
@@ -48,7 +49,7 @@ class EventLog:
         self.path = path.with_stem(f"{path.stem}-{engine}") if engine else path
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
+            self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
         self._limit = settings.queue
@@ -56,7 +57,7 @@ class EventLog:
         self._tier_names = tier_names
         self._logger = logger
         self._events: deque[Event] = deque()
-        # Each is counted by one thread and read by the other.
+        # One thread writes each of these, the other reads it.
         self._written = self._dropped = self._failed = 0
         self._broken = False
         self._closing = threading.Event()
@@ -64,50 +65,56 @@ class EventLog:
         self._thread.start()
 
     def moved(self, transition: Transition) -> None:
-        """Take in a transition, or drop it if the queue is full."""
+        """Queue a transition, or drop it if the queue is full."""
         if len(self._events) >= self._limit:
             self._dropped += 1
         else:
             self._events.append(Event.of(transition, time.time()))
 
     def first_token(self, job: Job) -> None:
-        """Nothing: the time stands in the lines that follow."""
+        """Does nothing: later lines contain the time of the first token."""
 
     def report(self, counters: Counters) -> None:
-        """Hand over what was written and dropped so far."""
+        """Update the counters of written and dropped lines."""
         counters.raise_to("event_log_lines", self._written)
         counters.raise_to("event_log_dropped", self._dropped, "queue_full")
         counters.raise_to("event_log_dropped", self._failed, "not_writable")
 
+    @property
+    def running(self) -> bool:
+        """Whether the background thread still runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
-        """Write what is left and close the file, unless that takes too long."""
+        """Write the remaining lines and close the file, unless that takes too long."""
         self._closing.set()
         self._thread.join(_CLOSING)
 
-    # The log's own thread
+    # Background thread
 
     def _run(self) -> None:
         last = False
         while not last:
             last = self._closing.wait(_INTERVAL)
-            left = len(self._events)  # those that come meanwhile are for the next round
+            left = len(self._events)  # later events wait for the next round
             while left > 0:
                 events = [self._events.popleft() for _ in range(min(left, _CHUNK))]
                 left -= len(events)
-                self._write(events)
-        self._file.close()
+                self.write(events)
+        self.file.close()
 
-    def _write(self, events: list[Event]) -> None:
+    def write(self, events: list[Event]) -> None:
+        """Write events now. Errors are counted, not raised."""
         try:
             tiers = self._tier_names()
             text = "\n".join(
                 json.dumps(event.line(self._engine, tiers[event.level])) for event in events
             )
-            # A write that failed may have left half a line.
-            self._file.write(("\n" if self._broken else "") + text)
+            # A failed write may have left a partial line.
+            self.file.write(("\n" if self._broken else "") + text)
             self._written += len(events)
             self._broken = False
-        except Exception as error:  # a full disk may be emptied: go on trying
+        except Exception as error:  # keep trying: space may be freed
             if not self._failed:
                 self._logger.error(
                     "Semantic scheduling: the event log %s cannot be written: %s. Lost lines are "
@@ -117,11 +124,11 @@ class EventLog:
                 )
             self._failed += len(events)
             self._broken = True
-            self._file.reopen()
+            self.file.reopen()
 
 
 class _File(RotatingFileHandler):
-    """The standard library's rotation, with errors raised and not printed."""
+    """The standard library's rotating file, but errors are raised instead of printed."""
 
     def write(self, text: str) -> None:
         self.emit(logging.makeLogRecord({"msg": text}))
@@ -130,7 +137,7 @@ class _File(RotatingFileHandler):
         raise
 
     def reopen(self) -> None:
-        """Forget what could not be written; the next write opens the file again."""
+        """Discard what could not be written; the next write opens the file again."""
         stream, self.stream = self.stream, None
         if stream is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Keeps an error in this package from becoming an outage."""
+"""Keeps an exception in this package from stopping the server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 
 
 class Guard:
-    """Runs parts of the scheduler so that an exception in them is logged and counted, not raised:
-    any exception that leaves a scheduler kills the server."""
+    """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: an
+    exception that leaves a scheduler kills the server."""
 
     def __init__(self, counters: Counters, logger: logging.Logger) -> None:
         self._counters = counters
@@ -25,7 +25,7 @@ class Guard:
         """Guard a block.
 
         Args:
-            doing: what the block does, as a phrase; labels the count and the log entry.
+            doing: what the block does, as a phrase; the label of the counter and part of the log.
         """
         try:
             yield
@@ -33,19 +33,19 @@ class Guard:
             self.failed(doing)
 
     def failed(self, doing: str) -> None:
-        """Note the exception being handled; its traceback is logged the first time only."""
+        """Count the exception being handled; log its traceback the first time."""
         self._counters.add("policy_errors", doing)
         if doing not in self._reported:
             self._reported.add(doing)
             self._logger.exception(
-                "Semantic scheduling failed while %s; stock order is used there. Further "
+                "Semantic scheduling failed while %s; vLLM's order applies there. Further "
                 "failures are counted in semsched:policy_errors_total only.",
                 doing,
             )
 
 
 class GuardedListener:
-    """A listener whose errors do not reach the core."""
+    """Passes events to a listener and keeps its exceptions from the core."""
 
     def __init__(self, listener: Listener, guard: Guard) -> None:
         self._listener = listener

@@ -1,7 +1,7 @@
-"""Reads the policy file again while the server runs.
+"""Reloads the policy file while the server runs.
 
-The file is read, parsed and validated on a thread of its own; the scheduler only swaps the result
-in, between two steps. Whatever is wrong with the file, the old policy stays in force.
+A background thread reads, parses and validates the file; the scheduler switches to the result
+between two steps. If the file is invalid, the old policy stays in force.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from multiprocessing import parent_process
 from typing import Any
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
@@ -32,21 +32,20 @@ Load = Callable[[], tuple[Policy, EngineProfile]]
 
 
 class LivePolicy:
-    """The policy in force, and the one that may replace it.
+    """Holds the version of the policy in force, and loads the policy that may replace it.
 
-    `request_load` may be called from any thread and from a signal handler; everything else
-    belongs to the scheduling thread.
+    `request_load` may be called from any thread and from a signal handler; all other methods only
+    from the scheduling thread.
 
     Args:
-        load: reads policy and profile from where the server was told to find them. Raises
-            PolicyError.
+        load: reads the server's policy and profile; raises PolicyError. May be replaced.
     """
 
     def __init__(
         self, core: SchedulingCore, load: Load, counters: Counters, logger: logging.Logger
     ) -> None:
         self._core = core
-        self._load = load
+        self.load = load
         self._counters = counters
         self._logger = logger
         self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
@@ -64,22 +63,22 @@ class LivePolicy:
             self._thread.start()
 
     def request_load(self) -> Future[None]:
-        """Read the file. The future is done once `adopt` has something to decide about; nothing
-        but that is done in this call."""
+        """Ask the background thread to read the file, and return at once. The future is done when
+        `adopt` can decide."""
         done: Future[None] = Future()
         self._requests.put(done)
         return done
 
     def adopt(self) -> dict[str, Any]:
-        """Take over what was read since the last call, if it is valid.
+        """Switch to the policy that was read since the last call, if it is valid.
 
         Returns:
-            What became of the latest reload: `result` (started, adopted, unchanged, refused),
+            The outcome of the latest reload: `result` (started, adopted, unchanged, refused),
             `version`, `fingerprint`, `changed` keys if adopted, `reason` if refused.
         """
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            # Stands if the next line raises.
+            # Reported if the next line raises.
             self._report = {"result": "refused", "reason": "an exception; see the server's log"}
             self._report = self._decide(loaded)
             self._counters.add("policy_reloads", self._report["result"])
@@ -90,11 +89,11 @@ class LivePolicy:
 
     @property
     def has_news(self) -> bool:
-        """Whether `adopt` has something to decide about."""
+        """Whether a loaded file waits for `adopt`."""
         return self._loaded is not None
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the background thread."""
         self._requests.put(None)
 
     def _decide(self, loaded: tuple[Policy, EngineProfile] | PolicyError) -> dict[str, Any]:
@@ -111,14 +110,14 @@ class LivePolicy:
                 problem,
             )
             return {"result": "refused", "reason": str(problem)}
-        print_of_new = fingerprint(policy, profile)
-        if print_of_new == self.version.fingerprint:
+        new_fingerprint = fingerprint(policy, profile)
+        if new_fingerprint == self.version.fingerprint:
             return {"result": "unchanged"}
         changed = changed_keys(self._core.policy, policy)
         if profile != self._core.estimates.scale.given:
             changed.append("the engine profile's coefficients")
         self._core.adopt(policy, profile)
-        self.version = PolicyVersion(self.version.number + 1, print_of_new)
+        self.version = PolicyVersion(self.version.number + 1, new_fingerprint)
         self._logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",
             self.version.number,
@@ -130,20 +129,20 @@ class LivePolicy:
     def _serve(self) -> None:
         while (done := self._requests.get()) is not None:
             try:
-                self._loaded = self._load()
+                self._loaded = self.load()
             except PolicyError as problem:
                 self._loaded = problem
-            except Exception as error:  # the thread must outlive whatever the file does to it
+            except Exception as error:  # a bad file must not end the thread
                 self._loaded = PolicyError(f"{type(error).__name__}: {error}")
             done.set_result(None)
 
 
 def reload_on_hangup(reload: Callable[[], Any]) -> bool:
-    """Let SIGHUP reload instead of ending this process, if it is one that vLLM started and
-    `hangup_may_reload`.
+    """Make SIGHUP reload instead of ending this process, if vLLM started the process and
+    `hangup_may_reload` permits it.
 
     Returns:
-        Whether SIGHUP reloads from now on.
+        Whether SIGHUP now reloads.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or parent_process() is None or not hangup_may_reload():
@@ -153,9 +152,9 @@ def reload_on_hangup(reload: Callable[[], Any]) -> bool:
 
 
 def hangup_may_reload() -> bool:
-    """Whether SIGHUP is free to mean something else than the end: no terminal controls this
-    process, or it was started with nohup. Where a terminal is, the signal says that it was
-    closed, and an engine that outlived its server would keep the accelerator's memory."""
+    """Whether SIGHUP may reload instead of ending the process: it has no controlling terminal, or
+    was started with nohup. With a terminal the signal means that the terminal was closed, and an
+    engine that outlives its server would keep the accelerator's memory."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return True
     try:

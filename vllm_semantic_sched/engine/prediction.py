@@ -1,4 +1,4 @@
-"""Connects the prediction service with the scheduler's jobs."""
+"""Connects the prediction service to the scheduler's jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_semantic_sched.engine.stats import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
@@ -14,16 +14,20 @@ from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.service import PredictionService
 
-# Tokens taken from each end of a prompt: about what fits into a predictor's window twice over.
+# Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
 
 
 class PredictionFeed:
-    """Sends prompts to the predictor and applies what comes back, never waiting for it.
+    """Sends prompts to the predictor and hands out its predictions, without ever waiting for them.
 
     Args:
         jobs: the scheduler's jobs by request id.
-        structured_output_manager: where vLLM keeps the served model's tokenizer in this process.
+        structured_output_manager: holds the served model's tokenizer in this process.
+
+    Attributes:
+        service: the predictor; None if the policy uses none.
+        tokenizer: the served model's; None if the engine has none.
 
     Raises:
         PredictorError: the configured model cannot be loaded.
@@ -40,39 +44,43 @@ class PredictionFeed:
         self._core = core
         self._jobs = jobs
         self._counters = counters
-        self._service: PredictionService | None = None
-        self._tokenizer = getattr(structured_output_manager, "tokenizer", None)
+        self.service: PredictionService | None = None
+        self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
         if not policy.reads(hinted=False):
             return
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             logger.warning(
                 "Semantic scheduling: vLLM runs without a tokenizer, so prompts cannot be read; "
                 "levels come from hints only."
             )
             return
-        self._service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
-        core.estimates.buckets = self._service.start()
+        self.service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
+        core.estimates.buckets = self.service.start()
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
-        """Token ids to text, where the engine has a tokenizer."""
-        return None if self._tokenizer is None else self._tokenizer.decode
+        """Converts token ids to text; None if the engine has no tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode
 
     def gauges(self) -> dict[str, float]:
-        """How the predictor is; nothing where the policy wants none."""
-        if self._service is None:
+        """State of the predictor; empty if the policy uses none."""
+        if self.service is None:
             return {}
         return {
-            "predictor_queue": self._service.pending,
-            "predictor_up": float(self._service.up),
+            "predictor_queue": self.service.pending,
+            "predictor_up": float(self.service.up),
         }
 
     def submit(self, request: Request, hint: Hint) -> bool:
-        """Send a request's prompt; False if no prediction will come."""
+        """Send a request's prompt to the predictor.
+
+        Returns:
+            False if no prediction will arrive.
+        """
         policy = self._core.policy
-        if self._service is None or not policy.reads(hinted=hint.level is not None):
+        if self.service is None or not policy.reads(hinted=hint.level is not None):
             return False
         tokens = request.prompt_token_ids
         if not tokens:
@@ -80,31 +88,31 @@ class PredictionFeed:
         if len(tokens) > 2 * _WINDOW:
             tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
         level = policy.default_level if hint.level is None else hint.level
-        if self._service.submit(request.request_id, tokens, level):
+        if self.service.submit(request.request_id, tokens, level):
             return True
         self._counters.add("unread_prompts")
         return False
 
     def cancel(self, job: Job) -> None:
-        """A request ended; do not spend a forward pass on it."""
-        if self._service is not None and job.awaits_prediction:
-            self._service.cancel(job.request_id)
+        """Withdraw the prompt of a request that ended, to save its forward pass."""
+        if self.service is not None and job.awaits_prediction:
+            self.service.cancel(job.request_id)
 
     def take(self) -> Iterator[tuple[Job, Prediction | None]]:
-        """Predictions that have come back since the last call, of jobs that have not ended."""
-        if self._service is None:
+        """Predictions that have arrived since the last call, of jobs that have not ended."""
+        if self.service is None:
             return
-        self._counters.raise_to("cached_predictions", self._service.cached)
-        self._counters.raise_to("predictor_restarts", self._service.restarts)
-        for texts, seconds in self._service.passes():
+        self._counters.raise_to("cached_predictions", self.service.cached)
+        self._counters.raise_to("predictor_restarts", self.service.restarts)
+        for texts, seconds in self.service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
         now = self._core.lifecycle.clock()
-        for request_id, prediction in self._service.drain():
+        for request_id, prediction in self.service.drain():
             if prediction is None:
                 self._counters.add("failed_predictions")
             job = self._jobs.get(request_id)
-            if job is None:  # it has ended meanwhile
+            if job is None:  # it has ended in the meantime
                 continue
             self._counters.observe("prediction_latency_seconds", now - job.arrival)
             yield job, prediction
@@ -113,5 +121,5 @@ class PredictionFeed:
 
     def close(self) -> None:
         """Stop the predictor."""
-        if self._service is not None:
-            self._service.close()
+        if self.service is not None:
+            self.service.close()

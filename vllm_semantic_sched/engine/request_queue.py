@@ -1,4 +1,4 @@
-"""vLLM's waiting queue in the order of the policy core."""
+"""vLLM's waiting queue, in the order of the policy core."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
 class SemanticRequestQueue(RequestQueue):
-    """Requests by rank. If the core ever fails here, the queue goes on first come, first served.
+    """Waiting requests by rank. If the core fails, the queue continues first come, first served.
 
-    vLLM looks at the head, allocates for it and then pops: `pop_request` therefore always
-    returns what `peek_request` returned last, even across a failure. A queue whose requests are
-    all held back by a reservation is false, and its length is not 0.
+    vLLM peeks at the head, allocates for it and then pops, so `pop_request` always returns what
+    `peek_request` returned last, even after a failure. A queue whose requests are all held back by
+    a reservation is falsy, although its length is not 0.
 
     Args:
         jobs: the scheduler's jobs by request id; a request without one is served last.
@@ -72,13 +72,13 @@ class SemanticRequestQueue(RequestQueue):
         self._remove(request, _drop)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        # vLLM hands every queue the same list, so some are strangers here.
+        # vLLM passes the same list to every queue, so some requests are not in this one.
         for request in requests:
             self._remove(request, _drop)
 
     def __bool__(self) -> bool:
-        """Whether a request may have a seat now: vLLM asks this before it looks at the head, and
-        so admits nobody else than those that reservations let through."""
+        """Whether a request may be seated now. vLLM checks this before it looks at the head, so
+        it admits only requests that reservations let through."""
         return bool(self._members) and self._head() is not None
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class SemanticRequestQueue(RequestQueue):
             return
         try:
             job = self._jobs.get(request.request_id)
-            if job is not None:  # else it has ended, and the core has taken it out
+            if job is not None:  # else it has ended, and the core has removed it
                 from_core(job, self._queue)
         except Exception:
             self._fall_back("taking a request out of the queue")

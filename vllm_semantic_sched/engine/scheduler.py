@@ -10,23 +10,20 @@ import logging
 import time
 from typing import Any
 
-from vllm_semantic_sched.engine import commands
-from vllm_semantic_sched.engine.clock import ServiceClock
-from vllm_semantic_sched.engine.ending import Endings
+from vllm_semantic_sched.engine.client_requests import ClientRequests
+from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
+from vllm_semantic_sched.engine.ending import Endings, end_of
 from vllm_semantic_sched.engine.event_log import EventLog
-from vllm_semantic_sched.engine.fairness_metrics import report_fairness
 from vllm_semantic_sched.engine.guard import Guard, GuardedListener
+from vllm_semantic_sched.engine.http import commands
+from vllm_semantic_sched.engine.kv.preemption import Preemptions
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
-from vllm_semantic_sched.engine.outcome import end_of
-from vllm_semantic_sched.engine.overload import Overload
+from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.requests import RequestMetrics, report_fairness
 from vllm_semantic_sched.engine.prediction import PredictionFeed
-from vllm_semantic_sched.engine.preemption import Preemptions
-from vllm_semantic_sched.engine.request_metrics import RequestMetrics
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
-from vllm_semantic_sched.engine.stats import Counters, Gauges
-from vllm_semantic_sched.engine.step_clock import StepClock, batch_of
-from vllm_semantic_sched.engine.view import VllmView
+from vllm_semantic_sched.engine.view import VllmView, engine_capacity
 from vllm_semantic_sched.engine.vllm_api import (
     AsyncScheduler,
     EngineCoreOutputs,
@@ -112,19 +109,28 @@ class SemanticScheduler(HookedScheduler):
             SemanticRequestQueue(core, self.jobs, core.new_queue(), self.guard),
         )
         self._endings = Endings(self)
-        self.overload = Overload(self, core, self.counters, logger)
-        self.view = VllmView(self, end=self.overload.end)
-        capacity = self.view.capacity()
+        capacity = engine_capacity(self)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
-        control = OverloadControl(policy, core.estimates, core.holdings, capacity)
-        core.lifecycle.listeners.append(GuardedListener(control, self.guard))
-        core.adopters.append(control)
-        self.step = SchedulingStep(core, control, on_error=self.guard.failed)
-        self.overload_control = control
+        self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
+        core.lifecycle.listeners.append(GuardedListener(self.overload, self.guard))
+        core.adopters.append(self.overload)
+        self._clients = ClientRequests(core, self.overload, self.refuse, self.counters, logger)
         self.step_clock = StepClock()
         self.preemptions = Preemptions(self, core, self.counters, logger)
         self.predictions = PredictionFeed(
             core, self.jobs, self.structured_output_manager, self.counters, logger
+        )
+        self.step = SchedulingStep(core, self.overload, on_error=self.guard.failed)
+        self.view = VllmView(
+            self,
+            core,
+            self.jobs,
+            self.clock,
+            self.guard,
+            predictions=self.predictions.take,
+            plan=self.preemptions.plan,
+            evict=self.evict,
+            end=self._clients.end,
         )
         self.live_policy = LivePolicy(
             core, lambda: load_settings(vllm_config.additional_config), self.counters, logger
@@ -147,7 +153,8 @@ class SemanticScheduler(HookedScheduler):
         super().add_request(request)
         if (job := self.jobs.get(request.request_id)) is not None:
             with self.guard("admitting a request"):
-                self.overload.arrived(request, job)
+                if self.can_refuse(request):
+                    self._clients.arrived(request, job, self.step, self.view)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
@@ -349,7 +356,7 @@ class SemanticScheduler(HookedScheduler):
             self._event_log.report(self.counters)
         gauges = {
             **self._request_metrics.gauges(),
-            **self.overload.gauges(),
+            **self._clients.gauges(),
             **self.predictions.gauges(),
             **report_fairness(core, self.counters),
             **self.preemptions.gauges(),

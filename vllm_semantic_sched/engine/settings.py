@@ -1,4 +1,4 @@
-"""Where the engine finds its policy."""
+"""Finds the policy and the engine profile that a server was started with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DEFAULT_POLICY = "ems"
 
 
 class EngineSettings(Section):
-    """`--additional-config '{"semantic_sched": {...}}'`. Names and paths only: vLLM hashes the
-    dict into the key of its compile cache."""
+    """`--additional-config '{"semantic_sched": {...}}'`. It holds names and paths only, because
+    vLLM hashes the dict into the key of its compile cache."""
 
     policy: str = Field(
         DEFAULT_POLICY, description="Name of a shipped policy or path of a YAML file."
@@ -28,11 +28,11 @@ class EngineSettings(Section):
 
 
 def load_settings(additional_config: Any) -> tuple[Policy, EngineProfile]:
-    """The policy and profile that the server was started with. The environment variable
-    SEMSCHED_POLICY goes before the command line.
+    """The policy and the profile of the server. The environment variable SEMSCHED_POLICY overrides
+    the command line.
 
     Raises:
-        PolicyError: something is missing or invalid; the message names it and what is valid.
+        PolicyError: names the missing or invalid value and the valid ones.
     """
     given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
     settings = parse_section(EngineSettings, given or {}, source="semantic_sched")

@@ -1,4 +1,4 @@
-"""Publishes the scheduler's counts on the server's own /metrics (a vLLM stat logger plugin)."""
+"""Publishes the scheduler's metrics on the server's own /metrics (a vLLM stat logger plugin)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.engine.vllm_api import StatLoggerBase, VllmConfig, detach_message
 
 
 class SemanticStatLogger(StatLoggerBase):
-    """One per engine; the metric objects are shared, told apart by the label `engine`."""
+    """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
 
@@ -26,7 +26,7 @@ class SemanticStatLogger(StatLoggerBase):
         if message is None:  # another scheduler, or nothing new
             return
         self._register()
-        # A name that the table lacks is left out: an error here would end the API server.
+        # Skip a name that the table lacks: an exception here would end the API server.
         for name, labels, count in message["counters"]:
             if name in COUNTERS:
                 self._labelled(name, labels).inc(count)
@@ -44,8 +44,8 @@ class SemanticStatLogger(StatLoggerBase):
 
     @classmethod
     def _register(cls) -> None:
-        # Only once there is something to publish: the plugin is loaded by every vLLM server in
-        # this environment, also by those that run another scheduler.
+        # Register on the first message: every vLLM server in this environment loads the plugin,
+        # even if it runs another scheduler.
         if cls._metrics:
             return
 
@@ -58,13 +58,13 @@ class SemanticStatLogger(StatLoggerBase):
 
         make(COUNTERS, Counter)
         make(HISTOGRAMS, Histogram)
-        # Of several API servers, each hears of some of the changes.
+        # Each of several API servers receives some of the changes.
         make(GAUGES, Gauge, multiprocess_mode="mostrecent")
 
 
 def _add(histogram: Any, counts: list[tuple[int, int]], total: float) -> None:
-    """Add values that were sorted into buckets elsewhere. prometheus_client can only take them
-    one by one; its own fields are the same objects in all modes, so their parts are added to."""
+    """Add values that are already counted by bucket. prometheus_client accepts only one value at a
+    time, so this adds to its private fields, which are the same in all its modes."""
     for index, count in counts:
         histogram._buckets[index].inc(count)
     histogram._sum.inc(total)

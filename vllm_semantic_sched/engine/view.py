@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.vllm_api import (
     PauseState,
     Request,
+    Scheduler,
     TokenLimits,
     blocks_can_be_freed,
     blocks_freed_by,
@@ -26,53 +27,70 @@ from vllm_semantic_sched.engine.vllm_api import (
     total_seats,
     watermark_blocks,
 )
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.retention import PreemptionPlan
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
-if TYPE_CHECKING:
-    from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+
+def engine_capacity(scheduler: Scheduler) -> EngineCapacity:
+    """Seats and KV blocks in all, as reservations count them."""
+    return EngineCapacity(
+        seats=total_seats(scheduler),
+        # Each group of layers has blocks of its own.
+        blocks=total_kv_blocks(scheduler) // kv_cache_groups(scheduler),
+        block_size=scheduler.block_size,
+    )
 
 
 class VllmView:
     """Answers from vLLM's own accounts; orders go to the scheduler.
 
     Args:
+        scheduler: its queues and its KV cache manager.
+        jobs: by request id.
+        clock: seconds during which the engine was serving.
+        guard: keeps an error from losing a running request.
+        predictions: those that have arrived since the last call.
+        plan: what preempting a running request would do.
+        evict: preempts a running request, for a reason.
         end: ends a job without its answer.
     """
 
-    def __init__(self, scheduler: SemanticScheduler, end: Callable[[Job, Refusal], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        core: SchedulingCore,
+        jobs: Mapping[str, Job],
+        clock: Callable[[], float],
+        guard: Guard,
+        *,
+        predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]],
+        plan: Callable[[Job, Request], PreemptionPlan],
+        evict: Callable[[Request, str], None],
+        end: Callable[[Job, Refusal], None],
+    ) -> None:
         self._scheduler = scheduler
-        self._end = end
+        self._core = core
+        self._jobs = jobs
+        self._guard = guard
+        self._plan = plan
+        self._evict = evict
         self._saved_limits: TokenLimits | None = None
+        self.now = clock
+        self.predictions = predictions
+        self.end = end
 
     # Questions
-
-    def capacity(self) -> EngineCapacity:
-        """Seats and KV blocks in all, as reservations count them."""
-        scheduler = self._scheduler
-        return EngineCapacity(
-            seats=total_seats(scheduler),
-            # Each group of layers has blocks of its own.
-            blocks=total_kv_blocks(scheduler) // kv_cache_groups(scheduler),
-            block_size=scheduler.block_size,
-        )
 
     def tokens_held(self) -> int:
         """About how many tokens running requests have KV of: whole blocks, O(1)."""
         scheduler = self._scheduler
         used = total_kv_blocks(scheduler) - free_kv_blocks(scheduler)
         return used * scheduler.block_size // kv_cache_groups(scheduler)
-
-    def now(self) -> float:
-        """Seconds during which the engine was serving."""
-        return self._scheduler.clock()
-
-    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
-        """Predictions that have come back since the last call."""
-        return self._scheduler.predictions.take()
 
     def observe(self, job: Job) -> None:
         """Bring a running job's `generated` and `computed` up to date."""
@@ -82,7 +100,7 @@ class VllmView:
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete. O(prefills under way)."""
-        jobs = self._scheduler.jobs
+        jobs = self._jobs
         prefills = [
             jobs[request.request_id]
             for request in inflight_prefills(self._scheduler)
@@ -97,7 +115,7 @@ class VllmView:
         running = self._scheduler.running
         if not running or running[0].is_prefill_chunk:
             return None
-        return self._scheduler.jobs[running[0].request_id]
+        return self._jobs[running[0].request_id]
 
     def is_paused(self) -> bool:
         """Whether an operator holds the queue."""
@@ -148,7 +166,7 @@ class VllmView:
 
     def preemption_seconds(self, job: Job) -> float:
         """Engine seconds that preempting a running job would cost."""
-        return self._scheduler.preemptions.plan(job, self._request(job)).seconds
+        return self._plan(job, self._request(job)).seconds
 
     # Orders
 
@@ -164,24 +182,19 @@ class VllmView:
 
     def insert(self, request: Request) -> None:
         """Put a request that has a seat into vLLM's list of running ones, in order of rank."""
-        scheduler = self._scheduler
-        order, jobs = scheduler.core.running.order, scheduler.jobs
-        place = len(scheduler.running)  # whatever fails, the request must not get lost
-        with scheduler.guard("ordering running requests"):
+        running, order, jobs = self._scheduler.running, self._core.running.order, self._jobs
+        place = len(running)  # whatever fails, the request must not get lost
+        with self._guard("ordering running requests"):
             place = bisect.bisect(
-                scheduler.running,
+                running,
                 order(jobs[request.request_id]),
                 key=lambda other: order(jobs[other.request_id]),
             )
-        scheduler.running.insert(place, request)
+        running.insert(place, request)
 
     def preempt(self, job: Job, reason: str) -> None:
         """Preempt a running job; vLLM queues it again."""
-        self._scheduler.evict(self._request(job), reason)
-
-    def end(self, job: Job, refusal: Refusal) -> None:
-        """End a job without its answer."""
-        self._end(job, refusal)
+        self._evict(self._request(job), reason)
 
     def limit_prefills(self, limits: StageLimits) -> None:
         """Lower the limits that the next schedule() obeys, until `restore_limits`."""

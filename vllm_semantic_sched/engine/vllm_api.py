@@ -31,11 +31,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import (
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-)
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -48,67 +44,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+# Re-exported; what this module defines itself needs no entry.
 __all__ = [
-    "SUPPORTED",
-    "AsyncScheduler",
-    "AttentionSpec",
-    "EngineCore",
-    "EngineCoreEventType",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "GenerationError",
-    "HookedScheduler",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheManager",
-    "KVConnector",
-    "KVConnectorMetadata",
-    "KVConnectorOutput",
-    "KVConnectorRole",
-    "KVConnectorWorkerMetadata",
-    "PauseState",
-    "Request",
-    "RequestQueue",
-    "RequestStatus",
-    "Scheduler",
-    "SchedulerOutput",
-    "StatLoggerBase",
-    "TokenLimits",
-    "UnsupportedVersion",
-    "VllmConfig",
-    "add_utility",
-    "all_kv_connectors",
-    "attach_message",
-    "batched_block_copy",
-    "blocks_can_be_freed",
-    "blocks_freed_by",
-    "blocks_held",
-    "blocks_needed",
-    "call_engines",
-    "check_vllm_version",
-    "detach_message",
-    "free_blocks_at_once",
-    "free_kv_blocks",
-    "free_seats",
-    "group_kernel_blocks",
-    "has_one_block_table",
-    "hold_for_one_step",
-    "inflight_prefills",
-    "is_ready",
-    "iter_layer_specs",
-    "kv_cache_groups",
-    "kv_cache_usage",
-    "pin_memory",
-    "preempt",
-    "prefix_cached_blocks",
-    "replace_queues",
-    "set_token_limits",
-    "token_limits",
-    "tokens_with_kv",
-    "total_kv_blocks",
-    "total_seats",
-    "watermark_blocks",
-]
+    "AsyncScheduler", "AttentionSpec", "EngineCoreEventType", "EngineCoreOutput",
+    "EngineCoreOutputs", "GenerationError", "KVCacheBlocks", "KVCacheConfig", "KVCacheManager",
+    "KVConnectorMetadata", "KVConnectorOutput", "KVConnectorRole", "KVConnectorWorkerMetadata",
+    "PauseState", "Request", "RequestQueue", "RequestStatus", "Scheduler", "SchedulerOutput",
+    "StatLoggerBase", "VllmConfig", "group_kernel_blocks", "iter_layer_specs",
+]  # fmt: skip
 
 # Version
 

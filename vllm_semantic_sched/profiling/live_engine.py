@@ -156,7 +156,7 @@ class LiveEngine:
         self._core.shutdown()
 
     def _watch_steps(self) -> None:
-        from vllm_semantic_sched.engine.step_clock import StepClock, batch_of
+        from vllm_semantic_sched.engine.clock import StepClock, batch_of
 
         scheduler, clock = self._core.scheduler, StepClock()
         schedule, update = scheduler.schedule, scheduler.update_from_output

@@ -150,7 +150,7 @@ def assert_refused(answer: Answer, status: int, code: str) -> None:
     assert error["retry_after"] == int(answer.headers["retry-after"])
 
 
-def test_a_full_queue_answers_429_at_once_however_it_was_asked(server) -> None:
+def test_full_queue_answers_429_at_once_streamed_or_not(server) -> None:
     with full_seats(server, waiting=2):
         answers = [ask(server, path, stream) for path, stream in WAYS for _ in range(2)]
         for answer in answers:
@@ -161,7 +161,7 @@ def test_a_full_queue_answers_429_at_once_however_it_was_asked(server) -> None:
         assert ask(server, path, stream).status == 200
 
 
-def test_a_more_urgent_newcomer_takes_the_place_of_the_least_urgent(server) -> None:
+def test_more_urgent_request_replaces_the_least_urgent_in_a_full_queue(server) -> None:
     lesser, urgent = Asking(), Asking()
     with full_seats(server, waiting=2):
         for _ in range(2):
@@ -174,7 +174,7 @@ def test_a_more_urgent_newcomer_takes_the_place_of_the_least_urgent(server) -> N
     assert sorted(answer.status for answer in lesser.join()) == [200, 429]
 
 
-def test_requests_without_a_seat_in_time_answer_408(server) -> None:
+def test_queue_timeout_answers_408(server) -> None:
     asking = Asking()
     with full_seats(server):
         for path, stream in WAYS:
@@ -205,7 +205,7 @@ def test_several_answers_to_one_prompt_end_together(server) -> None:
             assert_refused(ask(server, stream=stream, n=3), 429, "over_capacity")
 
 
-def test_in_a_flood_everybody_is_answered_and_service_is_normal_soon_after(server) -> None:
+def test_flood_is_answered_completely_and_service_recovers(server) -> None:
     flood = Asking()
     for number in range(80):
         path, stream = WAYS[number // 4 % 4]

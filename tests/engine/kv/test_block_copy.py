@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_semantic_sched.engine.kv_copy import (
+from vllm_semantic_sched.engine.kv.block_copy import (
     CpuCopies,
     CudaCopies,
     UnsupportedLayout,
@@ -23,11 +23,11 @@ def layer_cache(layout: str, kernel_blocks: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
 @pytest.mark.parametrize("kernel_blocks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
-def test_blocks_come_back_from_the_host_bit_by_bit(layout, kernel_blocks, dtype) -> None:
+def test_blocks_are_restored_bit_by_bit(layout, kernel_blocks, dtype) -> None:
     caches = [layer_cache(layout, kernel_blocks).to(dtype) for _ in range(3)]
     before = [cache.clone() for cache in caches]
     copies = CpuCopies(block_regions([*caches, caches[0]], BLOCKS), slots=8)
-    assert len(copies._host) == 3  # a layer that shares storage is copied once
+    assert len(copies.host) == 3  # a layer that shares storage is copied once
     copies.save([7, 2, 5], [range(4, 6), range(0, 1)])
     for cache in caches:
         cache.fill_(0)
@@ -55,7 +55,7 @@ def test_copies_work_in_and_outside_inference_mode(allocating, copying) -> None:
     assert torch.equal(cache[7], cache[2])
 
 
-def test_layers_within_a_block_are_told_apart() -> None:
+def test_layers_within_a_block_are_distinguished() -> None:
     """All layers' pages of a block side by side: blocks of a layer are not adjacent."""
     stored = torch.randn(BLOCKS, 3, HEADS, TOKENS, SIZE)
     before = stored.clone()
@@ -67,7 +67,7 @@ def test_layers_within_a_block_are_told_apart() -> None:
     assert not stored[[block for block in range(BLOCKS) if block != 6]].any()
 
 
-def test_a_block_in_pieces_is_refused() -> None:
+def test_non_contiguous_block_is_rejected() -> None:
     with pytest.raises(UnsupportedLayout, match="VLLM_KV_CACHE_LAYOUT"):
         block_regions([layer_cache("HBNC")], BLOCKS)
 

@@ -1,4 +1,4 @@
-"""Slots of the host pool: which are free, and in what pieces."""
+"""Allocates the slots of the host pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class HostPool:
-    """Hands out slots 0 to `slots` - 1, one per KV block, in as few runs as it can.
+    """Allocates slots 0 to `slots` - 1, one per KV block, in as few runs as possible.
 
-    A copy goes run by run, so long runs are fast ones; a request is never refused for want of
-    a long one. Free runs are kept in order; there are about as many as copies held.
+    Copies proceed run by run, so long runs are faster, but fragmentation never makes an allocation
+    fail. Free runs are sorted; there are about as many as host copies.
     """
 
     def __init__(self, slots: int) -> None:
@@ -20,20 +20,20 @@ class HostPool:
 
     @property
     def used(self) -> int:
-        """Slots handed out."""
+        """Slots that are allocated."""
         return self.slots - self.free
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free slots that is outside the longest free run."""
+        """Share of the free slots outside the longest free run, 0 to 1."""
         longest = max((end - start for start, end in self._runs), default=0)
         return 1.0 - longest / self.free if self.free else 0.0
 
     def take(self, count: int) -> list[range] | None:
-        """Slots for `count` blocks: the shortest run that holds all, else the longest ones.
+        """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs.
 
         Returns:
-            None, and nothing is taken, if there are not enough.
+            None, and nothing is allocated, if too few slots are free.
         """
         if count > self.free:
             return None
@@ -54,7 +54,7 @@ class HostPool:
         return taken
 
     def give_back(self, taken: Sequence[range]) -> None:
-        """Return what `take` handed out; neighbouring runs become one."""
+        """Free slots from `take`; adjacent free runs are merged."""
         for run in taken:
             self.free += len(run)
             start, end = run.start, run.stop

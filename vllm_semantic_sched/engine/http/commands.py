@@ -1,4 +1,4 @@
-"""What an API server can ask the scheduler, through vLLM's own channel to the engine process.
+"""Commands that an API server sends to the scheduler, through vLLM's channel to the engine process.
 
 vLLM runs a utility call between two steps, on the scheduling thread, whether the engine is busy,
 idle or paused.
@@ -16,18 +16,18 @@ UTILITY = "semsched"
 
 
 def install() -> None:
-    """Make the commands reachable in this process."""
+    """Register the commands in this process."""
     add_utility(UTILITY, run)
 
 
 def run(scheduler: Scheduler, command: str) -> Any:
-    """Carry out a command.
+    """Run a command.
 
     Returns:
         Plain values, or a future.
 
     Raises:
-        ValueError: no such command, or the base policy is `fcfs`, which has nothing to command.
+        ValueError: unknown command, or the base policy is `fcfs`, which supports `status` only.
     """
     if command == "status":
         return status(scheduler)
@@ -43,7 +43,7 @@ def run(scheduler: Scheduler, command: str) -> Any:
 
 
 def status(scheduler: Scheduler) -> dict[str, Any]:
-    """What the scheduler holds and obeys; `jobs` are all requests that the policy knows of."""
+    """Requests and policy of the scheduler; `jobs`: all requests that the policy knows."""
     running, waiting = scheduler.get_request_counts()
     live = _live_policy(scheduler)
     return {

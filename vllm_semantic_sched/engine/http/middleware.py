@@ -1,12 +1,12 @@
-"""What the API server gains by one flag: refusals with HTTP statuses, endpoints for the operator,
-tenants by header or `user` field.
+"""The ASGI middleware: HTTP statuses for refusals, operator endpoints, and tenants by header or
+`user` field.
 
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
-Without it there are no endpoints (see `engine.admin`), a tenant is known by `vllm_xargs` only
-(see `engine.tenant_names`), and vLLM answers a refused request with
-status 500, or within a stream that has begun with status 200 by an error message.
+Without it there are no operator endpoints (see `engine.http.admin`), tenants are named by
+`vllm_xargs` only (see `engine.http.tenant_names`), and vLLM answers a refused request with status
+500, or with an error message inside a stream of status 200.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from vllm_semantic_sched.engine.admin import add_routes
-from vllm_semantic_sched.engine.tenant_names import TenantNames
+from vllm_semantic_sched.engine.http.admin import add_routes
+from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 from vllm_semantic_sched.engine.vllm_api import GenerationError
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
@@ -26,14 +26,14 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
 
-# Refusals met while the HTTP request of this context is being answered.
-_met: ContextVar[list[Refusal] | None] = ContextVar("semsched_refusals", default=None)
+# Refusals that occurred while the HTTP request of this context is answered.
+_refusals: ContextVar[list[Refusal] | None] = ContextVar("semsched_refusals", default=None)
 
 _STREAMED_ERROR = b'data: {"error"'
 
 
 class RequestRefused(GenerationError):
-    """Raised out of the engine's `generate` in place of an output that carries a refusal."""
+    """Raised by the engine's `generate` in place of an output that carries a refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -41,24 +41,24 @@ class RequestRefused(GenerationError):
 
 
 class Middleware:
-    """ASGI middleware, the whole of it."""
+    """The middleware that users name: `Refusals`, `TenantNames` and the operator endpoints."""
 
     def __init__(self, app: App) -> None:
         self._app = Refusals(TenantNames(app))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        # With the first message, as there is no other way to the application that vLLM builds.
+        # The first message is the earliest access to the application that vLLM builds.
         add_routes(scope["app"])
         await self._app(scope, receive, send)
 
 
 class Refusals:
-    """ASGI middleware: a refused request gets its status, Retry-After and an error body with a
-    stable code, whether or not it asked for a stream.
+    """ASGI middleware that answers a refused request with its status, Retry-After and an error body
+    with a stable code, streamed or not.
 
-    The head of a response is held back until its first piece of body, so that a request that is
-    refused before its first token gets a real status. One refused later, within a stream, gets
-    the error body as the last event but one.
+    The head of a response is held back until the first part of its body, so a request that is
+    refused before its first token gets a real status. A stream that is refused later gets the
+    error body as its last event but one.
     """
 
     def __init__(self, app: App) -> None:
@@ -69,22 +69,22 @@ class Refusals:
             await self._app(scope, receive, send)
             return
         watch(getattr(scope["app"].state, "engine_client", None))
-        met: list[Refusal] = []
-        token = _met.set(met)
+        refusals: list[Refusal] = []
+        token = _refusals.set(refusals)
         try:
-            response = _Response(send, met)
+            response = _Response(send, refusals)
             await self._app(scope, receive, response.send)
             await response.flush()
         finally:
-            _met.reset(token)
+            _refusals.reset(token)
 
 
 class _Response:
-    """What the application sends, with the refusal in place of it if there is one."""
+    """Forwards what the application sends, or the refusal in its place."""
 
-    def __init__(self, send: Send, met: list[Refusal]) -> None:
+    def __init__(self, send: Send, refusals: list[Refusal]) -> None:
         self._send = send
-        self._met = met
+        self._refusals = refusals
         self._head: Message | None = None
         self._replaced = False
 
@@ -93,18 +93,18 @@ class _Response:
             self._head = message
         elif self._replaced:
             pass
-        elif self._head is not None and self._met:
+        elif self._head is not None and self._refusals:
             self._replaced = True
-            await self._refuse(self._head, self._met[0])
+            await self._refuse(self._head, self._refusals[0])
         else:
             await self.flush()
-            if self._met and bytes(message.get("body", b"")).startswith(_STREAMED_ERROR):
-                event = f"data: {json.dumps(self._met[0].body())}\n\n"
+            if self._refusals and bytes(message.get("body", b"")).startswith(_STREAMED_ERROR):
+                event = f"data: {json.dumps(self._refusals[0].body())}\n\n"
                 message = {**message, "body": event.encode()}
             await self._send(message)
 
     async def flush(self) -> None:
-        """Let the head go."""
+        """Send the head that was held back."""
         head, self._head = self._head, None
         if head is not None and not self._replaced:
             await self._send(head)
@@ -129,7 +129,8 @@ class _Response:
 
 
 def watch(engine_client: Any) -> None:
-    """Make an engine client's `generate` raise RequestRefused for a refused request; once."""
+    """Make an engine client's `generate` raise RequestRefused for a refused request. Later calls
+    are no-ops."""
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
     generate = engine_client.generate
@@ -146,10 +147,10 @@ async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[A
         async for output in outputs:
             refusal = refusal_of(output)
             if refusal is not None:
-                met = _met.get()
-                if met is not None:
-                    met.append(refusal)
+                refusals = _refusals.get()
+                if refusals is not None:
+                    refusals.append(refusal)
                 raise RequestRefused(refusal)
             yield output
     finally:
-        await outputs.aclose()  # ends what is left of a request with several answers
+        await outputs.aclose()  # ends the other answers of the request

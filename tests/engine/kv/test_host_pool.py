@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
 actions = st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60)
 
 
 @given(st.integers(0, 64), actions)
-def test_slots_are_handed_out_once_and_all_come_back(slots, actions) -> None:
+def test_slots_are_allocated_once_and_all_freed(slots, actions) -> None:
     pool = HostPool(slots)
     held: list[list[range]] = []
     for take, number in actions:
@@ -35,7 +35,7 @@ def _slots(held: list[list[range]]) -> list[list[int]]:
     return [[slot for run in taken for slot in run] for taken in held]
 
 
-def test_the_shortest_run_that_fits_is_taken_and_pieces_only_if_none_does() -> None:
+def test_shortest_sufficient_run_is_allocated_before_several_runs() -> None:
     pool = HostPool(20)
     first, second, third = pool.take(4), pool.take(6), pool.take(8)
     assert (first, second, third) == ([range(4)], [range(4, 10)], [range(10, 18)])

@@ -87,7 +87,7 @@ def reports(model, tmp_path_factory) -> dict[str, dict]:
     return reports
 
 
-def test_the_engines_are_what_they_should_be(reports) -> None:
+def test_engines_have_the_expected_configuration(reports) -> None:
     plain, caching = reports["plain"]["engine"], reports["caching"]["engine"]
     assert (plain["caching"], plain["connector"]) == (False, "SemanticSwapConnector")
     assert (caching["caching"], caching["connector"]) == (True, "MultiConnector")
@@ -96,7 +96,7 @@ def test_the_engines_are_what_they_should_be(reports) -> None:
     assert reports["plain"]["alone"]["distinct"] > 250
 
 
-def test_preemptions_are_many(reports) -> None:
+def test_scenarios_contain_many_preemptions(reports) -> None:
     forced = [
         run["forced"] for engine in reports.values() for run in engine.values() if "forced" in run
     ]
@@ -104,14 +104,14 @@ def test_preemptions_are_many(reports) -> None:
 
 
 @pytest.mark.parametrize(("engine", "name"), UNHARMED)
-def test_answers_are_those_without_preemption(reports, engine, name) -> None:
+def test_answers_equal_those_without_preemption(reports, engine, name) -> None:
     run = reports[engine][name]
     assert run["answers"] == reports[engine]["alone"]["answers"]
     assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("engine", "name"), UNHARMED)
-def test_every_token_held_is_loaded_found_or_computed_again(reports, engine, name) -> None:
+def test_every_token_held_is_loaded_found_or_recomputed(reports, engine, name) -> None:
     counters = reports[engine][name]["counters"]
 
     def tokens(what: str) -> float:
@@ -136,7 +136,7 @@ def test_every_token_held_is_loaded_found_or_computed_again(reports, engine, nam
 
 
 @pytest.mark.parametrize("engine", ["plain", "caching"])
-def test_requests_cancelled_while_their_kv_is_away_leave_nothing(reports, engine) -> None:
+def test_requests_cancelled_while_swapped_leave_nothing_behind(reports, engine) -> None:
     run = reports[engine]["aborts"]
     assert run["cancelled"] >= 3
     assert run["answers"].count(None) == run["cancelled"]
@@ -146,7 +146,7 @@ def test_requests_cancelled_while_their_kv_is_away_leave_nothing(reports, engine
 
 
 @pytest.mark.parametrize("engine", ["plain", "caching"])
-def test_a_reset_cache_loses_copies_and_no_answer(reports, engine) -> None:
+def test_cache_reset_loses_copies_but_no_answer(reports, engine) -> None:
     run = reports[engine]["resets"]
     assert run["lost"] > 0
     assert run["counters"]["recomputed_tokens"] > 0
@@ -155,10 +155,10 @@ def test_a_reset_cache_loses_copies_and_no_answer(reports, engine) -> None:
 
 
 @pytest.mark.parametrize("control", ["without_loading", "saving_too_late"])
-def test_the_comparison_notices_wrong_kv(reports, control) -> None:
+def test_comparison_detects_wrong_kv(reports, control) -> None:
     assert reports["plain"][control]["answers"] != reports["plain"]["alone"]["answers"]
 
 
-def test_resuming_from_swap_is_exact_to_the_last_bit(reports) -> None:
+def test_resuming_from_swap_is_bit_exact(reports) -> None:
     logprobs = reports["plain"]["logprobs"]
     assert logprobs["swap"] == logprobs["positions"] == 40

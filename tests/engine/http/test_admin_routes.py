@@ -6,8 +6,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_semantic_sched.engine.admin import router
-from vllm_semantic_sched.engine.commands import UTILITY
+from vllm_semantic_sched.engine.http.admin import router
+from vllm_semantic_sched.engine.http.commands import UTILITY
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +48,7 @@ def client(host="127.0.0.1", *reports) -> TestClient:
         ("127.0.0.1", {"Origin": "http://evil.example"}, 403),
     ],
 )
-def test_only_this_machine_is_answered(host, headers, status) -> None:
+def test_only_local_requests_are_answered(host, headers, status) -> None:
     reply = client(host, {"running": 0}).get("/v1/semsched/status", headers=headers)
     assert reply.status_code == status
 
@@ -63,6 +63,6 @@ def test_a_reload_is_refused_if_any_engine_refuses_it() -> None:
     assert bad.status_code == 422 and "levels: 5 -> 4" in bad.text
 
 
-def test_another_scheduler_is_named() -> None:
+def test_error_names_another_scheduler() -> None:
     reply = client().get("/v1/semsched/status")
     assert reply.status_code == 501 and "status" in reply.text

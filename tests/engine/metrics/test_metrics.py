@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.engine.vllm_api import attach_message
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ def published(engine: str, name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"semsched:{name}", {"engine": engine, **labels})
 
 
-def test_each_message_holds_what_the_ones_before_did_not() -> None:
+def test_each_message_holds_only_what_is_new() -> None:
     counters = Counters()
     counters.add("invalid_hints")
     counters.add("requests", "hint", 2)
@@ -73,7 +73,7 @@ def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
     st.lists(st.floats(0, 2000), min_size=1, max_size=40),
     st.lists(st.integers(0, 40), max_size=4),
 )
-def test_a_histogram_is_the_one_that_prometheus_makes_of_the_same_values(values, cuts) -> None:
+def test_histogram_equals_a_prometheus_histogram_of_the_same_values(values, cuts) -> None:
     """However the values are spread over messages and over API servers."""
     engine = str(next(_engines))
     counters, name = Counters(), "time_to_first_token_seconds"
@@ -94,7 +94,7 @@ def test_a_histogram_is_the_one_that_prometheus_makes_of_the_same_values(values,
     assert published(engine, f"{name}_sum", tier="gold") == pytest.approx(sum(values))
 
 
-def test_counters_and_gauges_reach_the_page_under_their_engine() -> None:
+def test_counters_and_gauges_are_published_per_engine() -> None:
     engines = [next(_engines), next(_engines)]
     for engine, count in zip(engines, (1, 2), strict=True):
         counters = Counters()
@@ -110,7 +110,7 @@ def test_counters_and_gauges_reach_the_page_under_their_engine() -> None:
         assert published(engine, "e2e_latency_seconds_count", tier="a") == 0
 
 
-def test_names_are_unique_and_say_their_unit() -> None:
+def test_metric_names_are_unique_and_end_in_their_unit() -> None:
     names = [*COUNTERS, *GAUGES, *HISTOGRAMS]
     assert len(set(names)) == len(names)
     for name, metric in HISTOGRAMS.items():
@@ -133,7 +133,7 @@ tiers: [{name: gold}, {name: silver}, {name: bronze}]
 """
 
 
-def test_what_happens_to_requests_is_counted_per_tier(tmp_path) -> None:
+def test_requests_are_counted_per_tier(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(TIERS)
     scheduler = build_scheduler(
@@ -171,7 +171,7 @@ def test_what_happens_to_requests_is_counted_per_tier(tmp_path) -> None:
     assert published(str(engine), "schedule_seconds_count") > 5
 
 
-def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_completed(tmp_path) -> None:
+def test_abort_counts_as_cancelled_and_stop_string_as_completed(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(TIERS)
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
@@ -180,7 +180,7 @@ def test_an_aborted_request_is_cancelled_and_one_that_hit_a_stop_string_complete
         def decode(self, ids):
             return "".join("word, "[i % 6] for i, _ in enumerate(ids))
 
-    scheduler.predictions._tokenizer = Tokenizer()
+    scheduler.predictions.tokenizer = Tokenizer()
     from vllm.v1.request import RequestStatus
 
     for name, stop in (("gone", None), ("stopped", ["rd"]), ("other", ["xyz"])):
@@ -208,8 +208,8 @@ fair_share: {enabled: true}
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")
 
 
-def test_every_panel_and_rule_reads_series_that_a_scheduler_reports(tmp_path) -> None:
-    """All the series, with their labels; tests/engine/test_monitoring.py asks a real server."""
+def test_every_panel_and_rule_reads_series_that_the_scheduler_reports(tmp_path) -> None:
+    """All the series, with their labels; test_monitoring.py asks a real server."""
     path = tmp_path / "policy.yaml"
     path.write_text(EVERYTHING)
     scheduler = build_scheduler(

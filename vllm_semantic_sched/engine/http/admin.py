@@ -1,8 +1,8 @@
-"""Endpoints for the operator, under /v1/semsched on the server's own address.
+"""Operator endpoints under /v1/semsched, on the server's own address.
 
-They can make the server read its own policy file and its own weights again, pause, sleep and
-report. No request can name a file. Who may use them: whoever has the server's API key, if it has
-one, on the server's own machine.
+They reload the server's own policy file and weights, pause, sleep and report. No request can name
+a file. They answer requests from the server's own machine only, with the server's API key if it
+has one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
-from vllm_semantic_sched.engine.commands import UTILITY
+from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.vllm_api import call_engines
 
 logger = logging.getLogger("vllm.semantic_sched")
 
-PREFIX = "/v1/semsched"  # vLLM asks for the API key under /v1
+PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 
 
 def _from_this_machine(request: Request) -> None:
-    """Refuse whoever is not on this machine, and what a proxy or a web page here sends along."""
+    """Reject requests from other machines, and those that a local proxy or web page relays."""
     relayed = {"forwarded", "x-forwarded-for", "x-real-ip", "origin"} & set(request.headers)
     if request.client is None:  # a Unix socket
         local = True
@@ -43,8 +43,9 @@ router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints, once, inside all middleware, so that vLLM's authentication guards them;
-    and let SIGHUP reload the policy where that is safe (see `hangup_may_reload`)."""
+    """Add the endpoints, and let SIGHUP reload the policy where that is safe (see
+    `hangup_may_reload`). Later calls are no-ops. The routes are inside all middleware, so vLLM's
+    authentication protects them."""
     if getattr(app.state, "semsched_routes", False):
         return
     app.state.semsched_routes = True
@@ -56,7 +57,7 @@ def add_routes(app: FastAPI) -> None:
 
 
 async def _reload_on_hangup(app: FastAPI) -> None:
-    for command in ("load_policy", "adopt_policy"):  # the engines log what comes of it
+    for command in ("load_policy", "adopt_policy"):  # the engines log the result
         try:
             await ask_engines(app.state.engine_client, command)
         except Exception:
@@ -66,13 +67,13 @@ async def _reload_on_hangup(app: FastAPI) -> None:
 
 @router.get("/status")
 async def status(request: Request) -> dict[str, Any]:
-    """What each engine holds and obeys."""
+    """Requests and policy of each engine."""
     return {"engines": await _ask(request, "status")}
 
 
 @router.post("/policy/reload")
 async def reload_policy(request: Request) -> dict[str, Any]:
-    """Read the policy file again on every engine; 422 if any of them refused it."""
+    """Reload the policy file on every engine; 422 if any engine refuses it."""
     await _ask(request, "load_policy")
     reports = await _ask(request, "adopt_policy")
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
@@ -86,10 +87,10 @@ async def pause(
     request: Request,
     mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
 ) -> dict[str, Any]:
-    """Start nothing new; answers when nothing runs any more.
+    """Stop starting requests, and answer once nothing runs any more.
 
     `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
-    ones join them, and all caches are kept.
+    requests join them, and all caches are kept.
     """
     await _engine(request).pause_generation(mode=mode, clear_cache=False)
     return {"paused": True}
@@ -97,7 +98,7 @@ async def pause(
 
 @router.post("/resume")
 async def resume(request: Request) -> dict[str, Any]:
-    """Go on after `pause`."""
+    """Resume after `pause`."""
     await _engine(request).resume_generation()
     return {"paused": False}
 
@@ -106,24 +107,24 @@ async def resume(request: Request) -> dict[str, Any]:
 async def sleep(
     request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1
 ) -> dict[str, Any]:
-    """Give the accelerator's memory back (vLLM's sleep mode); after `pause`. Requests that were
-    frozen, and host copies of KV, are computed again after waking."""
+    """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
+    host copies of KV are recomputed after waking."""
     await _engine(request).sleep(level=level, mode="keep")
     return {"asleep": level}
 
 
 @router.post("/wake")
 async def wake(request: Request) -> dict[str, Any]:
-    """End a sleep and go on."""
+    """Wake up and resume."""
     return {"awake": await _engine(request).wake_up()}
 
 
 @router.post("/weights/reload")
 async def reload_weights(request: Request) -> dict[str, Any]:
-    """Load the served model's weights again from where they came from; after `pause`.
+    """Reload the served model's weights from their source; call `pause` first.
 
-    Everything that was computed with the old ones is dropped before: prefix cache, host copies,
-    KV of frozen requests. If that cannot be, the old weights stay.
+    Everything computed with the old weights is dropped first: prefix cache, host copies, KV of
+    frozen requests. If that fails, the old weights stay.
     """
     await drop_caches(request)
     await _engine(request).collective_rpc("reload_weights")
@@ -132,18 +133,19 @@ async def reload_weights(request: Request) -> dict[str, Any]:
 
 @router.post("/caches/drop")
 async def drop_caches(request: Request) -> dict[str, Any]:
-    """Drop what was computed with weights or an adapter that are replaced; after `pause`."""
+    """Drop everything computed with replaced weights or adapters; call `pause` first."""
     if not await _engine(request).is_paused():
         raise HTTPException(409, "pause first: requests are running")
     engine = _engine(request)
     try:
         dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    except Exception as error:  # vLLM's way to say that a load from the host is under way
+    except Exception as error:  # vLLM raises while a load from the host is in flight
         logger.warning("Semantic scheduling: caches could not be dropped: %s", error)
         dropped = False
     if not dropped:
         raise HTTPException(
-            503, "KV is still in use or on its way from the host; let running requests finish first"
+            503,
+            "KV is still in use or loading from the host; let running requests finish first",
         )
     await engine.reset_mm_cache()
     await engine.reset_encoder_cache()
@@ -162,5 +164,5 @@ async def _ask(request: Request, command: str) -> list[Any]:
 
 
 async def ask_engines(engine_client: Any, command: str) -> list[Any]:
-    """The answers of all engines to a command (see `engine.commands`)."""
+    """Run a command (see `engine.http.commands`) on all engines; their answers."""
     return list(await call_engines(engine_client, UTILITY, command))

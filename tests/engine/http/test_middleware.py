@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.middleware import Refusals, RequestRefused
+from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
@@ -107,7 +107,7 @@ def test_a_plain_answer_is_replaced() -> None:
     assert_refused(*answer(engine, app))
 
 
-def test_a_refusal_met_in_a_task_of_its_own_is_seen() -> None:
+def test_refusal_in_another_task_is_seen() -> None:
     engine = Engine(REFUSED)
 
     async def app(scope, receive, send):
@@ -125,14 +125,14 @@ def test_a_stream_refused_later_ends_with_the_error_and_its_code() -> None:
     assert pieces[3:] == [b"data: [DONE]\n\n", b""]
 
 
-def test_the_engine_is_told_to_end_the_rest_of_a_refused_request() -> None:
+def test_rest_of_a_refused_request_is_aborted() -> None:
     engine = Engine(REFUSED, output(), output("stop"))
     assert_refused(*answer(engine, streaming(engine)))
     assert engine.closed == 1
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])
-def test_other_answers_pass_untouched(method) -> None:
+def test_other_answers_pass_unchanged(method) -> None:
     engine = Engine(output(), output("stop", "</s>"))
     status, headers, pieces = answer(engine, streaming(engine), method)
     assert status == 200 and headers[b"content-type"] == b"text/event-stream"

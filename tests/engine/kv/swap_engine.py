@@ -1,5 +1,5 @@
 """Runs one engine through preemptions of all kinds; a process of its own, started by
-test_kv_swap.py, with the scheduler and the worker in reach.
+test_connector.py, with the scheduler and the worker in reach.
 
     python swap_engine.py MODEL POLICY ENGINE_OPTIONS(JSON) REPORT SCENARIO...
 
@@ -53,7 +53,7 @@ class SwapEngine:
         self.llm = LLM(model, **options)
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.swap = self.scheduler.preemptions._connector
+        self.swap = self.scheduler.preemptions.connector
         self.ledger = self.swap.ledger
         group = get_kv_transfer_group()
         self.worker = getattr(group, "sub_connectors", [group])[0]
@@ -81,13 +81,13 @@ class SwapEngine:
 
     def set(self, mode: str, max_stall: float = 1e9, host_blocks: int | None = None) -> None:
         """Put another retention policy in force, and another size of the host pool."""
-        from vllm_semantic_sched.engine.host_pool import HostPool
+        from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
         core.policy = core.policy.model_copy(update={"retention": retention})
         assert self.ledger.pool.used == 0
-        self.ledger.pool = HostPool(host_blocks or self.swap._slots)
+        self.ledger.pool = HostPool(host_blocks or self.swap.slots)
 
     def chaos(self, every: int = 3, seed: int = 0, also=lambda step, names: None) -> dict:
         """Answer all prompts at once, and preempt a random running request every few steps."""
@@ -96,7 +96,7 @@ class SwapEngine:
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler.counters
         scheduler.preemptions.gauges()  # takes over what the workers measured
-        before = dict(counters._totals)
+        before = counters.totals()
         names = [f"{seed}-{index}" for index in range(len(self.prompts))]
         for name, prompt in zip(names, self.prompts, strict=True):
             self.engine.add_request(name, prompt, self.params())
@@ -117,7 +117,7 @@ class SwapEngine:
         scheduler.preemptions.gauges()
         totals = {
             "_".join((name, *labels)): total - before.get((name, labels), 0)
-            for (name, labels), total in counters._totals.items()
+            for (name, labels), total in counters.totals().items()
         }
         return {
             "forced": forced,
@@ -131,7 +131,7 @@ class SwapEngine:
     def poison(self, blocks: list[int]) -> None:
         import torch
 
-        for region in self.worker._backend._device:
+        for region in self.worker.backend.device:
             region.view(torch.float32)[blocks] = POISON
 
     @contextmanager
@@ -187,7 +187,7 @@ class SwapEngine:
         cancelled: list[str] = []
 
         def abort(step: int, names: list[str]) -> None:
-            away = [*self.ledger._held] if step % 20 else [*self.ledger._loading]
+            away = self.ledger.held if step % 20 else self.ledger.loading
             if step % 10 == 0 and away and len(cancelled) < 6:
                 self.engine.abort_request([away[0]], internal=True)
                 cancelled.append(away[0])
@@ -216,7 +216,7 @@ class SwapEngine:
     def without_loading(self) -> dict:
         """Negative control."""
         self.set("swap")
-        with patch.object(self.worker._backend, "load", lambda device, host: None):
+        with patch.object(self.worker.backend, "load", lambda device, host: None):
             return self.chaos(seed=2)
 
     def saving_too_late(self) -> dict:
@@ -231,7 +231,7 @@ class SwapEngine:
         def save_now() -> None:
             while held_back:
                 save = held_back.pop()
-                worker._backend.save(save.device, save.host)
+                worker.backend.save(save.device, save.host)
 
         with (
             patch.object(worker, "handle_preemptions", hold_back),

@@ -1,4 +1,4 @@
-"""Copying KV blocks between device and host: one interface, a backend per kind of device."""
+"""Copies KV blocks between device and host: one interface, one backend per kind of device."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch
 
 
 class UnsupportedLayout(ValueError):
-    """The KV cache does not store a block as one piece of memory."""
+    """The KV cache does not store each block in contiguous memory."""
 
 
 class CopyBackend(Protocol):
-    """Copies blocks of one worker's KV cache. A block is a row of every region; `device[i]` and
-    the i-th slot of `host` belong together."""
+    """Copies blocks of one worker's KV cache. A block is a row of every region. Block `device[i]`
+    is copied to or from the i-th slot of `host`."""
 
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
-        """Copy to the host. What the device does from now on finds the blocks free to write."""
+        """Copy to the host. Device work queued after this call may overwrite the blocks."""
         ...
 
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
-        """Copy to the device. What the device does from now on finds the blocks filled."""
+        """Copy to the device. Device work queued after this call may read the blocks."""
         ...
 
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        """Copy to the device while it goes on; see `finished`."""
+        """Copy to the device while it continues to work; `finished` reports the end."""
         ...
 
     def finished(self) -> set[str]:
-        """Keys of `load_beside` that have ended since the last call."""
+        """Keys of the `load_beside` copies that ended since the last call."""
         ...
 
     def take_seconds(self) -> tuple[float, float]:
-        """Seconds that saves and loads have taken since the last call, as far as known."""
+        """Seconds of saves and of loads since the last call, as far as measured."""
         ...
 
 
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
-    """A KV cache as bytes: one tensor [num_blocks, bytes of a block] per piece of memory.
-    Layers that share storage (groups of a hybrid model) come up once.
+    """A KV cache as bytes: one uint8 tensor [num_blocks, bytes per block] per region of memory.
+    Layers that share storage (groups of a hybrid model) yield one region.
 
     Args:
         caches: per layer, as vLLM registers them; kernel blocks may be smaller than blocks.
 
     Raises:
-        UnsupportedLayout: a block of some layer is not one piece of memory.
+        UnsupportedLayout: a block of some layer is not contiguous.
     """
     from vllm_semantic_sched.engine.vllm_api import group_kernel_blocks
 
@@ -62,8 +62,8 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
         if (span + 1) * size != page:
             raise UnsupportedLayout(
                 f"a KV block of shape {tuple(blocks.shape[1:])} and strides "
-                f"{tuple(blocks.stride()[1:])} is not one piece of memory; set "
-                "VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC, or leave the connector out"
+                f"{tuple(blocks.stride()[1:])} is not contiguous; set "
+                "VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC, or start without the connector"
             )
         stride = blocks.stride(0) * size
         place = (blocks.data_ptr(), stride, page)
@@ -80,7 +80,7 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
 
 
 def _as_words(region: torch.Tensor) -> torch.Tensor:
-    """The same bytes in the widest type that fits, which torch copies faster."""
+    """The same bytes in the widest integer type that fits, which torch copies faster."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         if not any(n % size for n in (region.shape[1], region.stride(0), region.data_ptr())):
@@ -89,22 +89,22 @@ def _as_words(region: torch.Tensor) -> torch.Tensor:
 
 
 class CpuCopies:
-    """Device and host are the same memory: whole rows, at once. Torch gathers them fastest, NumPy
+    """Copies at once: device and host are the same memory. torch gathers rows fastest; NumPy
     scatters them at twice torch's speed."""
 
     def __init__(self, regions: Sequence[torch.Tensor], slots: int) -> None:
-        self._device = [_as_words(region) for region in regions]
-        self._host = [
-            torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self._device
+        self.device = [_as_words(region) for region in regions]
+        self.host = [
+            torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self.device
         ]
         self._finished: set[str] = set()
         self._save_seconds = self._load_seconds = 0.0
 
-    @torch.inference_mode()  # vLLM allocates KV in this mode and may call from outside it
+    @torch.inference_mode()  # vLLM allocates KV in this mode but may call from outside it
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
-            for source, target in zip(self._device, self._host, strict=True):
+            for source, target in zip(self.device, self.host, strict=True):
                 torch.index_select(source, 0, rows, out=target[run.start : run.stop])
         self._save_seconds += time.perf_counter() - start
 
@@ -112,12 +112,12 @@ class CpuCopies:
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         start = time.perf_counter()
         for rows, run in _pieces(device, host):
-            for target, source in zip(self._device, self._host, strict=True):
+            for target, source in zip(self.device, self.host, strict=True):
                 target.numpy()[rows.numpy()] = source[run.start : run.stop].numpy()
         self._load_seconds += time.perf_counter() - start
 
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        # A thread would take the cores from the forward pass that it runs beside.
+        # A thread would take cores from the forward pass.
         self.load(device, host)
         self._finished.add(key)
 
@@ -139,17 +139,18 @@ def _pieces(device: Sequence[int], host: Sequence[range]) -> Iterable[tuple[torc
 
 
 class CudaCopies:
-    """Pinned host memory, one side stream, vLLM's batched block copy; never waits on the host.
+    """Copies through pinned host memory on a side stream, with vLLM's batched block copy; the host
+    never waits.
 
     NOT YET RUN ON HARDWARE: written from vLLM's sources and tested with a fake stream only.
 
-    The side stream waits for the work queued so far, because that may still write the blocks to
-    be copied, and except for loads beside steps the work queued next waits for it.
+    The side stream waits for work queued earlier, which may still write the blocks. Work queued
+    later waits for the side stream, except for loads beside steps.
 
     Args:
-        cuda: `torch.cuda`, or what a test puts in its place.
+        cuda: `torch.cuda`, or a fake in tests.
         copy: vLLM's `swap_blocks_batch(sources, targets, sizes)`: addresses and bytes, int64.
-        pin: makes host memory fit for copies that do not wait.
+        pin: pins a host tensor in place, for asynchronous copies.
     """
 
     def __init__(
@@ -206,7 +207,11 @@ class CudaCopies:
         return seconds[True], seconds[False]
 
     def _run(self, device: Sequence[int], host: Sequence[range], saving: bool) -> Any:
-        """Queue a copy on the side stream; the event at its end."""
+        """Queue a copy on the side stream.
+
+        Returns:
+            The event recorded at its end.
+        """
         slots = torch.tensor([slot for run in host for slot in run], dtype=torch.int64)
         blocks = torch.tensor(device, dtype=torch.int64)
         on_device, on_host, sizes = [], [], []
@@ -227,10 +232,10 @@ class CudaCopies:
 
 
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
-    """The backend for the device that the regions are on.
+    """The backend for the device of the regions.
 
     Raises:
-        UnsupportedLayout: there is none.
+        UnsupportedLayout: no backend supports this kind of device.
     """
     kind = regions[0].device.type
     if kind == "cpu":
@@ -238,5 +243,5 @@ def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     if kind == "cuda":
         return CudaCopies(regions, slots)
     raise UnsupportedLayout(
-        f"KV swap knows CPU and CUDA devices, not {kind!r}; leave the connector out"
+        f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
     )

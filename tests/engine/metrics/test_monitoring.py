@@ -132,7 +132,7 @@ def send_traffic(observed: Observed) -> None:
     time.sleep(0.5)  # the log is written behind
 
 
-def test_every_request_is_in_the_log_once_and_on_a_legal_path(observed) -> None:
+def test_event_log_has_every_request_once_with_legal_transitions(observed) -> None:
     lives: dict[str, list[dict]] = {}
     for event in observed.events():
         lives.setdefault(event["request"], []).append(event)
@@ -161,7 +161,7 @@ def test_every_request_is_in_the_log_once_and_on_a_legal_path(observed) -> None:
     assert reasons["stop_string"] + reasons["stop"] >= 1
 
 
-def test_the_metrics_are_those_of_what_was_sent(observed) -> None:
+def test_metrics_match_the_requests_sent(observed) -> None:
     page, events = observed.page(), observed.events()
     ends = Counter(
         (event["tier"], event["state"])
@@ -189,7 +189,7 @@ def test_the_metrics_are_those_of_what_was_sent(observed) -> None:
     assert {labels["engine"] for labels, _ in page["semsched:tier_info"]} == {"0"}
 
 
-def test_every_panel_and_rule_reads_something_that_is_there(observed) -> None:
+def test_every_panel_and_rule_reads_existing_series(observed) -> None:
     page = observed.page()
     for title, query in [*panel_queries(), *rule_queries()]:
         for name, labels in selectors(query):
@@ -209,7 +209,7 @@ def test_no_label_value_comes_from_a_client(observed) -> None:
                     assert "cmpl" not in value
 
 
-def test_the_page_is_read_in_50_milliseconds(observed) -> None:
+def test_metrics_page_is_read_within_50_milliseconds(observed) -> None:
     times = []
     for _ in range(10):
         begin = time.perf_counter()
@@ -218,7 +218,7 @@ def test_the_page_is_read_in_50_milliseconds(observed) -> None:
     assert min(times) < 0.05, times
 
 
-def test_the_log_becomes_pictures_and_a_table(observed, tmp_path) -> None:
+def test_event_log_is_plotted_and_summarized(observed, tmp_path) -> None:
     assert main(["trace", str(observed.log), "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "summary.json").read_text())
     assert sum(row["completed"] for row in rows) == observed.count(200)

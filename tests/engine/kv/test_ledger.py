@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.host_pool import HostPool
-from vllm_semantic_sched.engine.swap_ledger import SwapLedger, Transfer
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.ledger import SwapLedger, Transfer
 
 BLOCK = 4
 
@@ -145,8 +145,7 @@ class SwappingEngine:
         assert len(self.ledger) == 0
 
     def slots_are_accounted_for(self) -> None:
-        copies = [*self.ledger._held.values(), *self.ledger._loading.values(), *self.ledger._spent]
-        taken = [slot for copy in copies for run in copy.taken for slot in run]
+        taken = self.ledger.slots_in_use
         assert len(set(taken)) == len(taken) == self.ledger.pool.used
 
     def finish(self) -> None:
@@ -158,7 +157,7 @@ class SwappingEngine:
 
 @settings(max_examples=100)
 @given(st.randoms(use_true_random=False))
-def test_copies_hold_what_was_saved_whatever_happens(random) -> None:
+def test_copies_hold_what_was_saved_under_random_traffic(random) -> None:
     engine = SwappingEngine(random)
     weights = {"start": 3, "preempt": 4, "resume": 6, "step": 3, "finish_load": 2, "abort": 1}
     for _ in range(200):
@@ -171,7 +170,7 @@ def save(ledger: SwapLedger, name: str, tokens: int, start: int = 0, valid=same)
     assert ledger.save(name, [list(range(1, 9))], start, tokens, valid)
 
 
-def test_what_can_be_loaded() -> None:
+def test_loadable_tokens() -> None:
     ledger = SwapLedger(HostPool(8), [BLOCK])
     save(ledger, "a", 10)
     assert ledger.loadable("a", 0, 11) == (None, False)  # its save is not under way
@@ -196,7 +195,7 @@ def test_what_can_be_loaded() -> None:
     assert ledger.loadable("session", 0, 11) == (0, False)
 
 
-def test_a_copy_that_is_not_used_is_given_back() -> None:
+def test_unused_copy_is_freed() -> None:
     ledger = SwapLedger(HostPool(8), [BLOCK])
     save(ledger, "a", 10)
     ledger.take_orders()
@@ -204,7 +203,7 @@ def test_a_copy_that_is_not_used_is_given_back() -> None:
     assert (ledger.pool.used, "a" in ledger, ledger.take_loaded("a")) == (0, False, None)
 
 
-def test_a_save_whose_blocks_are_overwritten_first_is_given_up() -> None:
+def test_save_of_overwritten_blocks_is_abandoned() -> None:
     ledger = SwapLedger(HostPool(8), [BLOCK])
     save(ledger, "a", 10)  # blocks 1 to 3
     save(ledger, "b", 10, start=4)  # blocks 2 and 3

@@ -1,6 +1,7 @@
-"""Which request has how much KV on the host, and what is to be copied in the next step.
+"""The ledger of host copies: how much KV each request has on the host, and the next step's copies.
 
-The scheduler's half of the swap connector, without vLLM: requests are ids, KV is block numbers.
+This is the scheduler's half of the swap connector, without vLLM: it knows requests by id and KV by
+block number.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
 
 @dataclass(slots=True)
@@ -23,8 +24,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class Orders:
-    """What the workers do in one step, in this order: saves before anything is overwritten,
-    loads before the forward pass, later loads beside it."""
+    """What the workers copy in one step, in this order: saves before anything is overwritten,
+    loads before the forward pass, later loads while it runs."""
 
     saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
@@ -36,9 +37,9 @@ class HostCopy:
     """KV of tokens `start` to `end` of a request on the host.
 
     Attributes:
-        still_valid: whether the request's tokens are those that were saved.
+        still_valid: whether the request still has the tokens that were saved.
         slots: per KV cache group, by position in the block table.
-        taken: the same slots as the pool handed them out.
+        taken: the same slots as runs, as the pool returned them.
     """
 
     start: int
@@ -50,7 +51,7 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load that was ordered: tokens, and seconds on the monotonic clock."""
+    """A load that was ordered. `at`: seconds on the monotonic clock."""
 
     tokens: int
     at: float
@@ -59,15 +60,15 @@ class Loaded:
 class SwapLedger:
     """Host copies of preempted requests.
 
-    Slots whose load has been ordered are free again only in the step after (before a step: the
-    workers have copied them by then) or when the workers report the load (beside steps).
+    The slots of a load become free one step later, when the workers have copied them, or for a
+    load beside steps when the workers report it.
 
     Args:
         block_sizes: tokens per block, by KV cache group.
-        null_block: the block number that stands for none.
+        null_block: the block number that means "no block".
 
     Attributes:
-        loads_beside: whether so many tokens are loaded beside the engine's steps.
+        loads_beside: whether to load this many tokens beside the engine's steps.
     """
 
     def __init__(self, pool: HostPool, block_sizes: Sequence[int], null_block: int = 0) -> None:
@@ -88,9 +89,20 @@ class SwapLedger:
         return len(self._held)
 
     @property
-    def loading(self) -> int:
-        """Loads beside steps that the workers have not reported."""
-        return len(self._loading)
+    def held(self) -> list[str]:
+        """Requests whose KV is on the host and not ordered to be loaded."""
+        return list(self._held)
+
+    @property
+    def loading(self) -> list[str]:
+        """Requests whose load beside steps the workers have not reported yet."""
+        return list(self._loading)
+
+    @property
+    def slots_in_use(self) -> list[int]:
+        """Slots of all copies, including those that are being loaded."""
+        copies = [*self._held.values(), *self._loading.values(), *self._spent]
+        return [slot for copy in copies for run in copy.taken for slot in run]
 
     def save(
         self,
@@ -100,14 +112,14 @@ class SwapLedger:
         end: int,
         still_valid: Callable[[], bool],
     ) -> bool:
-        """Order KV of tokens `start` to `end` to be saved in the coming step.
+        """Order a save of KV for tokens `start` to `end` in the coming step.
 
         Args:
             blocks: the request's block table, by group.
             start: first token, at the beginning of a block.
 
         Returns:
-            False if the pool is too small; nothing is ordered then.
+            False, and nothing is ordered, if the pool has too few free slots.
         """
         self.release(request_id)
         positions = [
@@ -139,11 +151,14 @@ class SwapLedger:
         return True
 
     def loadable(self, request_id: str, on_device: int, tokens: int) -> tuple[int | None, bool]:
-        """Tokens after the first `on_device` whose KV can be loaded, and whether beside steps.
-        Changes nothing. None: not before its save is under way.
+        """How many tokens after the first `on_device` can be loaded, and whether the load runs
+        beside steps. Changes nothing.
 
         Args:
             tokens: tokens that the request has; the last one is always computed.
+
+        Returns:
+            None tokens if the save itself has not been sent to the workers yet.
         """
         copy = self._held.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
@@ -156,8 +171,8 @@ class SwapLedger:
     def admitted(
         self, request_id: str, blocks: Sequence[Sequence[int]], count: int, tokens: int
     ) -> None:
-        """A request got its blocks: order the load of `count` tokens as `loadable` said, or
-        forget the copy if nothing of it is used.
+        """Order the load of `count` tokens, as `loadable` said, for a request that got its blocks;
+        forget its copy if `count` is 0.
 
         Args:
             blocks: the request's new block table, by group.
@@ -173,7 +188,7 @@ class SwapLedger:
         host: list[int] = []
         for table, size, slots in zip(blocks, self._block_sizes, copy.slots, strict=True):
             for position in range((end - count) // size, -(-end // size)):
-                # Blocks before a sliding window are absent on either side and never read.
+                # Blocks before a sliding window are absent on both sides and never read.
                 if position in slots and table[position] != self.null_block:
                     device.append(table[position])
                     host.append(slots[position])
@@ -187,10 +202,11 @@ class SwapLedger:
             self._spent.append(copy)
 
     def take_orders(self, overwritten: Iterable[int] = ()) -> Orders:
-        """What the workers do in the coming step.
+        """The copies of the coming step.
 
         Args:
-            overwritten: blocks that they may write before they save; saves of those are given up.
+            overwritten: blocks that the workers may write before they save; their saves are
+                abandoned.
         """
         for block in set(overwritten):
             for save in [save for save in self._orders.saves if block in save.device]:
@@ -202,18 +218,19 @@ class SwapLedger:
         return orders
 
     def take_loaded(self, request_id: str) -> Loaded | None:
-        """The load last ordered for a request, once."""
+        """Remove and return the last load ordered for a request."""
         return self._loaded.pop(request_id, None)
 
     def load_finished(self, request_ids: Iterable[str]) -> None:
-        """The workers have loaded these beside steps; ids of others are ignored."""
+        """Free the slots of loads that the workers finished beside steps; unknown ids are
+        ignored."""
         for request_id in request_ids:
             copy = self._loading.pop(request_id, None)
             if copy is not None:
                 self.pool.give_back(copy.taken)
 
     def release(self, request_id: str) -> None:
-        """Forget a request's copy, if there is one. A load in flight goes on."""
+        """Forget a request's copy, if any. A load in flight continues."""
         self._loaded.pop(request_id, None)
         copy = self._held.pop(request_id, None)
         if copy is not None:
@@ -221,13 +238,13 @@ class SwapLedger:
 
     def release_all(self) -> list[str]:
         """Forget all copies; the ids of the requests that had one."""
-        lost = list(self._held)
+        lost = self.held
         for request_id in lost:
             self.release(request_id)
         return lost
 
     def _discard(self, request_id: str, copy: HostCopy) -> None:
-        # A save that the workers do not know of yet must not write into slots of somebody else.
+        # A save that was not sent yet must not write into slots that another request gets.
         saves = self._orders.saves
         self._orders.saves = [save for save in saves if save.request_id != request_id]
         self.pool.give_back(copy.taken)

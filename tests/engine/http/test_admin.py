@@ -70,7 +70,7 @@ def command(server, *words: str) -> int:
     return main([*words, "--server", server.url, "--api-key", KEY])
 
 
-def test_a_reload_takes_effect_and_a_bad_file_does_not(server, policy, capsys) -> None:
+def test_reload_takes_effect_and_a_bad_file_does_not(server, policy, capsys) -> None:
     text = policy.read_text()
     policy.write_text(text + "preemption: {max_per_request: 1}\n")
     assert command(server, "policy", "reload") == 0
@@ -92,7 +92,7 @@ def test_a_reload_takes_effect_and_a_bad_file_does_not(server, policy, capsys) -
 
 
 @pytest.mark.parametrize("whom", ["server", "engine"])
-def test_a_hangup_reloads(server, policy, whom) -> None:
+def test_sighup_reloads(server, policy, whom) -> None:
     before = admin(server).status()[0]["policy"]["version"]
     text = policy.read_text()
     policy.write_text(text + "default_level: 4\n")
@@ -111,7 +111,7 @@ def test_a_hangup_reloads(server, policy, whom) -> None:
     ("key", "header", "status"),
     [(None, {}, 401), (KEY, {"X-Forwarded-For": "1.2.3.4"}, 403), (KEY, {"Origin": "null"}, 403)],
 )
-def test_strangers_are_refused(server, key, header, status) -> None:
+def test_requests_without_key_or_from_elsewhere_are_rejected(server, key, header, status) -> None:
     headers = header | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(server.url + "/v1/semsched/pause", b"{}", headers)
     with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -173,7 +173,7 @@ def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
 
 
 @pytest.mark.parametrize("running", ["finish", "keep"])
-def test_weights_change_under_a_queue(server, weights, running) -> None:
+def test_weights_can_change_while_requests_wait(server, weights, running) -> None:
     from safetensors.torch import load_file, save_file
 
     before = complete(server, "what is rain", 30)
@@ -199,7 +199,7 @@ def test_sleep_and_wake_keep_the_queue(server) -> None:
         assert command(server, "maintenance", "--action", "wake") == 0
 
 
-def test_an_action_that_fails_lets_the_server_go_on(server, capsys) -> None:
+def test_server_continues_after_a_failed_action(server, capsys) -> None:
     action = ("maintenance", "--action", "unload-lora", "--lora-name", "none")
     assert command(server, *action) == 1
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in capsys.readouterr().err
@@ -207,12 +207,12 @@ def test_an_action_that_fails_lets_the_server_go_on(server, capsys) -> None:
     assert complete(server)
 
 
-def test_changing_weights_that_are_in_use_is_refused(server) -> None:
+def test_changing_weights_in_use_is_rejected(server) -> None:
     with pytest.raises(AdminError, match="pause first"):
         admin(server).post("/weights/reload")
 
 
-def test_nothing_breaks_when_everything_happens_at_once(server, policy) -> None:
+def test_all_operator_actions_can_run_concurrently(server, policy) -> None:
     report = disturb(server, policy, 150, cases=20, at_a_time=14, pace=0.4, api_key=KEY)
     assert report.problems == []
     assert report.outcomes["completed"] > 50 and report.outcomes["left"] > 5

@@ -20,7 +20,7 @@ from vllm_semantic_sched.bench.fake_engine import (
     make_request,
     run_step,
 )
-from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -184,8 +184,8 @@ def build(tmp_path):
             max_num_batched_tokens=100,
             **options,
         )
-        if scheduler.preemptions._connector is not None:
-            scheduler.preemptions._connector.ledger.pool = HostPool(host_blocks)
+        if scheduler.preemptions.connector is not None:
+            scheduler.preemptions.connector.ledger.pool = HostPool(host_blocks)
         return scheduler
 
     return make
@@ -226,17 +226,15 @@ def test_answers_do_not_depend_on_preemptions(
     if host_blocks == 7:
         assert total("recomputed_tokens") > 0 < total("preemptions", ("partial", "urgent"))
     assert total("policy_errors") == 0
-    assert scheduler.preemptions._connector.ledger.pool.used == 0
+    assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
-    assert not scheduler.preemptions._away and not scheduler.preemptions._returning
+    assert scheduler.preemptions.pending == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
-    build, asynchronous
-) -> None:
+def test_cancelling_swapped_or_loading_requests_leaves_nothing_behind(build, asynchronous) -> None:
     scheduler = build(max_stall=0.0, async_scheduling=asynchronous)
-    ledger = scheduler.preemptions._connector.ledger
+    ledger = scheduler.preemptions.connector.ledger
     chance = random.Random(3)
     requests = make_requests(chance, count=16)
     cancelled = {"away": [], "loading": []}
@@ -244,7 +242,7 @@ def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
     def disturb(step: int) -> None:
         if step % 4 == 0 and scheduler.running:
             scheduler.evict(chance.choice(scheduler.running), "urgent")
-        for where, names in (("away", ledger._held), ("loading", ledger._loading)):
+        for where, names in (("away", ledger.held), ("loading", ledger.loading)):
             name = next((name for name in names if name not in cancelled[where]), None)
             if name is not None and len(cancelled[where]) < 4:
                 scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -257,15 +255,13 @@ def test_requests_cancelled_away_or_while_they_are_loaded_leave_nothing(
         if request.request_id not in gone:
             assert answers[request.request_id] == expected(request)
     assert scheduler.counters.total("policy_errors") == 0
-    assert ledger.pool.used == ledger.loading == 0 and not scheduler.requests
+    assert ledger.pool.used == 0 and not ledger.loading and not scheduler.requests
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
 @pytest.mark.parametrize("max_stall", [1e9, 0.0])
 @pytest.mark.parametrize("caching", [False, True])
-def test_layers_with_a_sliding_window_are_kept_whole_or_not_at_all(
-    build, caching, max_stall
-) -> None:
+def test_sliding_window_layers_are_saved_whole_or_not_at_all(build, caching, max_stall) -> None:
     window = 40
     scheduler = build(
         max_stall=max_stall, host_blocks=24, prefix_caching=caching, sliding_window=window
@@ -283,11 +279,11 @@ def test_layers_with_a_sliding_window_are_kept_whole_or_not_at_all(
     assert total("preemptions", ("swap", "urgent")) > 5
     assert total("loaded_tokens") > 0 == total("preemptions", ("partial", "urgent"))
     assert total("policy_errors") == 0
-    assert scheduler.preemptions._connector.ledger.pool.used == 0
+    assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
-def test_blocks_that_will_be_found_again_are_not_saved(build) -> None:
+def test_blocks_in_the_prefix_cache_are_not_saved(build) -> None:
     """The device is nearly empty: of 120 tokens only those in the last block are worth saving."""
     scheduler = build(prefix_caching=True)
     requests = make_requests(random.Random(1), count=1, shared=100)
@@ -314,10 +310,10 @@ def warnings_at_start(make) -> list[str]:
         make()
     finally:
         logger.removeHandler(handler)
-    return [line for line in lines if "computed again" in line]
+    return [line for line in lines if "is recomputed" in line]
 
 
-def test_why_nothing_is_swapped_is_said_once_at_start(build) -> None:
+def test_reason_for_not_swapping_is_logged_once_at_start(build) -> None:
     assert warnings_at_start(build) == []
     (line,) = warnings_at_start(lambda: build(kv_transfer_config=None))
     assert "without the swap connector" in line
@@ -357,10 +353,10 @@ def test_a_reset_cache_forgets_all_copies(build) -> None:
     assert (job.swapped, job.state) == (0, JobState.WAITING)
     assert scheduler.core.estimates.remaining(job) > before
     assert scheduler.counters.total("lost_copies") == 1
-    assert scheduler.preemptions._connector.ledger.pool.used == 0
+    assert scheduler.preemptions.connector.ledger.pool.used == 0
 
 
-def test_prompts_whose_logprobs_are_wanted_are_computed_again(build) -> None:
+def test_requests_for_prompt_logprobs_are_recomputed(build) -> None:
     """vLLM forbids them to read any cache."""
     scheduler = build()
     request = make_request("a", output_tokens=50)
@@ -371,7 +367,7 @@ def test_prompts_whose_logprobs_are_wanted_are_computed_again(build) -> None:
     assert scheduler.counters.total("preemptions", ("recompute", "urgent")) == 1
 
 
-def test_a_request_that_is_not_worth_another_preemption_is_ended(tmp_path) -> None:
+def test_request_not_worth_another_preemption_is_ended(tmp_path) -> None:
     path = tmp_path / "drop.yaml"
     path.write_text(
         "predictor: {enabled: false}\nlevels: 2\ndefault_level: 1\nretention: {mode: recompute}\n"

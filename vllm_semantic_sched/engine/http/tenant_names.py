@@ -1,7 +1,7 @@
-"""Brings the tenant of an HTTP request to the scheduler.
+"""Passes the tenant of an HTTP request to the scheduler.
 
-vLLM's engine core sees neither headers nor the `user` field of an OpenAI request, but it does see
-`vllm_xargs`. The tenant's name is put there.
+vLLM's engine core sees neither headers nor the `user` field of an OpenAI request, but it sees
+`vllm_xargs`, so the tenant's name is copied there.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 Message = MutableMapping[str, Any]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-# Set by whoever vouches for it: a gateway that has authenticated the client.
+# Set by a gateway that has authenticated the client.
 TENANT_HEADER = b"x-semsched-tenant"
 
 _PATHS = ("/completions", "/responses")
 
 
 class TenantNames:
-    """ASGI middleware: `X-Semsched-Tenant`, else the body's `user`, becomes `vllm_xargs.tenant`.
+    """ASGI middleware that sets `vllm_xargs.tenant` from the header `X-Semsched-Tenant`, else from
+    the body's `user`.
 
-    The header goes before what the client wrote into `vllm_xargs`, and that before `user`. A body
-    that is not a JSON object passes unchanged: to refuse it is up to vLLM.
+    The header overrides a tenant in `vllm_xargs`, which overrides `user`. A body that is not a
+    JSON object passes unchanged, and vLLM rejects it.
     """
 
     def __init__(self, app: App) -> None:
@@ -54,10 +55,10 @@ class TenantNames:
 
 
 def name_tenant(body: bytes, header: str | None) -> bytes:
-    """The body of an OpenAI request with its tenant in `vllm_xargs`, if it names one.
+    """The body of an OpenAI request with its tenant in `vllm_xargs`; unchanged if it has no tenant.
 
     Args:
-        header: value of the tenant header; None if there is none.
+        header: value of the tenant header; None if absent.
     """
     try:
         request = json.loads(body)
@@ -76,7 +77,7 @@ def name_tenant(body: bytes, header: str | None) -> bytes:
 
 
 async def _read(receive: Any) -> tuple[bytes, Message | None]:
-    """The whole body; and, if the client left before it was complete, the message that said so."""
+    """The whole body, and the message of a disconnect if the client left before it was complete."""
     parts: list[bytes] = []
     while True:
         message = await receive()

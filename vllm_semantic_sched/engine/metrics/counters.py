@@ -1,4 +1,4 @@
-"""What the scheduler counts, and how it travels from the engine to the API servers."""
+"""Collects counters, histograms and gauges in the engine, as messages for the API servers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.engine.metric_table import COUNTERS, HISTOGRAMS
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
 
-# Seconds between messages of a busy engine: Prometheus looks every few seconds.
+# Seconds between messages of a busy engine; Prometheus scrapes every few seconds.
 _INTERVAL = 0.25
 
 Labels = tuple[str, ...]
@@ -18,21 +18,21 @@ Gauges = Mapping[str, float | Mapping[Any, float]]
 
 
 class Counters:
-    """Counters, histograms and gauges by name and labels (see `engine.metric_table`).
+    """Counters, histograms and gauges by name and labels (see `engine.metrics.table`).
 
-    Messages carry what was added since the last one. vLLM hands each to one API server, whichever
-    has output in that step, and Prometheus adds up what the servers count.
+    A message carries what was added since the one before. vLLM passes each message to the API
+    server that gets output in that step, and Prometheus adds up the servers' counts.
     """
 
     def __init__(self) -> None:
         self._totals: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self._added: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self._observed: dict[tuple[str, Labels], _Observations] = {}
-        self._gauges: dict[tuple[str, Labels], float] = {}  # as sent
+        self._gauges: dict[tuple[str, Labels], float] = {}  # as last sent
         self._next_message = 0.0
 
     def start_at_zero(self, tiers: Sequence[str]) -> None:
-        """Report what has not happened yet, as far as its labels are known."""
+        """Report 0 for all series whose labels are known beforehand."""
         for name, metric in COUNTERS.items():
             for labels in metric.series(tiers):
                 self.add(name, labels, 0)
@@ -47,13 +47,13 @@ class Counters:
         self._added[key] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
-        """Take over a counter that is counted elsewhere."""
+        """Raise a counter to a total that is counted elsewhere."""
         more = total - self._totals[name, _labels(label)]
         if more > 0:
             self.add(name, label, more)
 
     def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
-        """Put a value into a histogram."""
+        """Add a value to a histogram."""
         key = name, _labels(label)
         observed = self._observed.get(key)
         if observed is None:
@@ -61,10 +61,14 @@ class Counters:
         observed.add(value)
 
     def total(self, name: str, label: str | Labels | None = None) -> float:
-        """A counter; over all labels if none is given."""
+        """Value of a counter; without a label, the sum over all labels."""
         if label is not None:
             return self._totals[name, _labels(label)]
         return sum(count for (key, _), count in self._totals.items() if key == name)
+
+    def totals(self) -> dict[tuple[str, Labels], float]:
+        """Values of all counters by name and labels."""
+        return dict(self._totals)
 
     def take_message(
         self, gauges: Callable[[], Gauges], now: float, idle: bool
@@ -99,7 +103,7 @@ class Counters:
         return message
 
     def _moved(self, gauges: Gauges) -> list[tuple[tuple[str, Labels], float]]:
-        """The gauges that are not as sent before."""
+        """The gauges that changed since they were last sent."""
         moved = []
         for name, values in gauges.items():
             each = values.items() if isinstance(values, Mapping) else [((), values)]
@@ -112,7 +116,7 @@ class Counters:
 
 
 class _Observations:
-    """Values of one histogram since the last message, by bucket."""
+    """Bucket counts of one histogram since the last message."""
 
     def __init__(self, name: str) -> None:
         self._bounds = HISTOGRAMS[name].buckets

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
+from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.policy.step import SchedulingStep
 
 # vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
 _PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
@@ -26,44 +26,47 @@ _MOST_ANSWERS = 128
 _REMEMBERED = 256
 
 
-class Overload:
-    """Tells the policy what arrives, and ends the requests that it names with all their parts."""
+class ClientRequests:
+    """Requests of clients, of which vLLM makes several: one for each prompt and each answer.
+
+    Args:
+        refuse: ends one of vLLM's requests.
+    """
 
     def __init__(
         self,
-        scheduler: SemanticScheduler,
         core: SchedulingCore,
+        control: OverloadControl,
+        refuse: Callable[[str, Refusal], bool],
         counters: Counters,
         logger: logging.Logger,
     ) -> None:
-        self._scheduler = scheduler
         self._core = core
+        self._control = control
+        self._refuse = refuse
         self._counters = counters
         self._logger = logger
         self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
 
-    def arrived(self, request: Request, job: Job) -> None:
+    def arrived(self, request: Request, job: Job, step: SchedulingStep, view: VllmView) -> None:
         """A request is in the queue; it, or others because of it, may end."""
-        scheduler = self._scheduler
-        if not scheduler.can_refuse(request):
-            return
         answer = _ANSWER.fullmatch(request.request_id)
         if answer and (refusal := self._refused_parents.get(answer["parent"])) is not None:
             self.end(job, refusal)
             return
         part = _PART.fullmatch(request.request_id)
         origin = part["origin"] if part else request.request_id
-        scheduler.step.arrived(scheduler.view, job, self._dedup_key(request), origin)
+        step.arrived(view, job, self._dedup_key(request), origin)
 
     def end(self, job: Job, refusal: Refusal) -> None:
         """End a request, and the other answers to the same prompt."""
-        self._scheduler.refuse(job.request_id, refusal)
+        self._refuse(job.request_id, refusal)
         if answer := _ANSWER.fullmatch(job.request_id):
             self._end_other_answers(answer["parent"], refusal)
 
     def gauges(self) -> Gauges:
         """Pressure, shedding and promises."""
-        control, names = self._scheduler.overload_control, self._core.policy.tier_names
+        control, names = self._control, self._core.policy.tier_names
         load = control.load
         use = load.use()
         levels = range(len(names))
@@ -97,7 +100,7 @@ class Overload:
         if len(self._refused_parents) > _REMEMBERED:
             self._refused_parents.popitem(last=False)
         for number in range(_MOST_ANSWERS):
-            self._scheduler.refuse(f"{number}_{parent}", refusal)
+            self._refuse(f"{number}_{parent}", refusal)
 
     def _dedup_key(self, request: Request) -> str | None:
         params = request.sampling_params

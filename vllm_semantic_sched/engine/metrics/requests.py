@@ -1,15 +1,16 @@
-"""Counts what happens to requests, per tier."""
+"""Metrics of requests and of fairness, per tier."""
 
 from __future__ import annotations
 
-from vllm_semantic_sched.engine.stats import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 
 class RequestMetrics:
-    """Listens to the core's lifecycle (`policy.lifecycle.Listener`)."""
+    """Counts what happens to requests; a listener of the core's lifecycle
+    (`policy.lifecycle.Listener`)."""
 
     def __init__(self, core: SchedulingCore, counters: Counters) -> None:
         self._core = core
@@ -37,7 +38,7 @@ class RequestMetrics:
             self._observe("time_to_first_token_seconds", job, job.first_token)
 
     def gauges(self) -> Gauges:
-        """Queues by tier. O(tiers)."""
+        """Length and age of the queues by tier. O(tiers)."""
         lifecycle = self._core.lifecycle
         names = self._core.policy.tier_names
         return {
@@ -59,3 +60,32 @@ class RequestMetrics:
         expected = self._core.estimates.first_estimate(job)
         if expected is not None and reason == "stop":
             self._counters.observe("length_error_ratio", job.generated / expected)
+
+
+def report_fairness(core: SchedulingCore, counters: Counters) -> Gauges:
+    """Update the counters of aging, deadlines and tenants, and return the gauges of fair shares,
+    reservations and tenants that the policy uses. O(tiers)."""
+    fairness, names = core.fairness, core.policy.tier_names
+    counters.raise_to("promotions", fairness.promotions.count)
+    counters.raise_to("overtakings", fairness.overtaking.count)
+    counters.raise_to("hurried_requests", fairness.deadlines.count)
+    counters.raise_to("capped_requests", fairness.top_levels.count)
+    gauges: dict[str, float | dict[str, float]] = {}
+    if fairness.fair_share.knobs.enabled:
+        shares = fairness.fair_share.shares(core.waiting.levels)
+        pairs = [shares.get(level, (0.0, 0.0)) for level in range(len(names))]
+        gauges["fair_share_deviation"] = {
+            name: round(share - target, 4)
+            for name, (share, target) in zip(names, pairs, strict=True)
+        }
+    if fairness.reservation.enabled:
+        gauges["reservation_free_seats"] = {
+            names[level]: limit.seats - core.holdings.below(level).seats
+            for level in range(len(names))
+            if (limit := fairness.reservation.limit_below(level, hard=False)) is not None
+        }
+    if core.policy.tenants.fair:
+        gauges["waiting_tenants"] = {
+            names[level]: len(core.waiting.queue(level).counters) for level in range(len(names))
+        }
+    return dict(gauges)

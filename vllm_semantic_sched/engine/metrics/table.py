@@ -1,6 +1,6 @@
-"""Every metric that this package adds to the server's /metrics.
+"""All metrics that this package adds to the server's /metrics.
 
-Label values are bounded: tiers (or levels), engines, and words from the code. Never a request id,
+Label values are bounded: tiers (or levels), engines, and words from the code; never a request id,
 a tenant or a text.
 """
 
@@ -15,12 +15,12 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 class Metric(NamedTuple):
-    """A metric `semsched:NAME`, NAME being its key in the table; counters end in `_total`.
+    """A metric `semsched:NAME`, where NAME is its key in the table; counters end in `_total`.
 
     Attributes:
-        labels: beside `engine`, which all have.
-        buckets: upper bounds, rising, of a histogram; the last bucket is added.
-        values: of each label that is no tier, as far as they are known beforehand.
+        labels: in addition to `engine`, which all metrics have.
+        buckets: ascending upper bounds of a histogram, without +Inf.
+        values: for each label other than `tier`, the values known beforehand.
     """
 
     help: str
@@ -29,8 +29,8 @@ class Metric(NamedTuple):
     values: tuple[tuple[str, ...], ...] = ()
 
     def series(self, tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """The combinations of label values that are known beforehand. Prometheus sees no increase
-        from absence to 1, so they are there from the start."""
+        """The combinations of label values that are known beforehand. They are published as 0 at
+        the start, because Prometheus sees no increase from absent to 1."""
         values = iter(self.values)
         known = [tiers if label == "tier" else next(values, ()) for label in self.labels]
         return itertools.product(*known)

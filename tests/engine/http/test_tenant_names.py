@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vllm_semantic_sched.engine.tenant_names import TenantNames
+from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 
 pytestmark = pytest.mark.engine
 
@@ -61,7 +61,7 @@ HEADER = ((b"x-semsched-tenant", b"gateway"),)
     ],
 )
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_header_goes_before_xargs_before_user(body, headers, tenant, pieces) -> None:
+def test_header_overrides_xargs_and_xargs_overrides_user(body, headers, tenant, pieces) -> None:
     seen = pass_through(body, headers, pieces=pieces)
     received = json.loads(seen["body"])
     assert (received.get("vllm_xargs") or {}).get("tenant") == tenant
@@ -73,11 +73,11 @@ def test_header_goes_before_xargs_before_user(body, headers, tenant, pieces) -> 
 
 
 @pytest.mark.parametrize("body", [b'{"user": broken', b'["user"]', b"", b'{"vllm_xargs": 3}'])
-def test_what_is_no_request_passes_unchanged(body) -> None:
+def test_bodies_that_are_not_requests_pass_unchanged(body) -> None:
     assert pass_through(body, HEADER)["body"] == body
 
 
-def test_other_paths_and_clients_that_leave_pass_unchanged() -> None:
+def test_other_paths_and_disconnects_pass_unchanged() -> None:
     body = {"user": "acme"}
     assert json.loads(pass_through(body, path="/v1/embeddings")["body"]) == body
     assert pass_through(body, leave=True)["last"] == "http.disconnect"

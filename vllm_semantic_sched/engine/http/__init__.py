@@ -1,0 +1,1 @@
+"""What the API server gains: refusals with HTTP statuses, operator endpoints, tenant names."""

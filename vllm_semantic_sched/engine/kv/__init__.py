@@ -1,0 +1,1 @@
+"""KV of preempted requests: what is saved to the host, loaded again, or recomputed."""

@@ -1,0 +1,286 @@
+"""SemanticSwapConnector: copies victims' KV to host memory and back, as the policy plans.
+
+Users name it in `--kv-transfer-config`, because the workers build their own instances. The
+decision what to save is in `policy.eviction.retention`, the accounts are in `engine.kv.ledger`, the
+copies in `engine.kv.block_copy`. This module implements vLLM's connector interface.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from vllm_semantic_sched.engine.kv.block_copy import CopyBackend, block_regions, make_backend
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
+from vllm_semantic_sched.engine.vllm_api import (
+    AttentionSpec,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    iter_layer_specs,
+)
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class SwapConfig(Section):
+    """`kv_connector_extra_config` of the connector."""
+
+    host_gib: float = Field(
+        4.0, gt=0, description="Host memory for victims' KV, GiB per worker process."
+    )
+
+
+@dataclass
+class SwapMetadata(KVConnectorMetadata):
+    """What the workers have to copy in a step."""
+
+    orders: Orders
+
+
+@dataclass
+class SwapReport(KVConnectorWorkerMetadata):
+    """Seconds that copies took; the maximum over workers."""
+
+    save_seconds: float
+    load_seconds: float
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, SwapReport)
+        return SwapReport(
+            max(self.save_seconds, other.save_seconds), max(self.load_seconds, other.load_seconds)
+        )
+
+
+def host_slots(config: KVCacheConfig, host_gib: float) -> int:
+    """Blocks that fit into the host pool. A block number addresses one row in every region of
+    memory; the groups of layers share the regions."""
+    row_bytes: dict[int, int] = {}
+    for tensor in config.kv_cache_tensors:
+        layer_by_layer = tensor.layer_stride >= tensor.block_stride * config.num_blocks
+        size = tensor.block_stride * (len(tensor.layers) if layer_by_layer else 1)
+        row_bytes[tensor.offset] = max(size, row_bytes.get(tensor.offset, 0))
+    return int(host_gib * 2**30) // max(1, sum(row_bytes.values()))
+
+
+def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | None:
+    """The reason why this engine's KV cannot be swapped; None if it can."""
+    parallel = vllm_config.parallel_config
+    specs = [
+        spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
+    ]
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is on"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on"
+    if config.needs_kv_cache_zeroing:
+        return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
+    if not all(isinstance(spec, AttentionSpec) for spec in specs):
+        return "not all of the model's state is attention KV"
+    if len(config.transfer_group_ids) != len(config.kv_cache_groups) or any(
+        group.host_resident for group in config.kv_cache_groups
+    ):
+        return "part of the model's KV lives outside the device's block pool"
+    return None
+
+
+class SemanticSwapConnector(KVConnector):
+    """Keeps host copies of preempted requests' KV.
+
+    The scheduler's instance keeps the ledger; the workers' instances hold the memory. A copy lives
+    from a preemption until the request is admitted again, ends, or the cache is reset.
+
+    Attributes:
+        ledger: host copies by request; on the scheduler's side.
+        slots: blocks that the host pool holds.
+        backend: copies the blocks; on a worker's side, once the KV cache is registered.
+        measured: total seconds of copies, by "save" and "load".
+        unsupported: why KV cannot be swapped here; None if it can.
+
+    Raises:
+        PolicyError: at construction, if `kv_connector_extra_config` is invalid.
+        UnsupportedLayout: at start of a worker, if blocks cannot be copied as they are stored.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = parse_section(SwapConfig, self.extra_config, "kv_connector_extra_config")
+        self.unsupported = why_unsupported(vllm_config, kv_cache_config)
+        slots = 0
+        if self.unsupported is None:
+            slots = host_slots(kv_cache_config, config.host_gib)
+        self.slots = slots
+        self.backend: CopyBackend | None = None
+        self.ledger = SwapLedger(
+            HostPool(slots),
+            [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+        )
+        self.measured = {"save": 0.0, "load": 0.0}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a lost copy is recomputed
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not self.slots:
+            return
+        regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
+        self.backend = make_backend(regions, self.slots)
+        logger.info(
+            "KV swap: %d blocks, %.2f GiB of host memory.",
+            self.slots,
+            self.slots * sum(region.shape[1] for region in regions) / 2**30,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Save victims' blocks before the step overwrites them. Some model runners call this
+        twice per step, so each order is removed once it is carried out."""
+        assert isinstance(kv_connector_metadata, SwapMetadata)
+        saves = kv_connector_metadata.orders.saves
+        while saves:
+            transfer = saves.pop()
+            self._copies.save(transfer.device, transfer.host)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self.step_metadata
+        assert isinstance(metadata, SwapMetadata)
+        orders = metadata.orders
+        while orders.loads:
+            transfer = orders.loads.pop()
+            self._copies.load(transfer.device, transfer.host)
+        while orders.later_loads:
+            transfer = orders.later_loads.pop()
+            self._copies.load_beside(transfer.request_id, transfer.device, transfer.host)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.backend is None:
+            return None, None
+        return None, self.backend.finished() or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self.backend is None:
+            return None
+        seconds = self.backend.take_seconds()
+        return SwapReport(*seconds) if any(seconds) else None
+
+    @property
+    def _copies(self) -> CopyBackend:
+        assert self.backend is not None, "KV copies were ordered before the KV cache was registered"
+        return self.backend
+
+    # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self.cache_config.transfer_group_ids
+
+    def save(self, request: Request, start: int, end: int, hash_block_size: int) -> bool:
+        """Order a save of a running request's KV for tokens `start` to `end`, before its blocks are
+        freed.
+
+        Args:
+            hash_block_size: tokens per entry of `request.block_hashes`.
+
+        Returns:
+            False if the host pool is too small.
+        """
+        blocks = self.cache_manager.get_block_ids(request.request_id)
+        unchanged = _unchanged(request, end, hash_block_size)
+        return self.ledger.save(request.request_id, blocks, start, end, unchanged)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        return self.ledger.loadable(request.request_id, num_computed_tokens, request.num_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.ledger.admitted(
+            request.request_id, blocks.get_block_ids(), num_external_tokens, request.num_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        # Newer model runners make these copies before they call `handle_preemptions`.
+        copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
+        return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.ledger.load_finished(connector_output.finished_recving or ())
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, SwapReport):
+            self.measured["save"] += report.save_seconds
+            self.measured["load"] += report.load_seconds
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.ledger.release(request.request_id)
+        return False, None
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        """Drop every host copy, because the weights may have changed.
+
+        Returns:
+            False while loads are in flight, which cannot be undone.
+        """
+        self.ledger.release_all()
+        return not self.ledger.loading
+
+
+def _unchanged(request: Request, end: int, hash_block_size: int) -> Callable[[], bool]:
+    """A function that tells whether a request's first `end` tokens are still the same: a session
+    may remove tokens."""
+    saved = _fingerprint(request, end, hash_block_size)
+
+    def unchanged() -> bool:
+        return request.num_tokens >= end and saved == _fingerprint(request, end, hash_block_size)
+
+    return unchanged
+
+
+def _fingerprint(request: Request, end: int, hash_block_size: int) -> tuple[Any, ...]:
+    """The hash of the last whole block, which covers all before it, and the tokens after it."""
+    blocks = min(end // hash_block_size, len(request.block_hashes))
+    last = request.block_hashes[blocks - 1] if blocks else None
+    return last, *request.all_token_ids[blocks * hash_block_size : end]

@@ -1,0 +1,1 @@
+"""Counters, histograms and gauges, from the scheduler to the server's /metrics."""
