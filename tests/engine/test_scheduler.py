@@ -12,7 +12,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import (
+from vllm_semantic_sched.bench.standalone_scheduler import (
     build_scheduler,
     make_request,
     model_output,

@@ -1,11 +1,10 @@
 """A small random-weight Llama with a real tokenizer, for load tests without a download.
 
-The model says nothing sensible, but everything around it is real: the prompts are
-tokenized as a served model would, the engine runs the same attention and sampling code,
-and weights are fp32 so that greedy outputs of two schedulers can be compared token by
-token. The tokenizer is the 32k SentencePiece vocabulary that `mistral_common`, a
-dependency of vLLM, carries in its package data. (Llama, because `transformers` gives any
-Qwen model directory the Qwen vocabulary's splitting rules, whatever its files say.)
+The output is meaningless, but the rest is real: prompts are tokenized as for any served model, the
+engine runs the same attention and sampling code, and the weights are fp32, so that greedy outputs
+of two schedulers can be compared token by token. The tokenizer is the 32k SentencePiece vocabulary
+in the package data of `mistral_common`, a dependency of vLLM. (Llama, because `transformers` uses
+the splitting rules of the Qwen vocabulary for any Qwen model directory, whatever its files say.)
 """
 
 from __future__ import annotations
@@ -102,10 +101,10 @@ def _write_weights(directory: Path, config: TinyModelConfig) -> None:
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        torch_dtype="float32",
+        torch_dtype="float32",  # type: ignore[call-arg]
     )
     torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(shape).to(torch.float32)
+    model = LlamaForCausalLM(shape).to(torch.float32)  # type: ignore[no-untyped-call,arg-type]
     model.generation_config.do_sample = False
     model.save_pretrained(str(directory), safe_serialization=True)
 
@@ -150,7 +149,7 @@ def _write_tokenizer(directory: Path) -> None:
             if pieces.is_control(i) or pieces.is_unknown(i)
         ]
     )
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     fast.chat_template = _CHAT_TEMPLATE
@@ -158,10 +157,10 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _merges(pieces: object, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merge list that a SentencePiece BPE vocabulary stands for.
+    """The merge list that is equivalent to a SentencePiece BPE vocabulary.
 
-    SentencePiece stores scores instead of merges: a piece of better score is merged
-    first, whichever two known halves it is made of.
+    SentencePiece stores scores instead of merges: the piece with the best score is merged first,
+    from any two known halves.
     """
     ranked: list[tuple[float, int, str, str]] = []
     for piece, index in vocab.items():

@@ -157,7 +157,7 @@ def print_points(points: Sequence[Point], verdict: Verdict) -> None:
     from rich import box
     from rich.table import Table
 
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.cli.console import make_console
 
     table = Table(box=box.SIMPLE)
     for column in ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted"):

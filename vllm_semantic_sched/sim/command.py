@@ -114,7 +114,7 @@ class BadOption(ValueError):
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.cli.console import make_console
     from vllm_semantic_sched.sim.metrics import METRICS, is_promised
     from vllm_semantic_sched.sim.output import (
         print_results,

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.cli.console import make_console
     from vllm_semantic_sched.sim.command import BadOption, parse_changes
     from vllm_semantic_sched.sim.metrics import is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer

@@ -73,7 +73,7 @@ def _print(rows: list[dict[str, Any]], args: argparse.Namespace, bad: int, drawn
     from rich import box
     from rich.table import Table
 
-    from vllm_semantic_sched.bench.console import make_console
+    from vllm_semantic_sched.cli.console import make_console
 
     table = Table(title="seconds: p50 / p99", box=box.SIMPLE)
     for column in (

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler without a model: an invented KV cache and invented model outputs.
+"""vLLM's real scheduler without engine and model: simulated KV cache and model output.
 
 Fast enough for unit tests and for timing `schedule()` with 100,000 requests.
 """
@@ -58,11 +58,11 @@ def build_scheduler(
     sliding_window: int | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
-    """A scheduler as the engine core builds it.
+    """Build a scheduler the way vLLM's engine core does.
 
     Args:
-        semantic_sched: what `--additional-config` would hold under that key.
-        sliding_window: tokens that a second kind of layers looks back; None: there is none.
+        semantic_sched: the value of this key in `--additional-config`.
+        sliding_window: tokens of attention of a second kind of layers; None: there are none.
         scheduler_options: further fields of vLLM's SchedulerConfig.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def make_request(
     priority: int = 0,
     tenant: str | None = None,
 ) -> Request:
-    """A request that ends after exactly `output_tokens`."""
+    """Make a request that ends after exactly `output_tokens`."""
     extra_args = {"urgency": urgency, "tenant": tenant}
     extra_args = {key: value for key, value in extra_args.items() if value is not None}
     params = SamplingParams(
@@ -139,7 +139,7 @@ def make_request(
 
 
 def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutput:
-    """What a model would have answered: one token for each request whose prefill is complete."""
+    """Return a model's output: one token for each request whose prefill is complete."""
     scheduled = list(step.num_scheduled_tokens)
     tokens = [
         [] if scheduler.requests[request_id].is_prefill_chunk else [7] for request_id in scheduled
@@ -155,7 +155,7 @@ def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutp
 
 
 def run_step(scheduler: Scheduler) -> SchedulerOutput:
-    """One engine step: schedule, pretend to execute, take in the output."""
+    """Run one engine step: schedule, then update from simulated model output."""
     step = scheduler.schedule()
     scheduler.update_from_output(step, model_output(scheduler, step))
     return step
