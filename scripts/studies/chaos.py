@@ -21,9 +21,9 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from vllm_semantic_sched.bench.messages import write_message
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
-from vllm_semantic_sched.bench.messages import write_message
 
 _ANSWER_SECONDS = 120.0
 """A request without an answer for that long hangs."""

@@ -1,4 +1,4 @@
-"""`semsched bench kv-copy`: speed of KV swap's copies against a plain copy of the same bytes."""
+"""Compare the speed of KV swap's copies with a plain copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from common import main
+
+from vllm_semantic_sched.bench.server import has_gpu
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
+
 _REQUIRED = 0.7
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A KV cache and how much of it is copied."""
+    """A KV cache, and the number of its tokens to copy."""
 
     layers: int
     heads: int
@@ -24,68 +31,12 @@ class Shape:
     device: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench kv-copy`; the defaults are a model of about 1.5B parameters."""
-    add = parser.add_argument
-    add("--layers", type=int, default=28, help="(%(default)s)")
-    add("--heads", type=int, default=2, help="KV heads (%(default)s)")
-    add("--head-size", type=int, default=128, help="(%(default)s)")
-    add("--block-size", type=int, default=32, help="tokens in a block (%(default)s)")
-    add("--tokens", default="256,1024,4096", help="copied at once (%(default)s)")
-    add("--dtype", default="bfloat16", help="torch type of the KV (%(default)s)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)")
-    add(
-        "--repeats",
-        type=int,
-        default=25,
-        help="of each copy; the fastest counts, for other programs only slow it down (%(default)s)",
-    )
-    add("--assert-targets", action="store_true", help=f"fail below {_REQUIRED} of a plain copy")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print GB/s of saves, loads and plain copies; 1 if a target is missed."""
-    from rich.table import Table
-
-    from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.bench.server import has_gpu
-
-    device = args.device if args.device != "auto" else ("cuda" if has_gpu() else "cpu")
-    table = Table(title=f"KV copies on {device}, GB/s (share of a plain copy)")
-    for title in ("tokens", "MB", "plain, out", "save", "plain, back", "load"):
-        table.add_column(title, justify="right")
-    worst = float("inf")
-    for tokens in map(int, args.tokens.split(",")):
-        shape = Shape(
-            args.layers, args.heads, args.head_size, args.block_size, tokens, args.dtype, device
-        )
-        size, speeds = measure(shape, args.repeats)
-        shares = (speeds["save"] / speeds["plain out"], speeds["load"] / speeds["plain back"])
-        worst = min(worst, *shares)
-        table.add_row(
-            str(tokens),
-            f"{size / 1e6:.1f}",
-            f"{speeds['plain out']:.1f}",
-            f"{speeds['save']:.1f} ({shares[0]:.2f})",
-            f"{speeds['plain back']:.1f}",
-            f"{speeds['load']:.1f} ({shares[1]:.2f})",
-        )
-    make_console().print(table)
-    print(f"least share of a plain copy: {worst:.2f} (required: {_REQUIRED})")
-    return int(args.assert_targets and worst < _REQUIRED)
-
-
 def measure(shape: Shape, repeats: int) -> tuple[int, dict[str, float]]:
-    """Copy scattered blocks by the backend, and as many bytes in one piece per layer by torch, in
-    turns.
+    """Copy scattered blocks with the backend and the same bytes as one piece per layer with torch.
 
     Returns:
         Bytes of a copy, and GB/s by kind of copy.
     """
-    import torch
-
-    from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
-
     dtype = getattr(torch, shape.dtype)
     count = -(-shape.tokens // shape.block_size)
     total = 3 * count
@@ -120,7 +71,7 @@ def measure(shape: Shape, repeats: int) -> tuple[int, dict[str, float]]:
         "load": lambda: backend.load(blocks, host),
     }
     seconds: dict[str, list[float]] = {name: [] for name in copies}
-    for repeat in range(repeats + 2):  # the first ones touch the memory for the first time
+    for repeat in range(repeats + 2):  # the first two touch new memory
         for name, copy in copies.items():
             start = time.perf_counter()
             copy()
@@ -130,3 +81,52 @@ def measure(shape: Shape, repeats: int) -> tuple[int, dict[str, float]]:
                 seconds[name].append(time.perf_counter() - start)
     size = sum(target.numel() * target.element_size() for target in plain)
     return size, {name: size / min(times) / 1e9 for name, times in seconds.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; the defaults are a model of about 1.5B parameters."""
+    add = parser.add_argument
+    add("--layers", type=int, default=28, help="(%(default)s)")
+    add("--heads", type=int, default=2, help="KV heads (%(default)s)")
+    add("--head-size", type=int, default=128, help="(%(default)s)")
+    add("--block-size", type=int, default=32, help="tokens per block (%(default)s)")
+    add("--tokens", default="256,1024,4096", help="copied at once (%(default)s)")
+    add("--dtype", default="bfloat16", help="torch type of the KV (%(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)")
+    add(
+        "--repeats",
+        type=int,
+        default=25,
+        help="of each copy; the fastest counts, as other programs only slow it down (%(default)s)",
+    )
+    add("--assert-targets", action="store_true", help=f"fail below {_REQUIRED} of a plain copy")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print GB/s of saves, loads and plain copies; 1 if a target is missed."""
+    device = args.device if args.device != "auto" else ("cuda" if has_gpu() else "cpu")
+    columns = ("tokens", "MB", "plain, out", "save", "plain, back", "load")
+    table = make_table(f"KV copies on {device}, GB/s (share of a plain copy)", *columns, words=0)
+    worst = float("inf")
+    for tokens in map(int, args.tokens.split(",")):
+        shape = Shape(
+            args.layers, args.heads, args.head_size, args.block_size, tokens, args.dtype, device
+        )
+        size, speeds = measure(shape, args.repeats)
+        shares = (speeds["save"] / speeds["plain out"], speeds["load"] / speeds["plain back"])
+        worst = min(worst, *shares)
+        table.add_row(
+            str(tokens),
+            f"{size / 1e6:.1f}",
+            f"{speeds['plain out']:.1f}",
+            f"{speeds['save']:.1f} ({shares[0]:.2f})",
+            f"{speeds['plain back']:.1f}",
+            f"{speeds['load']:.1f} ({shares[1]:.2f})",
+        )
+    make_console().print(table)
+    print(f"least share of a plain copy: {worst:.2f} (required: {_REQUIRED})")
+    return int(args.assert_targets and worst < _REQUIRED)
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,9 +1,8 @@
-"""A vLLM engine in this process that serves a recorded load by its own clock, for comparison with
-the simulator. Run as a module: an engine that is given one load after the other (`PacedProcess`).
+"""A vLLM engine that serves recorded loads by its own clock, for comparison with the simulator.
 
-The clock is a `SteadyClock`, and jumps over the time in which nothing is to do. So what other
-programs take of the machine, its changes of speed, and a client and a server in front of the engine
-are no part of the comparison: it is one of scheduling and of what a step costs.
+The clock is a `SteadyClock` that skips idle time. Other programs, changes of the machine's speed,
+an HTTP server and a client therefore do not affect the comparison, which is about scheduling and
+the cost of a step. Run as a script, this module is the engine process of `PacedProcess`.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from vllm_semantic_sched.bench.steady_clock import SteadyClock
+from steady_clock import SteadyClock
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.policy.estimates.profile import EngineProfile
     from vllm_semantic_sched.profiling.live_engine import Step
 
-# (sequences, prompt tokens, output tokens, steps between their arrivals) of the batches from which
-# costs are fitted.
+# (sequences, prompt tokens, output tokens, steps between arrivals) of the batches for the fit of
+# costs.
 _CALIBRATION = (
     *((1, tokens, 1, 0) for tokens in (16, 64, 200, 400)),
     *((1, tokens, 12, 0) for tokens in (32, 300)),
     *((4, tokens, 12, 0) for tokens in (32, 300)),
     *((8, tokens, 12, 0) for tokens in (32, 64, 150, 300)),
-    # Prompts beside answers under way.
+    # Prompts arrive while others decode.
     *((12, tokens, 24, 3) for tokens in (32, 64, 150, 300)),
 )
 _ROUNDS = 2
@@ -49,7 +47,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request as it was served: seconds on the engine's clock."""
+    """Times of a request in seconds on the engine's clock."""
 
     arrival: float
     first_token: float
@@ -58,7 +56,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """How a load was served: its requests in order, each step, and the number of preemptions."""
+    """The requests of a load in order, its steps and the number of preemptions."""
 
     served: list[Served]
     steps: list[Step]
@@ -67,32 +65,32 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step costs, and seconds per arrival."""
+    """Cost of a step, and seconds per arrival."""
 
     profile: EngineProfile
     arrival: float
 
     def times(self, factor: float) -> Costs:
-        """The same on a machine that many times slower."""
+        """Return the costs on a machine that is `factor` times slower."""
         return Costs(self.profile.scaled(factor, factor, factor), factor * self.arrival)
 
     def pace(self, steps: Sequence[Step]) -> float:
-        """How many times longer `steps` took than these costs say."""
+        """Return the time of `steps` relative to these costs."""
         return sum(one.seconds for one in steps) / self.seconds(steps)
 
     def seconds(self, steps: Sequence[Step]) -> float:
-        """How long `steps` should take together."""
+        """Return the estimated time of all `steps` in seconds."""
         return sum(self.profile.step(one.batch) for one in steps)
 
 
 def fit_costs(base: EngineProfile, steps: Sequence[Step], arrivals: Sequence[float]) -> Costs:
-    """Costs of measured steps and arrivals; what was not measured as in `base`."""
+    """Fit measured steps and arrivals; `base` gives the costs that were not measured."""
     from vllm_semantic_sched.profiling.fit import fit_steps
 
     fit = fit_steps(steps)
     fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
     costs = Costs(base.model_copy(update=fields), float(np.mean(arrivals)))
-    # The fit is robust: slow steps hardly count. In a load they do.
+    # The fit is robust and hardly counts slow steps, but they are part of a load.
     decoding = [step for step in steps if not step.batch.prefills]
     costs = costs.times(costs.pace(decoding))
     prefilling = [step for step in steps if step.batch.prefills]
@@ -104,14 +102,16 @@ def fit_costs(base: EngineProfile, steps: Sequence[Step], arrivals: Sequence[flo
 
 
 class PacedEngine:
-    """Args:
-    options: as after `vllm serve`: a model, then engine options.
-    policy, profile: files of the SemanticScheduler.
-    unit: see `SteadyClock`.
+    """A vLLM engine in this process.
+
+    Args:
+        options: of `vllm serve`: a model, then engine options.
+        policy, profile: files of the SemanticScheduler.
+        unit: see `SteadyClock`.
 
     Attributes:
         base: the profile as given.
-        clock: what it is timed by.
+        clock: times all steps.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PacedEngine:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Seats, token budget, block size and KV blocks."""
+        """Number of seats, token budget, block size and KV blocks."""
         scheduler = self._scheduler
         return {
             "seats": int(scheduler.max_num_running_reqs),
@@ -155,7 +155,7 @@ class PacedEngine:
         }
 
     def calibrate(self) -> tuple[list[Step], list[float]]:
-        """Measured steps of many kinds, and seconds per arrival."""
+        """Measure steps of many kinds; returns them and the seconds of each arrival."""
         steps: list[Step] = []
         arrivals: list[float] = []
         for _ in range(_ROUNDS):
@@ -214,7 +214,7 @@ class PacedEngine:
         return Service(served, steps, self._preempted)
 
     def _step(self) -> tuple[list[Any], list[Step]]:
-        """A step of the engine: what came out of it, and what it cost if it computed anything."""
+        """Run a step of the engine; returns its output and, if it computed anything, its cost."""
         from vllm_semantic_sched.profiling.live_engine import Step
 
         self._batches.clear()
@@ -268,9 +268,9 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
             needs for all of them.
 
     Returns:
-        The engine's shape, requests with arrivals in seconds, what was served, preemptions;
-        `profile` and `seconds_per_arrival` by what was measured before and after it, at the pace
-        that the engine had meanwhile, and that `pace`, 1 for the one before and after.
+        The engine's shape, the requests with arrivals in seconds, their times, preemptions, and
+        the costs: `profile` and `seconds_per_arrival` are measured before and after the load and
+        multiplied by the load's `pace` (1 if its steps took as long as those before and after).
     """
     steps, arrivals = engine.calibrate()
     needed = _seconds_needed(engine, fit_costs(engine.base, steps, arrivals), requests)
@@ -292,7 +292,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
 
 
 def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]) -> float:
-    """How long a full batch takes for all requests."""
+    """Time that a full batch needs for all requests."""
     from vllm_semantic_sched.policy.estimates.batch import Batch
 
     seats = engine.shape["seats"]
@@ -306,11 +306,11 @@ def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[s
 
 
 class EngineFailed(RuntimeError):
-    """The real engine did not do its part. The message holds the end of its log."""
+    """The engine did not start or ended by itself. The message quotes the end of its log."""
 
 
 class PacedProcess:
-    """A `PacedEngine` in a process of its own, for as long as a `with` block lasts.
+    """A `PacedEngine` in another process; runs as long as a `with` block lasts.
 
     Args:
         options, policy, profile, unit: as for `PacedEngine`.
@@ -319,21 +319,13 @@ class PacedProcess:
         unit: of its clock.
 
     Raises:
-        EngineFailed: the engine does not start, or ends by itself.
+        EngineFailed: the engine did not start, or ended by itself.
     """
 
     def __init__(
         self, options: Sequence[str], policy: str, profile: str, unit: float | None
     ) -> None:
-        self._command = [
-            sys.executable,
-            "-m",
-            __name__,
-            policy,
-            profile,
-            json.dumps(unit),
-            *options,
-        ]
+        self._command = [sys.executable, __file__, policy, profile, json.dumps(unit), *options]
 
     def __enter__(self) -> PacedProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
@@ -360,7 +352,7 @@ class PacedProcess:
     def serve(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """See `serve_load`."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # no answer comes then, and that tells why
+        with contextlib.suppress(BrokenPipeError):  # the missing answer is reported below
             self._process.stdin.write(json.dumps(requests) + "\n")
             self._process.stdin.flush()
         return self._answer()
@@ -377,13 +369,15 @@ class PacedProcess:
 
 
 def main() -> None:
-    """Start an engine, then serve the load in each line of the input; an answer, a line each, to
-    the start and to every load."""
+    """Start an engine, then serve the load in each line of stdin.
+
+    Writes one line of JSON to stdout after the start and after each load.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed goes to the log
+    os.dup2(2, 1)  # anything else that is printed goes to the log
     policy, profile, unit, *options = sys.argv[1:]
     engine = PacedEngine(options, policy, profile, json.loads(unit))
-    engine.calibrate()  # what is slower the first time
+    engine.calibrate()  # the first steps are slower
     answer: dict[str, Any] = {"unit": engine.clock.unit}
     while True:
         answers.write(json.dumps(answer) + "\n")

@@ -88,9 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every variant, print the table, write JSON and PNG; 1 if a request failed."""
-    from vllm_semantic_sched.bench.compare import compare
     from vllm_semantic_sched.bench.console import make_console
     from vllm_semantic_sched.bench.report import print_problems
+
+    from vllm_semantic_sched.bench.compare import compare
     from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 
     chosen = {f"semantic@{variant.name}": variant for variant in variants(args)}

@@ -1,4 +1,8 @@
-"""`semsched bench retention`: what plans of preemption cost under load, on a real `vllm serve`."""
+"""Compare the retention modes of preempted requests under load, on a real `vllm serve`.
+
+Runs FCFS and each mode, prints throughput, preemptions and the latency of the levels that pay for
+them, and writes `results.json`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.bench.options import add_plan_arguments, make_plan
+import yaml
+from common import main
+
+from vllm_semantic_sched.bench.compare import compare
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec, swap_arguments
+from vllm_semantic_sched.bench.targets import Target, missed
+from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.files import read_config
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.results import MixResult
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-    from vllm_semantic_sched.bench.targets import Target
 
 _MODES = "optimal,recompute,swap,paper"
 _FCFS = "fcfs"
@@ -20,50 +31,12 @@ _BANDS = (128, 256, 512)  # prompt and output tokens
 _NOISE = 0.02
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench retention`."""
-    add_plan_arguments(parser, requests=400, max_burst=50, overload=8.0)
-    add = parser.add_argument
-    add("--modes", default=_MODES, help="retention modes, comma-separated (default: %(default)s)")
-    add("--mix", default="even", help="name or five weights (default: %(default)s)")
-    add("--profile", help="engine profile, by name or path; measure one with semsched profile")
-    add("--host-gib", type=float, default=1.0, help="host pool, GiB (default: %(default)s)")
-    add("--assert-targets", action="store_true", help="fail if a required ratio is missed")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run FCFS and each mode; 1 if a request failed or a target is missed."""
-    from vllm_semantic_sched.bench import report
-    from vllm_semantic_sched.bench.compare import compare
-    from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.bench.targets import missed
-
-    args.output.mkdir(parents=True, exist_ok=True)
-    modes = [mode.strip() for mode in args.modes.split(",")]
-    plan = make_plan(args, schedulers(args, modes), [args.mix])
-    console = make_console()
-    comparison = compare(plan, vars(args), not args.quiet)
-    rows = comparison.mixes[args.mix]
-    report.print_mix(console, args.mix, rows)
-    for line in describe(rows):
-        console.print(line, soft_wrap=True)
-    targets = check(rows)
-    report.print_targets(console, targets)
-    console.print(f"records: {plan.output / 'results.json'}", soft_wrap=True)
-    problems = comparison.failures()
-    if args.assert_targets:
-        problems += missed(targets)
-    return report.print_problems(console, problems)
-
-
 def schedulers(args: argparse.Namespace, modes: Sequence[str]) -> list[SchedulerSpec]:
-    """FCFS, and the policy under each mode with the connector; levels come as hints.
+    """Return FCFS, and the policy in each mode with host memory; levels come as hints.
 
     Raises:
         PolicyError: no such policy or mode.
     """
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec, swap_arguments
-
     extra = swap_arguments(args.host_gib)
     return [
         SchedulerSpec(_FCFS, "fcfs"),
@@ -81,11 +54,6 @@ def schedulers(args: argparse.Namespace, modes: Sequence[str]) -> list[Scheduler
 
 
 def _policy(args: argparse.Namespace, mode: str) -> Path:
-    import yaml
-
-    from vllm_semantic_sched.policy.config import parse_policy
-    from vllm_semantic_sched.policy.files import read_config
-
     data, source = read_config(args.policy, kind="policy")
     data = {**(data or {}), "predictor": {"enabled": False}}
     data["retention"] = {**data.get("retention", {}), "mode": mode}
@@ -96,8 +64,8 @@ def _policy(args: argparse.Namespace, mode: str) -> Path:
 
 
 def describe(rows: dict[str, MixResult]) -> list[str]:
-    """A line per scheduler: throughput, preemptions by plan, tokens, latency of the victims'
-    levels against recompute-only per length band."""
+    """Return lines per scheduler: throughput, preemptions, tokens, and the latency of levels 1 to 4
+    compared with recomputing, by length."""
     lines = []
     recompute = _row(rows, "recompute")
     for name, row in rows.items():
@@ -122,8 +90,11 @@ def describe(rows: dict[str, MixResult]) -> list[str]:
 
 
 def added_latency(base: MixResult, other: MixResult) -> dict[str, tuple[float, int]]:
-    """Mean seconds by which requests of all levels but 0 took longer than under `base`, and how
-    many they are, by prompt and output tokens. Preemption's costs fall on these levels."""
+    """Compare the E2E latency of levels 1 to 4, which pay for preemptions, with that under `base`.
+
+    Returns:
+        Mean added seconds and number of requests, by band of prompt and output tokens.
+    """
     before = {
         (done.number, record.index): record
         for done in base.rounds
@@ -159,9 +130,7 @@ def _row(rows: dict[str, MixResult], mode: str) -> MixResult | None:
 
 
 def check(rows: dict[str, MixResult]) -> list[Target]:
-    """`optimal` against FCFS and against each other mode, less the noise of two runs."""
-    from vllm_semantic_sched.bench.targets import Target
-
+    """Return the targets of `optimal` compared with FCFS and each other mode, less noise."""
     best = _row(rows, "optimal")
     if best is None:
         return []
@@ -176,3 +145,35 @@ def check(rows: dict[str, MixResult]) -> list[Target]:
         text = f"urgency 0, mean normalized_waiting, {name} / optimal"
         targets.append(Target(text, waiting[0] / waiting[1], 1.0 - 0.1 * (name != _FCFS)))
     return targets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    comparison.add_plan_arguments(parser, requests=400, max_burst=50, overload=8.0)
+    add = parser.add_argument
+    add("--modes", default=_MODES, help="retention modes, comma-separated (default: %(default)s)")
+    add("--mix", default="even", help="name or five weights (default: %(default)s)")
+    add("--profile", help="engine profile, by name or path; measure one with semsched profile")
+    add("--host-gib", type=float, default=1.0, help="host pool, GiB (default: %(default)s)")
+    add("--assert-targets", action="store_true", help="fail if a required ratio is missed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run FCFS and each mode; 1 if a request failed or a target is missed."""
+    modes = [mode.strip() for mode in args.modes.split(",")]
+    plan = comparison.make_plan(args, schedulers(args, modes), [args.mix])
+    console = make_console()
+    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    rows = found.mixes[args.mix]
+    comparison.print_mix(console, args.mix, rows)
+    for line in describe(rows):
+        console.print(line, soft_wrap=True)
+    targets = check(rows)
+    comparison.print_targets(console, targets)
+    console.print(f"records: {plan.output / 'results.json'}", soft_wrap=True)
+    problems = found.failures() + (missed(targets) if args.assert_targets else [])
+    return comparison.print_problems(console, problems)
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

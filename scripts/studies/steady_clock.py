@@ -1,5 +1,4 @@
-"""A clock that goes as fast as the machine does: the time that work takes on it stays the same when
-the machine changes its speed."""
+"""A clock on which work takes the same time when the speed of the machine changes."""
 
 from __future__ import annotations
 
@@ -8,25 +7,25 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-# Of measured speeds: the clock goes by their median, which one interruption does not move.
+# Number of measured speeds. The clock uses their median, which one interruption does not change.
 _RECENT = 15
-# Operands of a matrix product: what an engine computes on a CPU is mostly that. A tenth of a small
-# model's step; larger than the caches that a core has for itself, as a model is.
+# Operands of a matrix product, which is most of the work of an engine on a CPU. It takes a tenth of
+# a small model's step and, like a model, is larger than a core's own caches.
 _ROWS, _WIDTH = 8, 2048
 
 
 class SteadyClock:
-    """Seconds of CPU time of this process on a machine of unchanging speed.
+    """CPU time of this process in seconds, corrected for changes of the machine's speed.
 
-    A virtual machine may be a third slower than minutes before, as others share its processor. The
-    clock does the same work again and again, and goes slower by as much as that takes longer. So
-    what other programs take of the machine does not count either; nor does this work.
+    A virtual machine may be a third slower than minutes before, because others share its
+    processor. The clock repeats the same piece of work and slows down by as much as that takes
+    longer. CPU time of other programs and of this work does not count.
 
     Args:
-        unit: seconds that the work takes at the speed that is meant; what it takes now if not
-            given. Clocks of several processes with one `unit` agree.
-        work: what is done; a matrix product by default.
-        cpu_seconds: this process's CPU time.
+        unit: seconds that the work takes at the reference speed; by default what it takes now.
+            Clocks of several processes with the same `unit` agree.
+        work: the work to repeat; by default a matrix product.
+        cpu_seconds: returns this process's CPU time.
 
     Attributes:
         unit: see above.
@@ -41,28 +40,27 @@ class SteadyClock:
         self._work = work or _matrix_product()
         self._cpu_seconds = cpu_seconds
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        for _ in range(2 * _RECENT):  # the first are slower
+        for _ in range(2 * _RECENT):  # the first runs are slower
             self._measure()
         self.unit = median(self._recent) if unit is None else unit
         self._passed = 0.0
-        self._go_on()
+        self._set_pace()
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was created."""
         return self._passed + (self._cpu_seconds() - self._since) / self._pace
 
     def skip(self, seconds: float) -> None:
-        """Go on by that many seconds at once."""
+        """Advance the clock by that many seconds."""
         self._passed += seconds
 
     def adjust(self) -> None:
-        """Look how fast the machine is now."""
+        """Measure the current speed of the machine and use it from now on."""
         self._passed = self.now()
         self._measure()
-        self._go_on()
+        self._set_pace()
 
-    def _go_on(self) -> None:
-        """From now on at the speed that was measured last."""
+    def _set_pace(self) -> None:
         self._pace = median(self._recent) / self.unit
         self._since = self._cpu_seconds()
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-
 from vllm_semantic_sched.bench.load import LEVELS, WorkloadConfig
+
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
 from vllm_semantic_sched.bench.workload import make_workload

@@ -1,162 +1,210 @@
-"""`semsched bench tiers`: premium, standard and background traffic under overload (S10).
+"""Premium, standard and background traffic under overload, on a real `vllm serve`.
 
-A quarter of the requests is premium, half standard, a quarter background, for a fixed time. Each
-scheduler gets the same requests on a real `vllm serve`; what is unanswered some seconds after the
-last arrival is given up.
+A quarter of the requests is premium, half standard and a quarter background, for a fixed time.
+Four schedulers get the same requests; requests that are unanswered some seconds after the last
+arrival are given up. Prints a row per tier and writes `tiers.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-from dataclasses import asdict, replace
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.bench.options import add_server_arguments, make_server
-from vllm_semantic_sched.bench.tier_table import (
-    TIERS,
-    TierRow,
-    beyond_bound,
-    print_tables,
-    tier_row,
-    totals_of,
-)
+import yaml
+from common import capacity, latest_send, main, percentiles, refusal_code, serve, write_json
+
+from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED, read_counters
+from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.workload import Workload, WorkloadConfig, make_workload
+from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.files import read_config
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.client import ClientConfig
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-    from vllm_semantic_sched.bench.server import ServerConfig
+    from rich.console import Console
+
+    from vllm_semantic_sched.bench.client import LoadClient, Record
+    from vllm_semantic_sched.policy.order.aging import Aging
+
+TIERS = ("premium", "standard", "background")
 
 _MIX = "1:2:1:0:0"
-MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
-_CAPACITY_ROUNDS = 6  # requests per seat, so that filling and emptying the seats weigh little
+_FCFS, _PRIORITY, _NO_PROMISES, _PROMISES = SCHEDULERS = (
+    "vLLM FCFS",
+    "vLLM priority",
+    "ours, no promises",
+    "ours",
+)
 _IDLE_REQUESTS = 24
-# Of the standard tier: its promise in premium's. Background is promised nothing.
+# The standard tier's promise relative to the premium tier's. Background is promised nothing.
 _STANDARD_PROMISE = 20.0
-# Seconds per promotion, so that background grows overdue within the run.
+# Seconds per promotion, short enough for background requests to become overdue within the run.
 _AGING_INTERVAL = 10.0
-SPARE_TOKENS = 16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench tiers`."""
-    add_server_arguments(parser)
-    add = parser.add_argument
-    add("--policy", default="tiers", help="three tiers: a name or a YAML file (%(default)s)")
-    add("--profile", help="engine profile, by name or path; measure one with semsched profile")
-    add("--seconds", type=float, default=120.0, help="of arrivals (default: %(default)s)")
-    add("--drain", type=float, default=20.0, help="seconds for what is left (%(default)s)")
-    add("--overload", type=float, default=3.0, help="offered load over capacity (%(default)s)")
-    add("--maxcon", type=int, default=12, help="largest burst (default: %(default)s)")
-    add("--promise", type=float, default=10.0, help="premium: TTFT in idle TTFTs (%(default)s)")
-    add("--seed", type=int, default=0, help="of the workload (default: %(default)s)")
-    add("--max-output", type=int, default=192, help="longer answers are cut (%(default)s)")
+@dataclass(frozen=True)
+class TierRow:
+    """One tier under one scheduler. Times in seconds.
+
+    Attributes:
+        kept: share of all requests sent whose first token came in time; None without a promise.
+        longest_wait: for a first token, including requests that still waited at the end.
+    """
+
+    scheduler: str
+    tier: str
+    sent: int
+    answered: int
+    refused: Mapping[str, int]
+    unanswered: int
+    ttft_p50: float
+    ttft_p99: float
+    kept: float | None
+    longest_wait: float
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the four schedulers; 1 if a request failed without a code."""
-    from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.bench.report import print_problems
+def tier_row(
+    scheduler: str, level: int, promise: float | None, records: Sequence[Record], horizon: float
+) -> TierRow:
+    """Evaluate one tier.
 
-    args.output.mkdir(parents=True, exist_ok=True)
-    study = _Study(args)
-    rows: list[TierRow] = []
-    totals: list[dict[str, Any]] = []
-    for name in (None, *_NAMES):
-        done, total = study.measure(name)
-        rows += done
-        totals.append(total)
-        result = {"rows": [asdict(row) for row in rows], "totals": totals, **study.facts}
-        (args.output / "tiers.json").write_text(json.dumps(result, indent=1))
-    console = make_console()
-    print_tables(console, rows, totals, study.facts)
-    console.print(f"records: {args.output / 'tiers.json'}", soft_wrap=True)
-    strange = [f"{total['scheduler']}: {total['strange']}" for total in totals if total["strange"]]
-    return print_problems(console, strange)
+    Args:
+        promise: seconds to the first token, None if none is promised.
+        records: of all tiers.
+        horizon: seconds after which requests were given up.
+    """
+    mine = [record for record in records if record.level == level]
+    ttfts = [one.ttft for one in mine if one.ttft is not None]
+    refused = Counter(code for one in mine if (code := refusal_code(one)) is not None)
+    waiting = [
+        horizon - one.arrival
+        for one in mine
+        if one.first_token is None and refusal_code(one) is None
+    ]
+    p50, p99 = percentiles(ttfts)
+    kept = None
+    if promise is not None:
+        kept = sum(ttft <= promise for ttft in ttfts) / len(mine) if mine else float("nan")
+    return TierRow(
+        scheduler,
+        TIERS[level],
+        sent=len(mine),
+        answered=sum(one.ok for one in mine),
+        refused=dict(refused),
+        unanswered=sum(one.finish is None and refusal_code(one) is None for one in mine),
+        ttft_p50=p50,
+        ttft_p99=p99,
+        kept=kept,
+        longest_wait=max([*ttfts, *waiting], default=float("nan")),
+    )
 
 
-_NAMES = ("vLLM priority", "ours, no promises", "ours")
+def totals_of(
+    scheduler: str, records: Sequence[Record], preemptions: float, horizon: float
+) -> dict[str, Any]:
+    """Summarize all tiers under one scheduler; `failed` counts requests that failed without a code.
+
+    Args:
+        horizon: see `tier_row`.
+    """
+    end = max((one.finish for one in records if one.finish), default=horizon)
+    return {
+        "scheduler": scheduler,
+        "output_tokens_per_second": sum(len(one.token_ids) for one in records) / end,
+        "preemptions_per_minute": 60 * preemptions / end,
+        "latest_send": latest_send(records),
+        "failed": sum(
+            one.status not in (None, 200) and refusal_code(one) is None for one in records
+        ),
+    }
 
 
-class _Study:
-    """The servers, one after another; the load is fixed by the first one's capacity."""
+def compare_with_aging_bound(
+    aging: Aging, level: int, records: Sequence[Record], horizon: float
+) -> dict[str, float] | None:
+    """Compare the waits of a level with the bound of `Aging.wait_bound`; None if there is none.
+
+    The bound's q and T are those of the run: the number of older requests that waited on arrival,
+    and the longest time between two first tokens.
+    """
+    if not aging.enabled:
+        return None
+    starts = sorted(one.first_token for one in records if one.first_token is not None)
+    longest_gap = max((later - one for one, later in itertools.pairwise(starts)), default=horizon)
+    ends = [(one.arrival, _end_of_wait(one, horizon)) for one in records]
+    waits = []
+    for one in records:
+        if one.level == level and refusal_code(one) is None:
+            older = sum(arrival < one.arrival < end for arrival, end in ends)
+            bound = aging.wait_bound(level, older, longest_gap)
+            if bound is None:
+                return None
+            waits.append((_end_of_wait(one, horizon) - one.arrival, bound))
+    if not waits:
+        return None
+    longest = max(waits)
+    beyond = sum(wait > bound for wait, bound in waits)
+    return {"requests": len(waits), "beyond": beyond, "wait": longest[0], "bound": longest[1]}
+
+
+def _end_of_wait(one: Record, horizon: float) -> float:
+    return min(
+        [time for time in (one.first_token, one.finish) if time is not None], default=horizon
+    )
+
+
+class Study:
+    """The servers, one after another. The capacity of the first one sets the load of all."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from vllm_semantic_sched.bench.compare import end_token
-        from vllm_semantic_sched.bench.server import prefer_client
-
         self._args = args
-        self._server: ServerConfig = make_server(args)
-        self._eos = end_token(args.model)
-        self._gap = 0.0
+        self._load: Workload | None = None
         self.facts: dict[str, float] = {}
-        prefer_client(args.nice)
 
-    def measure(self, name: str | None) -> tuple[list[TierRow], dict[str, Any]]:
-        """Start a server and run the load on it; the first (None, vLLM's FCFS) sets the load."""
-        from vllm_semantic_sched.bench.client import ClientConfig, send_open_loop
-        from vllm_semantic_sched.bench.compare import read_counters
-        from vllm_semantic_sched.bench.server import VllmServer
-        from vllm_semantic_sched.policy.config import load_policy
-
+    def measure(self, name: str) -> tuple[list[TierRow], dict[str, Any]]:
+        """Start a server with a scheduler and send it the load."""
+        args = self._args
         spec = self._spec(name)
-        print(f"starting the server: {spec.name}", flush=True)
-        log = self._args.output / f"server-{spec.name.replace(' ', '-').replace(',', '')}.log"
-        config = replace(self._server, log=log, scheduler_args=spec.server_args())
-        with VllmServer(config) as server:
-            client = ClientConfig(
-                url=server.url,
-                eos_token=self._eos,
-                max_tokens=self._args.max_output + SPARE_TOKENS,
-                progress=None if self._args.quiet else spec.name,
-            )
-            self._warm_up(spec, client)
-            if not self._gap:
-                self._set_load(spec, client)
+        horizon = args.seconds + args.drain
+        with serve(args, spec, args.max_output) as (server, client):
+            client.send_together(self._sample(_IDLE_REQUESTS))  # warm-up
+            if self._load is None:
+                self._load = self._set_load(client)
             before = read_counters(server.get_text("/metrics"))
-            horizon = self._args.seconds + self._args.drain
-            records = asyncio.run(
-                send_open_loop(
-                    self._workload(self._gap, self._args.seconds).requests,
-                    replace(client, stop_after=horizon),
-                    spec.body_extras,
-                )
-            )
+            records = client.send(self._load.requests, spec.name, stop_after=horizon)
             server.check()
             after = read_counters(server.get_text("/metrics"))
-        promises = self._promises()
         rows = [
-            tier_row(spec.name, level, promises[level], records, horizon)
-            for level in range(len(TIERS))
+            tier_row(spec.name, level, promise, records, horizon)
+            for level, promise in enumerate(self._promises())
         ]
-        total = totals_of(spec.name, records, before, after, horizon)
+        counter = "vllm:num_preemptions_total"
+        total = totals_of(spec.name, records, after[counter] - before[counter], horizon)
         if spec.policy is not None:
             aging = load_policy(spec.policy).aging
-            total["bound"] = beyond_bound(aging, len(TIERS) - 1, records, horizon)
+            total["bound"] = compare_with_aging_bound(aging, len(TIERS) - 1, records, horizon)
         return rows, total
 
     def _promises(self) -> tuple[float | None, ...]:
         """Seconds to the first token by tier."""
         return self.facts["promised_ttft"], self.facts["promised_ttft_standard"], None
 
-    def _spec(self, name: str | None) -> SchedulerSpec:
-        from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-
-        if name is None:
-            return SchedulerSpec("vLLM FCFS", "fcfs")
-        if name == _NAMES[0]:
+    def _spec(self, name: str) -> SchedulerSpec:
+        if name == _FCFS:
+            return SchedulerSpec(name, "fcfs")
+        if name == _PRIORITY:
             return SchedulerSpec(name, "priority")
-        policy = self._policy(promises=name == _NAMES[2])
+        policy = self._write_policy(promises=name == _PROMISES)
         return SchedulerSpec(name, "semantic-true", str(policy), MIDDLEWARE)
 
-    def _policy(self, promises: bool) -> Path:
-        """The policy with the promises that this machine can keep, or with none at all."""
-        import yaml
-
-        from vllm_semantic_sched.policy.files import read_config
-
+    def _write_policy(self, promises: bool) -> Path:
+        """The policy with promises that this machine can keep, or with none."""
         data, _ = read_config(self._args.policy, "policy")
         if self._args.profile:
             data["profile"] = self._args.profile
@@ -173,51 +221,123 @@ class _Study:
         else:
             for section in ("admission", "shedding", "deadlines", "aging"):
                 data.pop(section, None)
-        path = self._args.output / f"{'promises' if promises else 'no-promises'}.yaml"
+        path: Path = self._args.output / f"{'promises' if promises else 'no-promises'}.yaml"
         path.write_text(yaml.safe_dump(data, sort_keys=False))
         return path
 
-    def _warm_up(self, spec: SchedulerSpec, client: ClientConfig) -> None:
-        from vllm_semantic_sched.bench.client import send_open_loop
-
-        warm = self._sample(_IDLE_REQUESTS)
-        asyncio.run(send_open_loop(warm, replace(client, progress=None), spec.body_extras))
-
-    def _set_load(self, spec: SchedulerSpec, client: ClientConfig) -> None:
-        from vllm_semantic_sched.bench.client import send_one_by_one, send_open_loop
-        from vllm_semantic_sched.bench.metrics import duration
-
-        alone = asyncio.run(send_one_by_one(self._sample(_IDLE_REQUESTS), client, spec.body_extras))
-        ttfts = sorted(one.first_token - one.arrival for one in alone if one.first_token)
-        together = self._sample(_CAPACITY_ROUNDS * self._args.seats)
-        done = asyncio.run(send_open_loop(together, client, spec.body_extras))
-        capacity = len(done) / duration(done)
-        self._gap = self._args.maxcon / 2 / (self._args.overload * capacity)
+    def _set_load(self, client: LoadClient) -> Workload:
+        args = self._args
+        alone = client.send_one_by_one(self._sample(_IDLE_REQUESTS), "idle engine")
+        ttfts = sorted(one.ttft for one in alone if one.ttft)
+        idle = ttfts[len(ttfts) // 2]
+        rate = capacity(client, self._sample(CAPACITY_ROUNDS * args.seats))
         self.facts = {
-            "idle_ttft": ttfts[len(ttfts) // 2],
-            "promised_ttft": (promised := self._args.promise * ttfts[len(ttfts) // 2]),
-            "promised_ttft_standard": _STANDARD_PROMISE * promised,
-            "capacity_requests_per_second": capacity,
+            "idle_ttft": idle,
+            "promised_ttft": args.promise * idle,
+            "promised_ttft_standard": _STANDARD_PROMISE * args.promise * idle,
+            "capacity_requests_per_second": rate,
         }
+        gap = args.maxcon / 2 / (args.overload * rate)
+        count = int(args.seconds / gap * args.maxcon / 2)
+        return make_workload(replace(self._config(count), gap=gap))
 
-    def _sample(self, count: int) -> list[Any]:
-        load = self._workload(0.0, 0.0, requests=count, seed=self._args.seed + 1_000_003)
-        return [replace(request, arrival=0.0) for request in load.requests]
+    def _sample(self, count: int) -> Sequence[Any]:
+        config = self._config(count)
+        return make_workload(replace(config, gap=0.0, seed=config.seed + OTHER_SEED)).requests
 
-    def _workload(
-        self, gap: float, seconds: float, requests: int | None = None, seed: int | None = None
-    ) -> Any:
-        from vllm_semantic_sched.bench.load import WorkloadConfig
-        from vllm_semantic_sched.bench.workload import make_workload
-
-        count = requests or int(seconds / gap * self._args.maxcon / 2)
-        return make_workload(
-            WorkloadConfig(
-                requests=count,
-                mix=_MIX,
-                gap=gap,
-                max_burst=self._args.maxcon,
-                seed=self._args.seed if seed is None else seed,
-                max_output_tokens=self._args.max_output,
-            )
+    def _config(self, requests: int) -> WorkloadConfig:
+        return WorkloadConfig(
+            requests=requests,
+            mix=_MIX,
+            max_burst=self._args.maxcon,
+            seed=self._args.seed,
+            max_output_tokens=self._args.max_output,
         )
+
+
+def print_tables(
+    console: Console,
+    rows: Sequence[TierRow],
+    totals: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, float],
+) -> None:
+    """Print the tiers, the totals and what was measured on the idle engine."""
+    table = make_table(
+        "tiers under overload",
+        "scheduler", "tier", "sent", "answered", "refused", "unanswered", "TTFT p50, s",
+        "TTFT p99, s", "in time", "longest wait, s",
+        words=2,
+    )  # fmt: skip
+    for row in rows:
+        refused = ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0"
+        table.add_row(
+            *(row.scheduler, row.tier, str(row.sent), str(row.answered), refused),
+            *(str(row.unanswered), f"{row.ttft_p50:.3f}", f"{row.ttft_p99:.3f}"),
+            *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
+        )
+    console.print(table)
+    columns = ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s")
+    table = make_table("totals", *columns)
+    first = totals[0]["output_tokens_per_second"]
+    for total in totals:
+        speed = total["output_tokens_per_second"]
+        table.add_row(
+            *(total["scheduler"], f"{speed:.0f}", f"{speed / first:.3f}"),
+            *(f"{total['preemptions_per_minute']:.0f}", f"{total['latest_send']:.2f}"),
+        )
+    console.print(table)
+    console.print(
+        f"idle TTFT {facts['idle_ttft']:.3f} s; in time: share of the requests sent whose first "
+        f"token came within {facts['promised_ttft']:.3f} s (premium) or "
+        f"{facts['promised_ttft_standard']:.3f} s (standard); capacity "
+        f"{facts['capacity_requests_per_second']:.1f} requests/s"
+    )
+    for total in totals:
+        if bound := total.get("bound"):
+            console.print(
+                f"{total['scheduler']}: {bound['beyond']} of {bound['requests']} requests of the "
+                f"last tier waited longer than the bound of aging; the longest wait was "
+                f"{bound['wait']:.1f} s, its bound {bound['bound']:.0f} s"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add("--policy", default="tiers", help="three tiers: a name or a YAML file (%(default)s)")
+    add("--profile", help="engine profile, by name or path; measure one with semsched profile")
+    add("--seconds", type=float, default=120.0, help="of arrivals (default: %(default)s)")
+    add("--drain", type=float, default=20.0, help="seconds after the last arrival (%(default)s)")
+    add("--overload", type=float, default=3.0, help="offered load over capacity (%(default)s)")
+    add("--maxcon", type=int, default=12, help="largest burst (default: %(default)s)")
+    add("--promise", type=float, default=10.0, help="premium: TTFT in idle TTFTs (%(default)s)")
+    add("--seed", type=int, default=0, help="of the workload (default: %(default)s)")
+    add("--max-output", type=int, default=192, help="longer answers are cut (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the four schedulers; 1 if a request failed without a code."""
+    study = Study(args)
+    rows: list[TierRow] = []
+    totals: list[dict[str, Any]] = []
+    path = args.output / "tiers.json"
+    for name in SCHEDULERS:
+        done, total = study.measure(name)
+        rows += done
+        totals.append(total)
+        document = {"rows": [asdict(row) for row in rows], "totals": totals, **study.facts}
+        write_json(path, document)
+    console = make_console()
+    print_tables(console, rows, totals, study.facts)
+    console.print(f"records: {path}", soft_wrap=True)
+    problems = [
+        f"{total['scheduler']}: {total['failed']} requests failed without a code"
+        for total in totals
+        if total["failed"]
+    ]
+    return print_problems(console, problems)
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,18 +1,32 @@
-"""Does the simulator tell what a real engine does? The same loads on both, side by side."""
+"""Compare the simulator with a real engine: the same loads on both.
+
+Runs four loads under three schedulers on the real engine and in the simulator, prints the error of
+the simulator for each metric and level, and writes `validation.json`.
+
+example:
+  python scripts/studies/validation.py --output validation -- MODEL --max-num-seqs 8
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
+from common import main, write_json
+from paced_engine import PacedProcess
 
-from vllm_semantic_sched.bench.paced_engine import PacedProcess
+from vllm_semantic_sched.cli.comparison import show_progress
+from vllm_semantic_sched.cli.console import make_console, make_table
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.sim.scenario import Scenario
 
 LOADS: dict[str, dict[str, Any]] = {
     "light": {"arrivals": "poisson", "load": 0.4},
@@ -25,21 +39,21 @@ LOADS: dict[str, dict[str, Any]] = {
         "output": {"kind": "uniform", "low": 40, "high": 120},
     },
 }
-"""Names and shapes of the loads. `load`: of what the engine can do."""
+"""Loads by name. `load` is the offered load relative to the engine's capacity."""
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "FCFS": {"base": "fcfs"},
     "priority": {"base": "priority", "preemption": {"enabled": False}, "stage": {"mode": "off"}},
     "semantic": {"base": "semantic"},
 }
-"""Policies: without a predictor, as the level is a hint and the length a limit."""
+"""Policies. No predictor: clients state the level, and the length is a limit."""
 
 PROFILE = "cpu-2core-small"
-"""What the scheduler takes the engine for."""
+"""The engine profile that the schedulers are given."""
 
 METRICS = ("e2e_mean", "normalized_waiting")
 TARGET = 0.15
-# Nobody can tell which of two policies is better where they differ by less.
+# A smaller difference between two schedulers counts as none.
 _DISTINCT = 0.10
 _COMMON = {"predictor": {"enabled": False}, "correct_profile": False}
 _LENGTHS = {
@@ -50,7 +64,7 @@ _LENGTHS = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A metric of one level (`all` for all) under one scheduler and load: seconds."""
+    """A metric of one level (or `all`) under one scheduler and load, in seconds."""
 
     load: str
     scheduler: str
@@ -61,14 +75,16 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Relative to the real engine."""
+        """Error of the simulator relative to the real engine."""
         return self.simulated / self.real - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A load under a scheduler: preemptions on the real engine and simulated, and how many times
-    longer the engine's steps took than the same steps before and after the load."""
+    """A load under a scheduler: preemptions, and the pace of the engine.
+
+    The pace is the time of the engine's steps relative to the same steps before and after the load.
+    """
 
     preemptions: int
     simulated_preemptions: int
@@ -77,14 +93,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Validation:
-    """All comparisons, and the runs that they come from, by load and scheduler."""
+    """All comparisons, and their runs by load and scheduler."""
 
     comparisons: list[Comparison]
     runs: dict[tuple[str, str], Run]
 
     def wrong_orders(self) -> list[str]:
-        """Pairs of schedulers that the simulator puts in the wrong order, where the real engine
-        tells them apart by a tenth or more."""
+        """Return the pairs of schedulers that the simulator puts in the wrong order.
+
+        Only pairs that differ by a tenth or more on the real engine count.
+        """
         found = {(c.load, c.level, c.metric, c.scheduler): c for c in self.comparisons}
         wrong = []
         for (load, level, metric, one), first in found.items():
@@ -100,15 +118,19 @@ class Validation:
 
 
 def validate(
-    options: Sequence[str], requests: int, folder: Path, loads: Sequence[str], progress: Any
+    options: Sequence[str],
+    requests: int,
+    folder: Path,
+    loads: Sequence[str],
+    progress: Callable[[], object],
 ) -> Validation:
     """Run every load under every scheduler on the real engine and in the simulator.
 
     Args:
-        options: as after `vllm serve`.
+        options: of `vllm serve`, beginning with the model.
         requests: per load.
-        folder: gets a trace and a profile per run.
-        progress: called after each scheduler's turn.
+        folder: where a trace and a profile per run are written.
+        progress: called after each run.
 
     Raises:
         EngineFailed: the engine did not start or ended by itself.
@@ -124,9 +146,9 @@ def validate(
             file.write_text(yaml.safe_dump(policy | _COMMON))
             engine = stack.enter_context(PacedProcess(options, str(file), PROFILE, unit))
             engines[scheduler] = engine
-            unit = engine.unit  # of all clocks, so that their times can be compared
+            unit = engine.unit  # one unit for all clocks, so that their times can be compared
         for name in loads:
-            load = _prepare(name, requests)
+            load = prepare_load(name, requests)
             for scheduler, engine in engines.items():
                 result = engine.serve(load) | {"name": name}
                 found, run = compare(result, scheduler, SCHEDULERS[scheduler] | _COMMON, folder)
@@ -139,15 +161,15 @@ def validate(
 def compare(
     result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path
 ) -> tuple[list[Comparison], Run]:
-    """Simulate what the real engine was given, and compare what both made of it.
+    """Simulate the load of a run on the real engine, and compare the metrics of both.
 
     Args:
-        result: see `paced_engine.serve_load`; and the load's `name`.
+        result: what `paced_engine.serve_load` returns, and the load's `name`.
     """
     from vllm_semantic_sched.sim.metrics import ALL, Recorder
     from vllm_semantic_sched.sim.simulation import simulate
 
-    scenario = _scenario(result, scheduler, policy, folder)
+    scenario = make_scenario(result, scheduler, policy, folder)
     slos = scenario.slos(scheduler)
     simulated, real = Recorder(slos), Recorder(slos)
     runs = simulate(scenario, scheduler).runs
@@ -166,8 +188,8 @@ def compare(
     return found, Run(result["preemptions"], preempted, result["pace"])
 
 
-def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
-    """A load with arrivals in units of the time that the engine needs for all of it."""
+def prepare_load(name: str, requests: int) -> list[dict[str, Any]]:
+    """Draw a load; arrivals are in units of the time that the engine needs for all requests."""
     from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
     from vllm_semantic_sched.sim.workload import draw_workload
 
@@ -193,7 +215,10 @@ def _prepare(name: str, requests: int) -> list[dict[str, Any]]:
     ]
 
 
-def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path) -> Any:
+def make_scenario(
+    result: dict[str, Any], scheduler: str, policy: dict[str, Any], folder: Path
+) -> Scenario:
+    """Write the profile and the trace of a run into `folder`; returns their scenario."""
     from vllm_semantic_sched.sim.scenario import parse_scenarios
 
     stem = f"{result['name']}-{scheduler}"
@@ -215,7 +240,7 @@ def _scenario(result: dict[str, Any], scheduler: str, policy: dict[str, Any], fo
 
 
 def report(validation: Validation) -> dict[str, Any]:
-    """Everything as a JSON document."""
+    """Return the contents of `validation.json`."""
     return {
         "comparisons": [asdict(one) | {"error": one.error} for one in validation.comparisons],
         "runs": [
@@ -227,9 +252,7 @@ def report(validation: Validation) -> dict[str, Any]:
 
 
 def print_validation(validation: Validation) -> None:
-    """A row per load and scheduler, the error of each level; and what misses the target."""
-    from vllm_semantic_sched.bench.console import make_console, make_table
-
+    """Print a row per load and scheduler, the error of each level, and the errors in total."""
     console = make_console()
     for metric in METRICS:
         chosen = [one for one in validation.comparisons if one.metric == metric]
@@ -258,3 +281,35 @@ def print_validation(validation: Validation) -> None:
     )
     wrong = validation.wrong_orders()
     console.print(f"schedulers in the wrong order: {'; '.join(wrong) or 'none'}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--output", required=True, type=Path, help="folder for traces, profiles and results")
+    add("--requests", type=int, default=80, metavar="N", help="per load (default: %(default)s)")
+    add("--quiet", action="store_true", help="no progress bar")
+    add(
+        "engine_options",
+        nargs="+",
+        metavar="-- MODEL [OPTION ...]",
+        help="the model and engine options of `vllm serve`",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate, print and write `validation.json`; always 0."""
+    if args.requests < 1:
+        raise ValueError("--requests must be at least 1")
+    bar = show_progress(args.quiet).bar("validating", len(LOADS) * len(SCHEDULERS))
+    with bar as advance:
+        found = validate(args.engine_options, args.requests, args.output, list(LOADS), advance)
+    print_validation(found)
+    path = args.output / "validation.json"
+    write_json(path, report(found))
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)
