@@ -1,21 +1,28 @@
-"""`semsched bench prediction-latency`: what a slower predictor costs the requests.
+"""Cost of a slower predictor to the requests (paper, section 4.1, tables 1 and 2).
 
-Normalized waiting time per urgency level on a real `vllm serve`, with policies that differ only
-in when a batch goes to the predictor (at once, or when it is full), in the size of a batch, and
-in the seconds added to every batch (paper, section 4.1, tables 1 and 2).
+Measures the normalized waiting time per urgency level on a real `vllm serve`, with policies that
+differ only in when a batch goes to the predictor (at once, or when it is full), in the size of a
+batch, and in the seconds added to every batch. Prints a table and writes a JSON file and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vllm_semantic_sched.bench.load import LEVELS
-from vllm_semantic_sched.bench.options import add_plan_arguments, make_plan
+import yaml
+from common import main, write_json
+
+from vllm_semantic_sched.bench.compare import compare
+from vllm_semantic_sched.bench.results import environment
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.bench.workload import LEVELS
+from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.config import load_policy, parse_policy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,17 +48,15 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Tells the variants of a run apart."""
+        """Name of the variant, unique within a run."""
         return f"{self.mode}-batch{self.max_batch}-latency{self.added_latency:g}"
 
     def policy(self, base: str) -> dict[str, object]:
-        """The policy `base`, a name or a path, with this predictor setting.
+        """Return the policy `base`, a name or a path, with this predictor setting.
 
         Raises:
-            PolicyError: there is no such policy, or a value is out of range.
+            PolicyError: the policy does not exist, or a value is out of range.
         """
-        from vllm_semantic_sched.policy.config import load_policy, parse_policy
-
         document = load_policy(base).model_dump(mode="json")
         document["predictor"] |= {
             "mode": self.mode,
@@ -63,61 +68,11 @@ class Variant:
         return document
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench prediction-latency`."""
-    # Bursts of up to five, as in the paper's tables; a load small enough for two cores.
-    add_plan_arguments(parser, requests=160, max_burst=5, overload=4.0)
-    add = parser.add_argument
-    add(
-        "--vary",
-        choices=("latency", "batch", "both"),
-        default="latency",
-        help="table 1 (latencies), table 2 (batch sizes), or both (%(default)s)",
-    )
-    add("--latencies", default="0.001,0.01,0.1,1", help="table 1: seconds added (%(default)s)")
-    add("--batch", type=int, default=64, help="table 1: largest batch (%(default)s)")
-    add("--batches", default="4,16,32,64", help="table 2: largest batches (%(default)s)")
-    add("--latency", type=float, default=0.01, help="table 2: seconds added (%(default)s)")
-    add(
-        "--max-wait",
-        type=float,
-        default=0.5,
-        help="seconds after which full batching sends a batch that is not full (%(default)s)",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure every variant, print the table, write JSON and PNG; 1 if a request failed."""
-    from vllm_semantic_sched.bench.console import make_console
-    from vllm_semantic_sched.bench.report import print_problems
-
-    from vllm_semantic_sched.bench.compare import compare
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-
-    chosen = {f"semantic@{variant.name}": variant for variant in variants(args)}
-    args.output.mkdir(parents=True, exist_ok=True)
-    specs = [
-        SchedulerSpec(name, "semantic", str(_write_policy(variant, args.policy, args.output)))
-        for name, variant in chosen.items()
-    ]
-    plan = make_plan(args, specs, [_MIX])
-    comparison = compare(plan, vars(args), not args.quiet)
-    rows = comparison.mixes[_MIX]
-    results = [(variant, rows[name]) for name, variant in chosen.items()]
-    console = make_console()
-    console.print(table(results))
-    (args.output / _RESULTS).write_text(json.dumps(document(results), indent=1) + "\n")
-    draw(results, args.output / _PICTURE)
-    console.print(f"figures: {args.output / _RESULTS}", soft_wrap=True)
-    console.print(f"picture: {args.output / _PICTURE}", soft_wrap=True)
-    return print_problems(console, comparison.failures())
-
-
 def variants(args: argparse.Namespace) -> list[Variant]:
-    """The settings to compare, each once.
+    """Return the settings to compare, each once.
 
     Raises:
-        ValueError: a list holds something else than numbers.
+        ValueError: a list contains something other than numbers.
     """
     return list(dict.fromkeys(_variants(args)))
 
@@ -135,25 +90,18 @@ def _variants(args: argparse.Namespace) -> Iterator[Variant]:
 
 
 def _write_policy(variant: Variant, base: str, folder: Path) -> Path:
-    import yaml
-
     path = folder / f"policy-{variant.name}.yaml"
     path.write_text(yaml.safe_dump(variant.policy(base), sort_keys=False))
     return path
 
 
 def table(results: Sequence[tuple[Variant, MixResult]]) -> Table:
-    """Mean normalized waiting time, a row per variant and a column per level."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(title="mean normalized waiting time, ms per output token", box=box.SIMPLE)
-    made.add_column("predictor")
-    for column in ("largest batch", "added latency, s"):
-        made.add_column(column, justify="right")
-    for group in _GROUPS:
-        made.add_column("all" if group == "all" else f"urgency {group}", justify="right")
-    made.add_column("output tok/s", justify="right")
+    """Return the mean normalized waiting times: a row per variant, a column per level."""
+    groups = ("all" if group == "all" else f"urgency {group}" for group in _GROUPS)
+    made = make_table(
+        "mean normalized waiting time, ms per output token",
+        *("predictor", "largest batch", "added latency, s", *groups, "output tok/s"),
+    )
     for variant, row in results:
         means = (f"{1e3 * _mean(row, group):.1f}" for group in _GROUPS)
         made.add_row(
@@ -167,9 +115,7 @@ def table(results: Sequence[tuple[Variant, MixResult]]) -> Table:
 
 
 def document(results: Sequence[tuple[Variant, MixResult]]) -> dict[str, object]:
-    """What `prediction_latency.json` holds; times in seconds."""
-    from vllm_semantic_sched.bench.results import environment
-
+    """Return the contents of `prediction_latency.json`; times in seconds."""
     return {
         "environment": environment(),
         "variants": [
@@ -190,13 +136,13 @@ def document(results: Sequence[tuple[Variant, MixResult]]) -> dict[str, object]:
 
 
 def draw(results: Sequence[tuple[Variant, MixResult]], path: Path) -> None:
-    """Write a PNG: one panel for each quantity that was varied and each mode, a line per level."""
+    """Write a PNG: a panel for each varied quantity and mode, a line per level."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(_panels(results))
+    panels = list(panels_of(results))
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(4.6 * len(panels), 4.2), squeeze=False, sharey=True
     )
@@ -212,10 +158,13 @@ def draw(results: Sequence[tuple[Variant, MixResult]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _panels(
+def panels_of(
     results: Sequence[tuple[Variant, MixResult]],
 ) -> Iterator[tuple[str, str, list[tuple[float, MixResult]]]]:
-    """Title, axis label and points of each panel: along one quantity, the other as it is most."""
+    """Yield title, axis label and points of each panel.
+
+    The points vary one quantity; the other one has the value with the most points.
+    """
     for field, label in (("added_latency", "added latency [s]"), ("max_batch", "largest batch")):
         other = "max_batch" if field == "added_latency" else "added_latency"
         for mode in _MODES:
@@ -246,7 +195,7 @@ def _lines(axis: Axes, points: Sequence[tuple[float, MixResult]]) -> None:
     if min(places) > 0:
         axis.set_xscale("log")
     axis.set_xticks(places)
-    # All the values may lie within one decade, where a log axis would have no number.
+    # All values may lie within one decade, where a log axis would have no label.
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for scale in (axis.xaxis, axis.yaxis):
         scale.set_major_formatter("{x:g}")
@@ -257,3 +206,49 @@ def _lines(axis: Axes, points: Sequence[tuple[float, MixResult]]) -> None:
 
 def _mean(row: MixResult, group: str) -> float:
     return row.levels[group][_METRIC].mean if group in row.levels else float("nan")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    # Bursts of up to five, as in the paper's tables; a load small enough for two cores.
+    comparison.add_plan_arguments(parser, requests=160, max_burst=5, overload=4.0)
+    add = parser.add_argument
+    add(
+        "--vary",
+        choices=("latency", "batch", "both"),
+        default="latency",
+        help="table 1 (latencies), table 2 (batch sizes), or both (%(default)s)",
+    )
+    add("--latencies", default="0.001,0.01,0.1,1", help="table 1: seconds added (%(default)s)")
+    add("--batch", type=int, default=64, help="table 1: largest batch (%(default)s)")
+    add("--batches", default="4,16,32,64", help="table 2: largest batches (%(default)s)")
+    add("--latency", type=float, default=0.01, help="table 2: seconds added (%(default)s)")
+    add(
+        "--max-wait",
+        type=float,
+        default=0.5,
+        help="seconds after which full batching sends a batch that is not full (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every variant, print the table, write JSON and PNG; 1 if a request failed."""
+    chosen = {f"semantic@{variant.name}": variant for variant in variants(args)}
+    specs = [
+        SchedulerSpec(name, "semantic", str(_write_policy(variant, args.policy, args.output)))
+        for name, variant in chosen.items()
+    ]
+    plan = comparison.make_plan(args, specs, [_MIX])
+    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    results = [(variant, found.mixes[_MIX][name]) for name, variant in chosen.items()]
+    console = make_console()
+    console.print(table(results))
+    write_json(args.output / _RESULTS, document(results))
+    draw(results, args.output / _PICTURE)
+    console.print(f"figures: {args.output / _RESULTS}", soft_wrap=True)
+    console.print(f"picture: {args.output / _PICTURE}", soft_wrap=True)
+    return comparison.print_problems(console, found.failures())
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,19 +1,18 @@
-"""Engine step time with and without predictions, in alternating phases of one server's life.
+"""Engine step time with and without predictions, in alternating phases on one server.
 
-More requests than seats, all of the highest urgency, decode long answers; a step's time is the
-time between two tokens of an answer, as the client sees it with one token per message. Beside
-them prompts of the lowest urgency arrive. They find no seat and are withdrawn after a second, so
-that they take no part in any forward pass. There are three kinds of phases:
+More requests than seats, all of the highest urgency, decode long answers. The time of a step is
+the time between two tokens of an answer, seen by the client with one token per message. Meanwhile
+prompts of the lowest urgency arrive. They get no seat and are withdrawn after a second, so they are
+never part of a forward pass. There are three kinds of phases:
 
 - `none`: no prompts arrive;
-- `known`: the same few prompts again and again, which the scheduler answers from the predictions
-  that it remembers;
-- `new`: at the same rate, prompts that were never seen, each of which the server's own predictor
-  reads.
+- `known`: the same few prompts repeat, and the scheduler remembers their predictions;
+- `new`: new prompts arrive at the same rate, and the server's predictor reads each of them.
 
-`new` against `known` is what predictions cost: both have the arrivals, and only `new` has the
-forward passes, the process and the thread that feeds it in the engine. `known` against `none` is
-what arrivals cost any scheduler. Prompts come several to an HTTP call, to keep that part small.
+`new` compared with `known` is the cost of predictions: both have the arrivals, and only `new` has
+the predictor's forward passes, its process and the thread that feeds it in the engine. `known`
+compared with `none` is the cost of arrivals for any scheduler, kept small by sending several prompts
+with each HTTP call.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
-import numpy as np
-from vllm_semantic_sched.bench.load import LEVELS, WorkloadConfig
+from common import percentiles
 
+from vllm_semantic_sched.bench.client import Progress
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
-from vllm_semantic_sched.bench.workload import make_workload
+from vllm_semantic_sched.bench.workload import LEVELS, WorkloadConfig, make_workload
 
 CONDITIONS = ("none", "known", "new")
 
-_SPARE_STREAMS = 4  # wait beside the seats, so that a seat never falls to a withdrawn prompt
+_SPARE_STREAMS = 4  # these wait for a seat, so that no withdrawn prompt gets one
 _CALLS_PER_SECOND = 10
-_KNOWN_CALLS = 5  # different calls in a `known` phase
+_KNOWN_CALLS = 5  # number of different calls in a `known` phase
 _HOLD_SECONDS = 1.0
 _SETTLE_SECONDS = 1.5  # from the start of a phase to its first measured token
 _WARM_UP_SECONDS = 6.0
@@ -48,7 +47,7 @@ _STREAM_PROMPT_TOKENS = 128  # more than any prompt of a stream has
 
 @dataclass(frozen=True)
 class StepTimePlan:
-    """`rate` is in prompts per second; every condition gets `cycles` phases."""
+    """`rate` is in prompts per second; every condition has `cycles` phases."""
 
     server: ServerConfig
     policy: str = "ems"
@@ -57,7 +56,7 @@ class StepTimePlan:
     cycles: int = 3
 
     def phases(self) -> Iterator[str]:
-        """Conditions in the order they are run: reversed every second cycle, against drift."""
+        """Yield the conditions in order, reversed in every second cycle because of drift."""
         for cycle in range(self.cycles):
             yield from CONDITIONS if cycle % 2 == 0 else reversed(CONDITIONS)
 
@@ -66,9 +65,9 @@ class StepTimePlan:
 class StepTimes:
     """Pooled over the phases of one condition.
 
-    `p50` and `p99` are seconds, over `tokens` tokens; `predictor_share` is the share of one core
-    that the predictor process used, None if there is none; `served` are prompts that got a seat
-    although they should not.
+    `p50` and `p99` are in seconds, over `tokens` tokens; `predictor_share` is the share of one core
+    that the predictor process used, None without one; `served` counts prompts that got a seat,
+    which none should.
     """
 
     tokens: int
@@ -78,7 +77,7 @@ class StepTimes:
     served: int
 
 
-def measure_step_times(plan: StepTimePlan, progress: bool) -> dict[str, StepTimes]:
+def measure_step_times(plan: StepTimePlan, progress: Progress) -> dict[str, StepTimes]:
     """Start the server, run all phases, and pool them by condition.
 
     Raises:
@@ -90,19 +89,20 @@ def measure_step_times(plan: StepTimePlan, progress: bool) -> dict[str, StepTime
         raise ValueError(f"needs a rate of at least {_CALLS_PER_SECOND}/s, a phase and a cycle")
     spec = SchedulerSpec("semantic", "semantic", plan.policy)
     config = replace(plan.server, stream_interval=1, scheduler_args=spec.server_args())
-    if progress:
-        print(f"starting the server: {spec.name}", flush=True)
+    progress.message(f"starting the server: {spec.name}")
     with VllmServer(config) as server:
-        phases = asyncio.run(_Bench(plan, server, progress).run())
+        phases = asyncio.run(_Client(plan, server, progress).run())
         server.check()
     return {
-        condition: _pool([phase for phase in phases if phase.condition == condition])
+        condition: pool_phases([phase for phase in phases if phase.condition == condition])
         for condition in CONDITIONS
     }
 
 
 @dataclass
-class _Phase:
+class Phase:
+    """One phase; `gaps` are the seconds between tokens."""
+
     condition: str
     start: float
     end: float = 0.0
@@ -111,10 +111,10 @@ class _Phase:
     gaps: list[float] = field(default_factory=list)
 
 
-class _Bench:
-    """The client of one server: decoding streams, and phases of arriving prompts."""
+class _Client:
+    """Decoding streams and phases of arriving prompts, for one server."""
 
-    def __init__(self, plan: StepTimePlan, server: VllmServer, progress: bool) -> None:
+    def __init__(self, plan: StepTimePlan, server: VllmServer, progress: Progress) -> None:
         self._plan = plan
         self._server = server
         self._progress = progress
@@ -132,7 +132,7 @@ class _Bench:
         # (moment of the later token, seconds since the one before)
         self._gaps: list[tuple[float, float]] = []
 
-    async def run(self) -> list[_Phase]:
+    async def run(self) -> list[Phase]:
         async with aiohttp.ClientSession(
             base_url=self._server.url,
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -144,12 +144,11 @@ class _Bench:
                 phases = []
                 conditions = list(self._plan.phases())
                 for number, condition in enumerate(conditions, start=1):
-                    if self._progress:
-                        print(f"phase {number}/{len(conditions)}: {condition}", flush=True)
+                    self._progress.message(f"phase {number}/{len(conditions)}: {condition}")
                     phases.append(await self._phase(session, condition))
                     for stream in streams:
                         if stream.done():
-                            stream.result()  # raises what ended it
+                            stream.result()  # raises the error that ended it
             finally:
                 for stream in streams:
                     stream.cancel()
@@ -160,12 +159,12 @@ class _Bench:
             ]
         return phases
 
-    async def _phase(self, session: aiohttp.ClientSession, condition: str) -> _Phase:
+    async def _phase(self, session: aiohttp.ClientSession, condition: str) -> Phase:
         seconds = _SETTLE_SECONDS + self._plan.phase_seconds
         arrivals = asyncio.create_task(self._arrivals(session, condition, seconds))
         await asyncio.sleep(_SETTLE_SECONDS)
         before = self._server.cpu_seconds().get(PREDICTOR)
-        phase = _Phase(condition, start=time.perf_counter())
+        phase = Phase(condition, start=time.perf_counter())
         await asyncio.sleep(self._plan.phase_seconds)
         phase.end = time.perf_counter()
         after = self._server.cpu_seconds().get(PREDICTOR)
@@ -177,7 +176,7 @@ class _Bench:
     async def _arrivals(
         self, session: aiohttp.ClientSession, condition: str, seconds: float
     ) -> int:
-        """Let prompts arrive for a while and withdraw them all; how many got a seat."""
+        """Send prompts for a while and withdraw them all; returns how many got a seat."""
         if condition == "none":
             await asyncio.sleep(seconds)
             return 0
@@ -191,7 +190,7 @@ class _Bench:
         return sum(await asyncio.gather(*calls)) * self._per_call
 
     async def _call(self, session: aiohttp.ClientSession, prompts: Sequence[str]) -> bool:
-        """Send prompts and withdraw them in time; True if they were answered before."""
+        """Send prompts and withdraw them; returns whether they were answered before that."""
         body = _body(list(prompts), level=LEVELS - 1, tokens=16)
         try:
             async with asyncio.timeout(_HOLD_SECONDS):
@@ -203,7 +202,7 @@ class _Bench:
         return True
 
     async def _decode(self, session: aiohttp.ClientSession, text: str) -> None:
-        """Stream one long answer after the other."""
+        """Stream one long answer after another."""
         models: Any = (await asyncio.to_thread(self._server.get_json, "/v1/models"))["data"]
         room = models[0]["max_model_len"] - _STREAM_PROMPT_TOKENS
         tokens = max(2, min(_STREAM_TOKENS, room))
@@ -219,7 +218,7 @@ class _Bench:
                     message = json.loads(line[6:])
                     if "error" in message:
                         raise RuntimeError(f"a stream failed: {message['error']}")
-                    # A busy HTTP server joins messages; the engine made a step for each token.
+                    # A busy HTTP server joins messages, but the engine made a step for each token.
                     got = sum(len(item.get("token_ids") or ()) for item in message["choices"])
                     if last is not None:
                         self._gaps += [(now, (now - last) / got)] * got
@@ -244,17 +243,20 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         raise RuntimeError(f"the server refused: {(await response.text())[:500]}")
 
 
-def _pool(phases: Sequence[_Phase]) -> StepTimes:
+def pool_phases(phases: Sequence[Phase]) -> StepTimes:
+    """Pool the phases of one condition.
+
+    Raises:
+        RuntimeError: no token arrived.
+    """
     gaps = [gap for phase in phases for gap in phase.gaps]
     if not gaps:
         raise RuntimeError("no token arrived in a whole phase")
-    p50, p99 = np.percentile(gaps, [50, 99])
     used = [phase.predictor_seconds for phase in phases if phase.predictor_seconds is not None]
     seconds = sum(phase.end - phase.start for phase in phases)
     return StepTimes(
         len(gaps),
-        float(p50),
-        float(p99),
+        *percentiles(gaps),
         sum(used) / seconds if used else None,
         sum(phase.served for phase in phases),
     )
