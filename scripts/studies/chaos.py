@@ -1,10 +1,10 @@
 """Disturb a real server in many ways at once and check that it keeps its guarantees.
 
-An undisturbed run first answers each distinct request, a few at a time. Then many more requests are
-sent while clients disconnect, send invalid hints and duplicates, the policy file changes to valid
-and invalid ones, the predictor is killed, and the server is paused and loses its caches. Decoding is
-greedy, so every complete answer must equal the undisturbed one, and every partial answer must be a
-prefix of it. Afterwards nothing may be left on the server.
+An undisturbed run first answers each distinct request, a few at a time. Then many more requests
+follow while clients disconnect, send invalid hints and duplicates, the policy file changes to valid
+and invalid ones, the predictor is killed, and the server is paused and loses its caches. Decoding
+is greedy, so every complete answer must equal the undisturbed one, and every partial answer must be
+a prefix of it. Afterwards nothing may be left on the server.
 """
 
 from __future__ import annotations

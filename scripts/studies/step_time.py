@@ -11,8 +11,8 @@ never part of a forward pass. There are three kinds of phases:
 
 `new` compared with `known` is the cost of predictions: both have the arrivals, and only `new` has
 the predictor's forward passes, its process and the thread that feeds it in the engine. `known`
-compared with `none` is the cost of arrivals for any scheduler, kept small by sending several prompts
-with each HTTP call.
+compared with `none` is the cost of arrivals for any scheduler, kept small by several prompts per
+HTTP call.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone_scheduler import (
+from vllm_semantic_sched.engine.standalone import (
     build_scheduler,
     make_request,
     model_output,

@@ -8,9 +8,9 @@ import time
 import pytest
 from jobs import make_job
 
-from vllm_semantic_sched.bench.standalone_scheduler import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.engine.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.stats import Counters
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.events import Event, Events

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.overhead import ALL_FEATURES
-from vllm_semantic_sched.bench.standalone_scheduler import (
+from vllm_semantic_sched.engine.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,

@@ -11,9 +11,9 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone_scheduler import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine import commands
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine
 

@@ -9,9 +9,9 @@ from monitoring import panel_queries, rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_semantic_sched.bench.standalone_scheduler import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.engine.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.stats import Counters, detach
 

@@ -14,13 +14,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone_scheduler import (
+from vllm_semantic_sched.engine.host_pool import HostPool
+from vllm_semantic_sched.engine.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,
     run_step,
 )
-from vllm_semantic_sched.engine.host_pool import HostPool
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.job import JobState
 

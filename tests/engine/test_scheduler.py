@@ -12,13 +12,13 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone_scheduler import (
+from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.standalone import (
     build_scheduler,
     make_request,
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.metric_table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.estimates.prediction import LengthBuckets, Prediction

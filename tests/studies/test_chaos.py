@@ -1,17 +1,17 @@
-"""What the chaos run takes for right and wrong, and what it does to a server."""
+"""Judgement of answers, and the requests and policies of the disturbed run."""
 
 import pytest
-
-from vllm_semantic_sched.bench.chaos import (
-    _INVALID,
-    _VALID,
+from chaos import (
+    BASE_POLICY,
+    INVALID_POLICIES,
+    VALID_POLICIES,
     Answer,
     Visit,
     judge,
     make_cases,
     make_visits,
 )
-from vllm_semantic_sched.bench.chaos_command import BASE_POLICY
+
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.errors import PolicyError
 from vllm_semantic_sched.policy.live import changed_keys, check_live_change
@@ -38,12 +38,12 @@ LEAVES = Visit(0, True, {}, 0.1)
         (LEAVES, Answer(200, "x", left=True), "left", False),
     ],
 )
-def test_an_answer_is_judged_by_the_calm_one(visit, answer, outcome, right) -> None:
+def test_answer_is_judged_by_the_undisturbed_one(visit, answer, outcome, right) -> None:
     came, problem = judge(visit, answer, "abc")
     assert came == outcome and (problem is None) == right
 
 
-def test_visits_are_of_every_kind_and_repeatable() -> None:
+def test_requests_are_of_every_kind_and_reproducible() -> None:
     visits = make_visits(500, 30)
     assert visits == make_visits(500, 30) != make_visits(500, 30, seed=1)
     assert {visit.stream for visit in visits} == {True, False}
@@ -59,12 +59,12 @@ def read(tmp_path, text: str) -> Policy:
     return load_policy(path)
 
 
-def test_policies_are_valid_and_invalid_as_they_should_be(tmp_path) -> None:
+def test_valid_policies_are_accepted_and_invalid_ones_refused(tmp_path) -> None:
     base = read(tmp_path, "")
-    for text in _VALID:
+    for text in VALID_POLICIES:
         policy = read(tmp_path, text)
         check_live_change(base, policy)
         assert bool(changed_keys(base, policy)) == bool(text)
-    for text in _INVALID:
+    for text in INVALID_POLICIES:
         with pytest.raises(PolicyError):
             check_live_change(base, read(tmp_path, text))

@@ -1,58 +1,45 @@
-"""Variants of the predictor's setting, and how their results are shown; no server."""
+"""Variants of the predictor's setting, and their table, file and picture; no server."""
 
 import argparse
 import io
 import json
 
+import prediction_latency
 import pytest
+from fake_results import fake_records, fake_row, fake_workload
+from prediction_latency import Variant, variants
 from rich.console import Console
 
-from vllm_semantic_sched.bench import cli, prediction_latency
-from vllm_semantic_sched.bench.asks import ask_source
-from vllm_semantic_sched.bench.client import Record
-from vllm_semantic_sched.bench.load import WorkloadConfig
-from vllm_semantic_sched.bench.metrics import IdleModel
-from vllm_semantic_sched.bench.prediction_latency import Variant, variants
-from vllm_semantic_sched.bench.results import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.workload import make_workload
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
 
-WORKLOAD = make_workload(WorkloadConfig(requests=10, gap=0.01), ask_source(None)[0])
+WORKLOAD = fake_workload(10)
 
 
 def arguments(*more):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return parser.parse_args(["prediction-latency", "--model", "m", "--output", "o", *more])
+    prediction_latency.add_arguments(parser)
+    return parser.parse_args(["--model", "m", "--output", "o", *more])
 
 
 def result(variant, seconds_per_token):
-    records = [
-        Record(
-            request.index, request.level, request.text_hash, request.output_tokens, 0.0, sent=0.0,
-            first_token=0.1, finish=seconds_per_token * (1 + request.level) * request.output_tokens,
-            output_tokens=request.output_tokens,
-        )
-        for request in WORKLOAD.requests
-    ]  # fmt: skip
-    row = MixResult(SchedulerSpec(f"semantic@{variant.name}", "semantic"), WORKLOAD)
-    row.add(Round(1, records), IdleModel(0.1, 0.0, 0.01, 0.05, 0.0))
-    return variant, row
+    records = fake_records(WORKLOAD, lambda request: seconds_per_token * (1 + request.level))
+    spec = SchedulerSpec(f"semantic@{variant.name}", "semantic")
+    return variant, fake_row(spec, WORKLOAD, records)
 
 
-def test_tables_of_the_paper():
+def test_variants_are_those_of_the_paper():
     latencies = [(v.mode, v.max_batch, v.added_latency) for v in variants(arguments())]
     assert latencies[:4] == [("immediate", 64, s) for s in (0.001, 0.01, 0.1, 1.0)]
     assert [mode for mode, _, _ in latencies[4:]] == ["full_batching"] * 4
     batches = variants(arguments("--vary", "batch"))
     assert [v.max_batch for v in batches] == [4, 16, 32, 64] * 2
     assert {v.added_latency for v in batches} == {0.01}
-    # A batch of 64 with 0.01 s stands in both tables and is run once per mode.
+    # A batch of 64 with 0.01 s is in both tables and runs once per mode.
     assert len(variants(arguments("--vary", "both"))) == len(set(latencies)) + len(batches) - 2
 
 
-def test_policies_differ_in_the_predictor_only():
+def test_policies_differ_only_in_the_predictor():
     base = load_policy("ems")
     policy = parse_policy(Variant("full_batching", 32, 0.5, 0.1).policy("ems"))
     assert policy.model_copy(update={"predictor": base.predictor}) == base
@@ -61,7 +48,7 @@ def test_policies_differ_in_the_predictor_only():
     assert policy.predictor.extra_latency == 0.1
 
 
-def test_impossible_settings_are_refused_before_a_server_starts(tmp_path):
+def test_invalid_settings_raise():
     with pytest.raises(ValueError, match="extra_latency"):
         Variant("immediate", 64, 0.5, -1.0).policy("ems")
     with pytest.raises(ValueError):
@@ -82,7 +69,7 @@ def test_table_file_and_picture(tmp_path):
     first = document["variants"][0]
     assert first["normalized_waiting"]["4"]["mean"] == pytest.approx(0.0505)
     assert (first["mode"], first["max_batch"], first["added_latency"]) == ("immediate", 64, 0.01)
-    panels = [(title, label) for title, label, _ in prediction_latency._panels(results)]
+    panels = [(title, label) for title, label, _ in prediction_latency.panels_of(results)]
     assert len(panels) == 4
     prediction_latency.draw(results, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,14 +1,11 @@
-"""Cost of predictions: texts of known length, targets, the command and its file."""
+"""Cost of predictions: texts of known length, targets, the study and its file."""
 
 import argparse
-import io
 import json
 
+import predictor_cost
 import pytest
-from rich.console import Console
-
-from vllm_semantic_sched.bench import cli, predictor, report
-from vllm_semantic_sched.bench.predictor_cost import (
+from predictor_cost import (
     Latency,
     Throughput,
     measure_latency,
@@ -16,14 +13,15 @@ from vllm_semantic_sched.bench.predictor_cost import (
     thread_counts,
     weights_bytes,
 )
-from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, _title
-from vllm_semantic_sched.bench.step_time import CONDITIONS, StepTimePlan, StepTimes, _Phase, _pool
+from step_time import CONDITIONS, Phase, StepTimePlan, StepTimes, pool_phases
+
+from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.targets import missed
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 
 
 class Reader:
-    """In place of a predictor: remembers what it was asked."""
+    """A predictor that records its texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -34,14 +32,14 @@ class Reader:
 
 
 @pytest.mark.parametrize("wordpieces", [16, 64, 128])
-def test_texts_have_the_wordpieces_they_are_named_for(wordpieces):
+def test_texts_have_the_wanted_number_of_wordpieces(wordpieces):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"))
     assert len(tokenizer(text_of(wordpieces)).input_ids) == wordpieces
 
 
-def test_latency_is_that_of_one_text_after_a_warm_up():
+def test_latency_is_measured_on_one_text_after_a_warm_up():
     reader = Reader()
     latency = measure_latency(reader, 16, repeats=10)
     assert set(reader.texts) == {text_of(16)}
@@ -49,7 +47,7 @@ def test_latency_is_that_of_one_text_after_a_warm_up():
     assert 0 < latency.p50 <= latency.p99 < 1
 
 
-def test_sizes_of_this_machine_and_of_the_weights(tmp_path):
+def test_thread_counts_and_size_of_weights(tmp_path):
     assert thread_counts()[0] == 1
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "file").write_bytes(b"12345")
@@ -57,9 +55,9 @@ def test_sizes_of_this_machine_and_of_the_weights(tmp_path):
     assert weights_bytes("someone/on-the-hub") is None
 
 
-def test_targets_of_cost_are_limits_in_both_directions():
+def test_cost_targets_have_upper_and_lower_limits():
     def lines(milliseconds, rate, megabytes):
-        targets = predictor.cost_targets(
+        targets = predictor_cost.cost_targets(
             [Latency(16, 1.0, 1.0), Latency(64, milliseconds / 1e3, 1.0)],
             [Throughput(1, 0.0), Throughput(2, rate)],
             int(megabytes * 1e6),
@@ -75,12 +73,12 @@ def test_targets_of_cost_are_limits_in_both_directions():
     ]
 
 
-def test_step_times_are_pooled_and_compared_with_remembered_prompts():
+def test_step_times_are_pooled_and_compared_with_known_prompts():
     slow = [
-        _Phase("new", 0.0, 10.0, 5, 4.0, [0.010] * 50),
-        _Phase("new", 20.0, 30.0, 0, 2.0, [0.020] * 50),
+        Phase("new", 0.0, 10.0, 5, 4.0, [0.010] * 50),
+        Phase("new", 20.0, 30.0, 0, 2.0, [0.020] * 50),
     ]
-    new = _pool(slow)
+    new = pool_phases(slow)
     assert (new.tokens, new.p50, new.predictor_share, new.served) == (
         100,
         pytest.approx(0.015),
@@ -88,42 +86,28 @@ def test_step_times_are_pooled_and_compared_with_remembered_prompts():
         5,
     )
     known = StepTimes(100, 0.010, new.p99 / 1.2, 0.0, 0)
-    target = predictor.step_target({"none": known, "known": known, "new": new}, 50)
+    target = predictor_cost.step_target({"none": known, "known": known, "new": new}, 50)
     assert target.measured == pytest.approx(1.2)
     assert not target.met
     with pytest.raises(RuntimeError, match="no token"):
-        _pool([_Phase("none", 0.0, 1.0)])
+        pool_phases([Phase("none", 0.0, 1.0)])
 
 
-def test_every_second_cycle_of_phases_runs_backwards(tmp_path):
+def test_every_second_cycle_is_reversed(tmp_path):
     plan = StepTimePlan(ServerConfig(tmp_path, tmp_path / "log"), cycles=2)
     assert list(plan.phases()) == [*CONDITIONS, *reversed(CONDITIONS)]
 
 
-def test_processes_are_named_by_module_or_program():
-    assert _title(["/usr/bin/python", "-m", PREDICTOR, "--threads", "1"]) == PREDICTOR
-    assert _title(["VLLM::EngineCore"]) == "VLLM::EngineCore"
-    assert _title(["/usr/bin/python", "script.py"]) == "python"
-    assert _title([]) == ""
-
-
-def test_command_writes_what_it_prints(tmp_path, capsys):
+def test_study_prints_and_writes_its_figures(tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    command = ["predictor", "--output", str(tmp_path), "--repeats", "2", "--seconds", "0.01"]
-    assert cli.run(parser.parse_args(command)) == 0
+    predictor_cost.add_arguments(parser)
+    command = ["--output", str(tmp_path), "--repeats", "2", "--seconds", "0.01"]
+    assert predictor_cost.run(parser.parse_args(command)) == 0
     document = json.loads((tmp_path / "predictor.json").read_text())
     assert [item["wordpieces"] for item in document["latency_seconds"]] == [16, 64, 128]
     assert [item["threads"] for item in document["throughput"]] == thread_counts()
     assert 0 < document["weights_bytes"] <= 30e6
     assert {target["met"] for target in document["targets"]} <= {True, False}
     assert "at most 8" in capsys.readouterr().out
-    assert cli.run(parser.parse_args([*command, "--repeats", "0"])) == 2
-
-
-def test_problems_are_shown_and_set_the_exit_status():
-    screen = io.StringIO()
-    console = Console(file=screen)
-    assert report.print_problems(console, []) == 0
-    assert report.print_problems(console, ["one thing", "another"]) == 1
-    assert screen.getvalue() == "one thing\nanother\n"
+    with pytest.raises(ValueError, match="--repeats"):
+        predictor_cost.run(parser.parse_args([*command, "--repeats", "0"]))

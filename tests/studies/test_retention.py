@@ -1,23 +1,20 @@
-"""`bench retention` and `bench kv-copy` without a server."""
+"""The studies of retention and of KV copies, without a server."""
 
 import argparse
 import json
 from dataclasses import replace
 
 import pytest
+import retention
+from fake_results import fake_records, fake_row, fake_workload
+from kv_copy import Shape, measure
 
-from vllm_semantic_sched.bench import retention
-from vllm_semantic_sched.bench.asks import ask_source
-from vllm_semantic_sched.bench.client import Record
-from vllm_semantic_sched.bench.load import WorkloadConfig
-from vllm_semantic_sched.bench.metrics import IdleModel
-from vllm_semantic_sched.bench.results import MixResult, Round
+from vllm_semantic_sched.bench.results import MixResult
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.workload import make_workload
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.errors import PolicyError
 
-WORKLOAD = make_workload(WorkloadConfig(requests=20, gap=0.01), ask_source(None)[0])
+WORKLOAD = fake_workload()
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def args(tmp_path) -> argparse.Namespace:
     return argparse.Namespace(output=tmp_path, policy="tiers", profile="phone", host_gib=2.0)
 
 
-def test_each_mode_is_a_policy_file_with_the_connector(args) -> None:
+def test_each_mode_has_a_policy_file_and_host_memory(args) -> None:
     fcfs, *others = retention.schedulers(args, ["optimal", "swap"])
     assert fcfs.server_args() == ()
     for spec, mode in zip(others, ("optimal", "swap"), strict=True):
@@ -41,18 +38,8 @@ def test_each_mode_is_a_policy_file_with_the_connector(args) -> None:
 
 def row(name: str, pace: float, **counters: float) -> MixResult:
     """A scheduler that takes `pace` seconds per token."""
-    records = [
-        Record(
-            request.index, request.level, request.text_hash, request.output_tokens,
-            request.arrival, sent=request.arrival, first_token=request.arrival + pace,
-            finish=request.arrival + pace * request.output_tokens,
-            prompt_tokens=100, output_tokens=request.output_tokens,
-        )
-        for request in WORKLOAD.requests
-    ]  # fmt: skip
-    result = MixResult(SchedulerSpec(name, "semantic-true"), WORKLOAD)
-    result.add(Round(1, records, counters=counters), IdleModel(0.1, 0.0, 0.01, 0.05, 0.0))
-    return result
+    records = fake_records(WORKLOAD, pace, prompt_tokens=100)
+    return fake_row(SchedulerSpec(name, "semantic-true"), WORKLOAD, records, counters=counters)
 
 
 def rows(**paces: float) -> dict[str, MixResult]:
@@ -60,7 +47,7 @@ def rows(**paces: float) -> dict[str, MixResult]:
     return {names[mode]: row(names[mode], pace) for mode, pace in paces.items()}
 
 
-def test_added_latency_is_of_the_levels_that_pay_by_length() -> None:
+def test_added_latency_counts_levels_1_to_4_by_length() -> None:
     base, slower = row("a", 0.1), row("b", 0.3)
     added = retention.added_latency(base, slower)
     paying = [request for request in WORKLOAD.requests if request.level > 0]
@@ -70,7 +57,7 @@ def test_added_latency_is_of_the_levels_that_pay_by_length() -> None:
     assert added["0 to 128"] == (pytest.approx(expected), len(short))
 
 
-def test_optimal_is_compared_with_every_other_mode() -> None:
+def test_targets_compare_optimal_with_every_other_mode() -> None:
     met = {t.text: t.met for t in retention.check(rows(fcfs=0.2, optimal=0.1, swap=0.1))}
     assert len(met) == 4 and all(met.values())
     missed = [t.text for t in retention.check(rows(fcfs=0.1, optimal=0.12, swap=0.1)) if not t.met]
@@ -78,7 +65,7 @@ def test_optimal_is_compared_with_every_other_mode() -> None:
     assert retention.check(rows(fcfs=0.1, swap=0.1)) == []
 
 
-def test_the_summary_names_plans_and_tokens() -> None:
+def test_summary_has_preemptions_and_tokens() -> None:
     found = rows(recompute=0.1, swap=0.2)
     swap = found["semantic-true@swap"]
     swap.rounds[0] = replace(
@@ -90,9 +77,7 @@ def test_the_summary_names_plans_and_tokens() -> None:
     assert lines[2].startswith("  E2E of levels 1 to 4 against recompute")
 
 
-def test_copies_are_timed_in_gigabytes() -> None:
-    from vllm_semantic_sched.bench.kv_copy import Shape, measure
-
+def test_copies_have_a_speed() -> None:
     size, speeds = measure(Shape(2, 2, 16, 8, 30, "bfloat16", "cpu"), repeats=2)
     assert size == 2 * 4 * 2 * 8 * 32 * 2  # layers, blocks, heads, tokens, K and V, bytes
     assert set(speeds) == {"plain out", "save", "plain back", "load"}

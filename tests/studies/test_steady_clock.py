@@ -1,14 +1,13 @@
-"""The clock that goes as fast as the machine: simulated machines that change their speed."""
+"""The clock on simulated machines that change their speed."""
 
 import random
 
 import pytest
-
-from vllm_semantic_sched.bench.steady_clock import SteadyClock
+from steady_clock import SteadyClock
 
 
 class Machine:
-    """Does work in CPU seconds; `slower` is how many times more of them each thing takes."""
+    """Counts CPU seconds; `slower` multiplies those of each piece of work."""
 
     def __init__(self) -> None:
         self.spent = 100.0
@@ -28,22 +27,22 @@ def clock(machine) -> SteadyClock:
     return SteadyClock(None, lambda: machine.do(0.004), lambda: machine.spent)
 
 
-def test_work_takes_the_same_on_a_machine_that_becomes_slower(machine, clock) -> None:
+def test_work_takes_the_same_time_when_the_machine_slows_down(machine, clock) -> None:
     begin = clock.now()
     for slower in (1.0, 1.7, 0.6):
         machine.slower = slower
-        for _ in range(8):  # more than half of what the clock remembers
+        for _ in range(8):  # more than half of the speeds that the clock remembers
             clock.adjust()
         before = clock.now()
         for _ in range(50):
             machine.do(0.03)
             clock.adjust()
         assert clock.now() - before == pytest.approx(1.5)
-    # The first steps after a change are still taken for longer or shorter.
+    # The first steps after a change still seem longer or shorter.
     assert clock.now() - begin == pytest.approx(4.5, rel=0.05)
 
 
-def test_clocks_with_one_unit_agree_however_fast_the_machine_was_when_they_were_made() -> None:
+def test_clocks_with_the_same_unit_agree() -> None:
     seconds = []
     for slower in (1.0, 1.7):
         machine = Machine()
@@ -54,7 +53,7 @@ def test_clocks_with_one_unit_agree_however_fast_the_machine_was_when_they_were_
     assert seconds == pytest.approx([1.0, 1.0])
 
 
-def test_looking_takes_no_time_and_an_interruption_changes_nothing(machine, clock) -> None:
+def test_measuring_speed_takes_no_time_and_ignores_interruptions(machine, clock) -> None:
     chance = random.Random(0)
     before = clock.now()
     for _ in range(100):
@@ -66,7 +65,7 @@ def test_looking_takes_no_time_and_an_interruption_changes_nothing(machine, cloc
     assert clock.now() - before == pytest.approx(1.0)
 
 
-def test_time_can_be_skipped(machine, clock) -> None:
+def test_skipping_advances_the_clock(machine, clock) -> None:
     before = clock.now()
     clock.skip(5.0)
     machine.do(1.0)

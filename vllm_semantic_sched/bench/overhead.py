@@ -14,14 +14,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm_semantic_sched.bench.client import Progress
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
 
 ALL_FEATURES = Path(__file__).with_name("all_features.yaml")
 """A policy with every feature that costs time in a step."""
@@ -50,22 +45,24 @@ class SaturatedScheduler:
     """
 
     def __init__(self, policy: str | None, running: int, waiting: int, tenants: int = 1) -> None:
-        from vllm.v1.core.sched.scheduler import Scheduler
-
+        # Imports vLLM: the schedulers are built when they are needed, not when the command starts.
         from vllm_semantic_sched import SemanticScheduler
-        from vllm_semantic_sched.bench.standalone_scheduler import BLOCK_SIZE, build_scheduler
+        from vllm_semantic_sched.engine import standalone
 
+        self._standalone = standalone
         self._random = random.Random(0)
         self._count = 0
         self._tenants = tenants
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
-        blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // BLOCK_SIZE + 1
-        self.scheduler = build_scheduler(
-            Scheduler if policy is None else SemanticScheduler,
-            max_num_seqs=running,
-            num_blocks=running * blocks_per_seat,
-            semantic_sched=None if policy is None else {"policy": policy},
+        blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
+        shape = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
+        self.scheduler = (
+            standalone.build_scheduler(**shape)
+            if policy is None
+            else standalone.build_scheduler(
+                SemanticScheduler, semantic_sched={"policy": policy}, **shape
+            )
         )
         for _ in range(running):
             # The most urgent, so that no waiting request can take a seat.
@@ -81,12 +78,10 @@ class SaturatedScheduler:
         if counts != (running, waiting):
             raise RuntimeError(f"expected {running} running, {waiting} waiting, got {counts}")
 
-    def new_request(self, level: int | None = None) -> Request:
+    def new_request(self, level: int | None = None) -> Any:
         """Make a request without adding it; by default at a random level from 1 to 4."""
-        from vllm_semantic_sched.bench.standalone_scheduler import make_request
-
         self._count += 1
-        return make_request(
+        return self._standalone.make_request(
             f"r{self._count}",
             prompt_tokens=_PROMPT_TOKENS,
             output_tokens=_OUTPUT_TOKENS,
@@ -94,15 +89,13 @@ class SaturatedScheduler:
             tenant=f"tenant {self._count % self._tenants}",
         )
 
-    def model_output(self, step: SchedulerOutput, finish_one: bool = False) -> ModelRunnerOutput:
+    def model_output(self, step: Any, finish_one: bool = False) -> Any:
         """Return a model's output for a step; with `finish_one`, the last token of one request."""
-        from vllm_semantic_sched.bench.standalone_scheduler import model_output
-
         if finish_one and step.num_scheduled_tokens:
             chosen = self._random.choice(list(step.num_scheduled_tokens))
             request = self.scheduler.requests[chosen]
             request.max_tokens = request.num_output_tokens + 1
-        return model_output(self.scheduler, step)
+        return self._standalone.model_output(self.scheduler, step)
 
 
 def measure(

@@ -1,56 +1,30 @@
-"""Command line, targets, tables, picture and file of a comparison, without a server."""
+"""Results, targets, picture and file of a comparison, without a server."""
 
-import argparse
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from fake_results import IDLE, add_fake_round, fake_comparison, fake_workload
 
-from vllm_semantic_sched.bench import cli, report
-from vllm_semantic_sched.bench.asks import ask_source
-from vllm_semantic_sched.bench.client import ClientConfig, Record, request_body
+from vllm_semantic_sched.bench.client import LoadClient, Record
 from vllm_semantic_sched.bench.compare import RunPlan, end_token, read_counters
-from vllm_semantic_sched.bench.load import WorkloadConfig
-from vllm_semantic_sched.bench.metrics import Difference, IdleModel
-from vllm_semantic_sched.bench.results import Comparison, MixResult, Round
+from vllm_semantic_sched.bench.metrics import Difference
+from vllm_semantic_sched.bench.plots import draw_comparison
+from vllm_semantic_sched.bench.results import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
-from vllm_semantic_sched.bench.server import ServerConfig
+from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, process_title
 from vllm_semantic_sched.bench.targets import check_targets
-from vllm_semantic_sched.bench.workload import make_workload
 
-IDLE = IdleModel(0.1, 0.0, 0.01, 0.05, 0.0)
-WORKLOAD = make_workload(WorkloadConfig(requests=20, gap=0.01), ask_source(None)[0])
-
-
-def add_round(
-    made: Comparison, name: str, seconds_per_token: float, number: int = 1, **usage
-) -> None:
-    (spec,) = parse_schedulers(name, "ems")
-    records = [
-        Record(
-            request.index, request.level, request.text_hash, request.output_tokens,
-            request.arrival, sent=request.arrival,
-            first_token=request.arrival + seconds_per_token,
-            finish=request.arrival + seconds_per_token * request.output_tokens,
-            prompt_tokens=20, output_tokens=request.output_tokens, engine_queue_seconds=0.0,
-        )
-        for request in WORKLOAD.requests
-    ]  # fmt: skip
-    made.add(spec, WORKLOAD, Round(number, records, **usage))
+WORKLOAD = fake_workload()
 
 
 @pytest.fixture
 def comparison():
-    made = Comparison(IDLE, {"seed": 0})
-    for name, pace in zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True):
-        add_round(made, name, pace)
-    return made
+    return fake_comparison(WORKLOAD, dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True)))
 
 
-def test_targets_compare_within_the_run(comparison):
+def test_targets_compare_schedulers_of_the_same_mix(comparison):
     targets = {target.text: target for target in check_targets(comparison.mixes)}
     urgent = targets["even: urgency 0, mean normalized_waiting, fcfs / semantic-true"]
     assert urgent.measured == pytest.approx(10.0)
@@ -60,29 +34,17 @@ def test_targets_compare_within_the_run(comparison):
 
 
 def test_a_slower_scheduler_misses_targets():
-    made = Comparison(IDLE, {})
-    add_round(made, "fcfs", 0.1)
-    add_round(made, "semantic", 0.2)
+    made = fake_comparison(WORKLOAD, {"fcfs": 0.1, "semantic": 0.2})
     missed = [target.text for target in check_targets(made.mixes) if not target.met]
     assert "even: all levels, mean normalized_waiting, fcfs / semantic" in missed
     assert "even: output tokens per second, semantic / fcfs" in missed
 
 
-def test_tables_have_a_row_per_scheduler_and_a_table_per_level(comparison):
-    screen = io.StringIO()
-    console = Console(file=screen, width=160)
-    report.print_mix(console, "even", comparison.mixes["even"])
-    report.print_targets(console, check_targets(comparison.mixes))
-    text = screen.getvalue()
-    assert all(f"urgency {level}" in text for level in range(5))
-    assert text.count("Semantic (hint)") == 7  # totals, five levels, all
-
-
 def test_rounds_are_pooled_by_tokens_and_seconds(tmp_path):
-    made = Comparison(IDLE, {})
+    made = fake_comparison(WORKLOAD, {})
     for number, (pace, moved) in enumerate(((0.1, 3.0), (0.3, 4.0)), start=1):
-        add_round(
-            made, "fcfs", pace, number,
+        add_fake_round(
+            made, WORKLOAD, "fcfs", pace, number,
             counters={"moves": moved}, cpu_seconds={"client": moved},
             machine_seconds=10.0, elsewhere_seconds=moved, differences=[Difference(number, 0)],
         )  # fmt: skip
@@ -101,12 +63,9 @@ def test_rounds_are_pooled_by_tokens_and_seconds(tmp_path):
     document = json.loads((tmp_path / "r.json").read_text())["mixes"]["even"]["fcfs"]
     assert [item["tokens_per_second"] for item in document["rounds"]] == [fast, slow]
     assert [record["round"] for record in document["records"]] == [1] * 20 + [2] * 20
-    screen = io.StringIO()
-    report.print_mix(Console(file=screen, width=160), "even", made.mixes["even"])
-    assert f"{row.tokens_per_second:.0f} ({slow:.0f}-{fast:.0f})" in screen.getvalue()
 
 
-def test_late_sending_is_the_worst_of_all_rounds():
+def test_latest_send_is_the_largest_of_all_rounds():
     record = Record(0, 0, "", 1, arrival=1.0)
     row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
     for number, sent in enumerate((1.5, 1.2), start=1):
@@ -115,7 +74,7 @@ def test_late_sending_is_the_worst_of_all_rounds():
     assert row.tokens_per_second == 0.0  # nothing finished
 
 
-def test_every_second_round_runs_backwards():
+def test_every_second_round_is_reversed():
     plan = RunPlan(
         ServerConfig(Path(), Path()), parse_schedulers("fcfs,priority,semantic", None),
         [WORKLOAD], Path(), overload=None, eos_token=2, rounds=3,
@@ -128,7 +87,7 @@ def test_every_second_round_runs_backwards():
 
 
 def test_picture_and_file_are_written(comparison, tmp_path):
-    report.draw(comparison, tmp_path / "p.png")
+    draw_comparison(comparison, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     comparison.write(tmp_path / "r.json")
     document = json.loads((tmp_path / "r.json").read_text())
@@ -137,16 +96,15 @@ def test_picture_and_file_are_written(comparison, tmp_path):
     assert document["environment"]["cores"] >= 1
 
 
-def test_length_is_enforced_but_not_told():
+def test_request_body_enforces_length_without_stating_it():
     request = WORKLOAD.requests[0]
-    config = ClientConfig("http://x", eos_token=2, max_tokens=500)
-    body = request_body(request, config, {})
+    body = LoadClient("http://x", eos_token=2, max_tokens=500).request_body(request)
     assert body["max_tokens"] == 500
     assert body["min_tokens"] == request.output_tokens - 1
     assert body["logit_bias"] == {"2": 100}
 
 
-def test_only_the_told_schedulers_learn_the_urgency():
+def test_request_bodies_state_urgency_only_to_priority_and_hint_schedulers():
     request = WORKLOAD.requests[0]
     extras = {s.name: dict(s.body_extras(request)) for s in parse_schedulers(",".join(NAMES), None)}
     assert extras == {
@@ -157,7 +115,7 @@ def test_only_the_told_schedulers_learn_the_urgency():
     }
 
 
-def test_scheduler_names():
+def test_scheduler_names_are_parsed_and_invalid_ones_raise():
     specs = parse_schedulers("semantic,semantic@sjf", "ems")
     assert '"policy": "ems"' in specs[0].server_args()[-1]
     assert '"policy": "sjf"' in specs[1].server_args()[-1]
@@ -166,7 +124,7 @@ def test_scheduler_names():
             parse_schedulers(bad, None)
 
 
-def test_only_the_semantic_schedulers_get_a_profile_and_host_memory():
+def test_only_semantic_schedulers_get_profile_and_host_memory():
     stock, ours = parse_schedulers("fcfs,semantic", "ems", profile="mine.yaml", host_gib=0.5)
     assert stock.server_args() == ()
     config, connector = ours.server_args()[3::2]
@@ -175,7 +133,7 @@ def test_only_the_semantic_schedulers_get_a_profile_and_host_memory():
     assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()
 
 
-def test_counters_sum_labels_and_ignore_the_rest():
+def test_counters_are_summed_over_labels():
     text = (
         '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'
         'vllm:num_preemptions_total{engine="1"} 4.0\nsemsched:errors_total 1.0\nother 9.0\n'
@@ -183,12 +141,21 @@ def test_counters_sum_labels_and_ignore_the_rest():
     assert read_counters(text) == {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0}
 
 
-def test_a_model_without_an_end_token_is_refused(tmp_path, capsys):
+def test_model_without_end_token_raises(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="eos_token_id"):
         end_token(tmp_path)
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    command = ["run", "--model", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert cli.run(parser.parse_args(command)) == 2
-    assert "eos_token_id" in capsys.readouterr().err
+
+
+def test_processes_are_named_after_their_module_or_program():
+    assert process_title(["/usr/bin/python", "-m", PREDICTOR, "--threads", "1"]) == PREDICTOR
+    assert process_title(["VLLM::EngineCore"]) == "VLLM::EngineCore"
+    assert process_title(["/usr/bin/python", "script.py"]) == "python"
+    assert process_title([]) == ""
+
+
+def test_log_names_have_no_slashes(tmp_path):
+    (spec,) = parse_schedulers("semantic@a/b.yaml", None)
+    config = spec.configure(ServerConfig(tmp_path, tmp_path / "x"), tmp_path, 2)
+    assert config.log == tmp_path / "server-semantic-a-b.yaml-2.log"
+    assert config.scheduler_args == spec.server_args()

@@ -47,7 +47,7 @@ BLOCK_SIZE = 16
 
 
 def build_scheduler(
-    scheduler_class: type[Scheduler],
+    scheduler_class: type[Scheduler] = Scheduler,
     max_num_seqs: int = 4,
     num_blocks: int = 1000,
     max_num_batched_tokens: int = 8192,
@@ -61,6 +61,7 @@ def build_scheduler(
     """Build a scheduler the way vLLM's engine core does.
 
     Args:
+        scheduler_class: vLLM's own by default.
         semantic_sched: the value of this key in `--additional-config`.
         sliding_window: tokens of attention of a second kind of layers; None: there are none.
         scheduler_options: further fields of vLLM's SchedulerConfig.
