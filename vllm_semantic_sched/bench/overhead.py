@@ -128,6 +128,24 @@ def measure(
     # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
     gc.freeze()
+    try:
+        seconds = _time_steps(loaded, steps, arrivals, finish_every, progress)
+    finally:
+        gc.unfreeze()
+    return {
+        (name, size): {part: _percentiles(seconds[name, size][part]) for part in PARTS}
+        for name in policies
+        for size in sizes
+    }
+
+
+def _time_steps(
+    loaded: Mapping[tuple[str, int], SaturatedScheduler],
+    steps: int,
+    arrivals: int,
+    finish_every: int,
+    progress: Progress,
+) -> dict[tuple[str, int], dict[str, list[float]]]:
     seconds: dict[tuple[str, int], dict[str, list[float]]] = {
         case: defaultdict(list) for case in loaded
     }
@@ -139,11 +157,7 @@ def measure(
                     if step >= _WARM_UP_STEPS:
                         seconds[case][part].append(value)
             advance()
-    return {
-        (name, size): {part: _percentiles(seconds[name, size][part]) for part in PARTS}
-        for name in policies
-        for size in sizes
-    }
+    return seconds
 
 
 def _time_step(
