@@ -1,4 +1,4 @@
-"""Metrics of hand-made records, and when two outputs count as different."""
+"""Metrics of given records, and which outputs count as different."""
 
 from dataclasses import replace
 
@@ -48,16 +48,16 @@ def test_metrics_of_one_record():
     assert {key: value.mean for key, value in summary.items()} == pytest.approx(expected)
 
 
-def test_time_counts_from_the_planned_arrival_not_from_a_late_sending():
+def test_times_count_from_arrival_even_if_sent_late():
     late = record(sent=1.9)
     assert by_level([late], IDLE)["0"]["ttft"].mean == 1.0
 
 
-def test_one_token_has_no_time_per_further_token():
+def test_tpot_is_undefined_for_one_token():
     assert by_level([record(tokens=1)], IDLE)["0"]["tpot"].count == 0
 
 
-def test_levels_are_separate_and_failures_left_out():
+def test_levels_are_separate_and_failures_excluded():
     records = [record(0, 0), record(1, 4, finish=6.0), record(2, 4, error="refused")]
     levels = by_level(records, IDLE)
     assert list(levels) == ["0", "4", "all"]
@@ -66,7 +66,7 @@ def test_levels_are_separate_and_failures_left_out():
     assert [item.index for item in failed(records)] == [2]
 
 
-def test_an_answer_of_another_length_is_a_failure():
+def test_answer_with_wrong_length_is_a_failure():
     assert failed([replace(record(), wanted_tokens=6)])
 
 
@@ -96,7 +96,7 @@ def test_idle_model_recovers_a_line():
     assert model.seconds(0, 0) == min(item.finish for item in records)
 
 
-def test_idle_model_never_rewards_longer_requests():
+def test_idle_model_has_no_negative_coefficient():
     records = [
         record(n, prompt_tokens=100 - t, tokens=t, arrival=0.0, finish=0.5 + 0.01 * t - 0.001 * n)
         for n, t in enumerate((5, 10, 20, 40, 80))
@@ -105,21 +105,21 @@ def test_idle_model_never_rewards_longer_requests():
     assert min(model.base, model.per_prompt_token, model.per_output_token) >= 0
 
 
-def test_idle_model_needs_answers():
+def test_idle_model_without_answers_raises():
     with pytest.raises(ValueError, match="0 of 4"):
         fit_idle([record(error="refused")] * 4)
 
 
-def test_difference_is_found_at_its_first_position():
+def test_difference_has_its_first_position():
     other = record(token_ids=[0, 1, 9, 9, 9])
     assert differences([record()], [other]) == [Difference(0, 2)]
     assert differences([record()], [record()]) == []
 
 
-def test_difference_counts_unless_the_margin_is_below_the_limit():
+def test_difference_counts_unless_margin_is_below_limit():
     answer = record(token_ids=[0, 1, 9, 9, 9])
     found = Difference(0, 2)
-    assert found.counts  # nothing known about the margin: no excuse
+    assert found.counts  # unknown margin
 
     def with_margin(margin: float) -> Difference:
         return explain(found, answer, record(margins=[1.0, 1.0, margin]))
@@ -128,7 +128,7 @@ def test_difference_counts_unless_the_margin_is_below_the_limit():
     assert with_margin(1.1e-4).counts
 
 
-def test_margin_of_another_beginning_excuses_nothing():
+def test_margin_after_another_prefix_is_ignored():
     answer = record(token_ids=[0, 1, 9, 9, 9])
     elsewhere = record(token_ids=[5, 1, 2, 3, 4], margins=[0.0] * 5)
     assert explain(Difference(0, 2), answer, elsewhere).counts

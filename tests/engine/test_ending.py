@@ -5,7 +5,11 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, model_output
+from vllm_semantic_sched.bench.standalone import (
+    build_scheduler,
+    make_request,
+    model_output,
+)
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine

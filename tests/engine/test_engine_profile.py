@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import (
+from vllm_semantic_sched.bench.standalone import (
     build_scheduler,
     make_request,
     run_step,

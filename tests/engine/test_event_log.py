@@ -8,7 +8,7 @@ import time
 import pytest
 from jobs import make_job
 
-from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
+from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler

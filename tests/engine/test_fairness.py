@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.everything import EVERYTHING, write_everything
-from vllm_semantic_sched.bench.fake_engine import (
+from vllm_semantic_sched.bench.overhead import ALL_FEATURES
+from vllm_semantic_sched.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,
@@ -176,11 +176,11 @@ events = st.lists(
 def test_random_traffic_with_all_features_leaves_nothing_behind(
     tmp_path_factory, events, ahead
 ) -> None:
-    folder = tmp_path_factory.mktemp("policy")
-    path = write_everything(folder)
-    tiers = [dict(tier) for tier in EVERYTHING["tiers"]]
+    path = tmp_path_factory.mktemp("policy") / "policy.yaml"
+    policy = yaml.safe_load(ALL_FEATURES.read_text())
+    tiers = policy["tiers"]
     tiers[0]["reserve"], tiers[3]["reserve"] = {"seats": 1, "kv": 0.2}, {"seats": 1, "mode": "soft"}
-    path.write_text(yaml.safe_dump(EVERYTHING | {"predictor": {"enabled": False}, "tiers": tiers}))
+    path.write_text(yaml.safe_dump(policy | {"predictor": {"enabled": False}}))
     scheduler = build_scheduler(
         SemanticScheduler,
         semantic_sched={"policy": str(path)},

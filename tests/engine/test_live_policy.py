@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import build_scheduler, make_request, run_step
+from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import (
+from vllm_semantic_sched.bench.standalone import (
     build_scheduler,
     make_request,
     model_output,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_semantic_sched.bench import printed, reproduction
+from vllm_semantic_sched.bench.reproduction import PRINTED, report, run_scenarios
 from vllm_semantic_sched.sim import scenario as scenario_module
 from vllm_semantic_sched.sim.predictor import mistaken
 from vllm_semantic_sched.sim.runner import Task, run_task
@@ -31,7 +31,7 @@ def test_table_1_is_met_under_high_load() -> None:
         sweep=[{"predictor.latency": [0.01], "workload.max_burst": [16]}],
     )
     for level in "234":
-        assert cell[level] == pytest.approx(printed.TABLE_1[int(level)][5], rel=0.35)
+        assert cell[level] == pytest.approx(PRINTED["table_1"][int(level)][5], rel=0.35)
     waits = [cell[str(level)] for level in range(5)]
     assert waits == sorted(waits)
 
@@ -39,7 +39,7 @@ def test_table_1_is_met_under_high_load() -> None:
 def test_worse_urgency_predictor_slows_level_0_as_printed() -> None:
     low, high = _levels("paper-fig2a", sweep=[{"predictor.urgency_error": [0.1, 0.9]}])
     assert 2.5 <= high["0"] / low["0"] <= 4.9
-    assert high["0"] == pytest.approx(printed.FIGURE_2A["0"][1], rel=0.35)
+    assert high["0"] == pytest.approx(PRINTED["figure_2a"]["0"][1], rel=0.35)
 
 
 def test_worse_length_predictor_does_not_slow_level_0() -> None:
@@ -73,7 +73,7 @@ def test_report_has_every_figure_and_table(monkeypatch) -> None:
         return load(name, less | (changes or {}))
 
     monkeypatch.setattr(scenario_module, "load_scenarios", small)
-    text = "\n".join(reproduction.report(reproduction.run_grid(workers=1)))
+    text = "\n".join(report(run_scenarios(workers=1)))
     for name in ("table1", "table1-script", "table2", "table2-script"):
         assert f"`paper-{name}`" in text
     for figure in ("2a", "2b", "2c", "2d", "3", "4", "5"):

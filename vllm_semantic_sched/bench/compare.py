@@ -1,8 +1,7 @@
-"""The same workload through several schedulers, one server each."""
+"""Runs the same workload through several schedulers, one server each."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from vllm_semantic_sched.bench.client import ClientConfig, send_one_by_one, send_open_loop
+from vllm_semantic_sched.bench.client import LoadClient, Progress
 from vllm_semantic_sched.bench.metrics import (
     Difference,
-    IdleModel,
     differences,
     explain,
     fit_idle,
@@ -25,24 +23,28 @@ from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, prefer_client
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
 
+SPARE_TOKENS = 16
+"""Tokens between the longest answer and `max_tokens`, the same for every request."""
+CAPACITY_ROUNDS = 6
+"""Requests per seat in a measurement of capacity: makes filling and emptying seats negligible."""
+OTHER_SEED = 1_000_003
+"""Added to the seed of a workload for requests of the same kind that it does not contain."""
+
 _WARM_UP_REQUESTS = 24
 _IDLE_REQUESTS = 24
-_CAPACITY_ROUNDS = 6  # requests per seat, so that filling and emptying the seats weigh little
-_IDLE_TOKENS = 128  # longer answers would tell nothing new about a straight line
-# Room between the longest answer and max_tokens, the same for every request.
-_SPARE_TOKENS = 16
+_IDLE_TOKENS = 128  # longer answers would add nothing to a straight line
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.eE\d]+)$")
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything a comparison needs, checked before the first server starts.
+    """What a comparison runs, checked before the first server starts.
 
-    With `overload`, the workloads' gap is set so that they offer that many times the output
-    tokens per second that the first server can give. All schedulers are run `rounds` times, in
-    reversed order in every second round: a machine whose speed drifts steadily is then, over two
-    rounds, equally fast for all of them.
+    With `overload`, the gaps of the workloads are set so that they offer that many times the
+    output tokens per second that the first server can give. Every scheduler runs `rounds` times,
+    in reversed order in every second round: if the speed of the machine drifts steadily, it is on
+    average over two rounds the same for all of them.
 
     Raises:
         ValueError: no scheduler, no workload or no round.
@@ -61,17 +63,17 @@ class RunPlan:
             raise ValueError("a comparison needs at least one scheduler, workload and round")
 
     def servers(self) -> Iterator[tuple[int, SchedulerSpec]]:
-        """Round (from 1) and scheduler of every server, in the order they are started."""
+        """Yield the round (from 1) and the scheduler of each server in the order of their start."""
         for number in range(1, self.rounds + 1):
             for spec in self.schedulers if number % 2 else reversed(self.schedulers):
                 yield number, spec
 
 
 def end_token(model: Path) -> int:
-    """The model's end token.
+    """Return the model's end token.
 
     Raises:
-        ValueError: `config.json` names none.
+        ValueError: `config.json` has none.
     """
     token = json.loads((model / "config.json").read_text()).get("eos_token_id")
     if isinstance(token, list):
@@ -81,45 +83,49 @@ def end_token(model: Path) -> int:
     return token
 
 
-def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Comparison:
+def compare(
+    plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
+) -> Comparison:
     """Run every workload on every scheduler, in every round.
 
     The idle engine and the capacity are measured once, with the first scheduler. Writes
     `results.json` after each server, so that an interrupted run is not lost, and the servers'
     logs beside it.
 
+    Args:
+        options: recorded in `results.json`.
+
     Raises:
         ServerFailed: a server did not start or ended by itself.
         ValueError: the idle engine answered too few requests to compare with.
     """
+    progress = progress or Progress()
     comparison: Comparison | None = None
     workloads = plan.workloads
     prefer_client(plan.server.nice)
     for number, spec in plan.servers():
         place = f"{spec.name}, round {number}/{plan.rounds}" if plan.rounds > 1 else spec.name
-        if progress:
-            print(f"starting the server: {place}", flush=True)
-        # A policy may be given as a path: nothing of it but words belongs into a file name.
-        log = f"server-{re.sub(r'[^A-Za-z0-9.]+', '-', spec.name)}-{number}.log"
-        config = replace(plan.server, log=plan.output / log, scheduler_args=spec.server_args())
-        with VllmServer(config) as server:
-            client = ClientConfig(
+        progress.message(f"starting the server: {place}")
+        with VllmServer(spec.configure(plan.server, plan.output, number)) as server:
+            client = LoadClient(
                 url=server.url,
                 eos_token=plan.eos_token,
-                max_tokens=plan.workloads[0].config.max_output_tokens + _SPARE_TOKENS,
-                progress="" if progress else None,
+                max_tokens=plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
+                extras=spec.body_extras,
+                progress=progress,
             )
-            _warm_up(spec, client, plan)
+            client.send_together(_other_requests(plan, _WARM_UP_REQUESTS, "even", 32))
             if comparison is None:
-                comparison = Comparison(_idle(spec, client, plan), options)
-                workloads = _paced(spec, client, plan)
+                requests = _other_requests(plan, _IDLE_REQUESTS, "1:1:1:1:2", _IDLE_TOKENS)
+                alone = client.send_one_by_one(requests, "one by one on the idle engine")
+                comparison = Comparison(fit_idle(alone), options)
+                workloads = _set_pace(client, plan)
             for workload in workloads:
                 mix = workload.config.mix
-                label = f"{place}, {mix}" if progress else None
-                done = _measure(number, spec, workload, server, replace(client, progress=label))
+                done = _measure(number, workload, server, client, f"{place}, {mix}")
                 reference = comparison.reference(mix)
                 if reference is not None:
-                    found = _differences(reference, done, spec, workload, client)
+                    found = _differences(reference, done, workload, client)
                     done = replace(done, differences=found)
                 comparison.add(spec, workload, done)
         comparison.write(plan.output / "results.json")
@@ -127,33 +133,14 @@ def compare(plan: RunPlan, options: Mapping[str, object], progress: bool) -> Com
     return comparison
 
 
-def _label(client: ClientConfig, text: str) -> str | None:
-    return None if client.progress is None else text
-
-
-def _warm_up(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> None:
-    requests = _other_requests(plan, _WARM_UP_REQUESTS, "even", 32)
-    together = [replace(request, arrival=0.0) for request in requests]
-    client = replace(client, progress=None)
-    asyncio.run(send_open_loop(together, client, spec.body_extras))
-
-
-def _idle(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> IdleModel:
-    requests = _other_requests(plan, _IDLE_REQUESTS, "1:1:1:1:2", _IDLE_TOKENS)
-    client = replace(client, progress=_label(client, "one by one on the idle engine"))
-    return fit_idle(asyncio.run(send_one_by_one(requests, client, spec.body_extras)))
-
-
-def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence[Workload]:
+def _set_pace(client: LoadClient, plan: RunPlan) -> Sequence[Workload]:
     """The workloads at the wanted overload, whatever the speed of this machine."""
     if plan.overload is None:
         return plan.workloads
     like = plan.workloads[0].config
-    count = _CAPACITY_ROUNDS * plan.server.seats
+    count = CAPACITY_ROUNDS * plan.server.seats
     requests = _other_requests(plan, count, like.mix, like.max_output_tokens)
-    together = [replace(request, arrival=0.0) for request in requests]
-    client = replace(client, progress=_label(client, "capacity"))
-    capacity = throughput([asyncio.run(send_open_loop(together, client, spec.body_extras))])
+    capacity = throughput([client.send_together(requests, "capacity")])
     if capacity <= 0:
         raise ValueError("the first server answered no request")
     paced = []
@@ -165,20 +152,19 @@ def _paced(spec: SchedulerSpec, client: ClientConfig, plan: RunPlan) -> Sequence
 
 
 def _differences(
-    reference: Round, done: Round, spec: SchedulerSpec, workload: Workload, client: ClientConfig
+    reference: Round, done: Round, workload: Workload, client: LoadClient
 ) -> list[Difference]:
-    """Differing outputs with their margins: each is sent again, with log-probabilities.
+    """Differing outputs with their margins.
 
-    Asking for them in the measured run would slow it down.
+    Each of these requests is sent again with log-probabilities: in the measured run they would
+    slow the server down.
     """
     found = differences(reference.records, done.records)
     if not found:
         return found
     wanted = {difference.index for difference in found}
     requests = [request for request in workload.requests if request.index in wanted]
-    repeated = asyncio.run(
-        send_one_by_one(requests, replace(client, record_margins=True), spec.body_extras)
-    )
+    repeated = client.send_one_by_one(requests, record_margins=True)
     again = {record.index: record for record in repeated}
     answers = {record.index: record for record in done.records}
     return [explain(item, answers[item.index], again[item.index]) for item in found]
@@ -191,20 +177,20 @@ def _other_requests(
     like = plan.workloads[0].config
     return make_workload(
         replace(
-            like, requests=count, mix=mix, seed=like.seed + 1_000_003, max_output_tokens=max_tokens
+            like,
+            requests=count,
+            mix=mix,
+            seed=like.seed + OTHER_SEED,
+            max_output_tokens=max_tokens,
         )
     ).requests
 
 
 def _measure(
-    number: int,
-    spec: SchedulerSpec,
-    workload: Workload,
-    server: VllmServer,
-    client: ClientConfig,
+    number: int, workload: Workload, server: VllmServer, client: LoadClient, label: str
 ) -> Round:
     before = _Usage.now(server)
-    records = asyncio.run(send_open_loop(workload.requests, client, spec.body_extras))
+    records = client.send(workload.requests, label)
     server.check()
     after = _Usage.now(server)
     ours = _difference(after.ours, before.ours)
@@ -221,7 +207,7 @@ def _measure(
 
 @dataclass(frozen=True)
 class _Usage:
-    """Counters at one moment; CPU times in seconds."""
+    """Counters at one moment; CPU times are in seconds."""
 
     counters: Mapping[str, float]
     ours: Mapping[str, float]
@@ -244,7 +230,7 @@ class _Usage:
 
 
 def read_counters(metrics: str) -> dict[str, float]:
-    """vLLM's preemptions and every plain counter of the scheduler, summed over labels."""
+    """Parse vLLM's preemptions and the scheduler's counters from /metrics, summed over labels."""
     values: dict[str, float] = {}
     for line in metrics.splitlines():
         match = _SAMPLE.match(line)

@@ -1,4 +1,4 @@
-"""What is measured, from per-request records. `docs/benchmark.md` has every formula."""
+"""Metrics of a comparison, computed from the records of its requests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from vllm_semantic_sched.bench.client import Record
 
 MARGIN_LIMIT = 1e-4
-"""Below this distance of the two best log-probabilities either token may win in fp32."""
+"""If the two best log-probabilities differ by less, either token may win in fp32."""
 
 
 @dataclass(frozen=True)
 class IdleModel:
     """E2E latency of a request alone on the engine: a line in prompt and output tokens.
 
-    `base` is in seconds, the others in seconds per token. `floor` is the shortest latency
-    that was measured, below which the line is not followed. `error` is the median relative
-    residual of the fit.
+    `base` is in seconds, the coefficients are in seconds per token. `floor` is the shortest latency
+    that was measured and the least that is estimated. `error` is the median relative residual of
+    the fit.
     """
 
     base: float
@@ -29,13 +29,13 @@ class IdleModel:
     error: float
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Estimated E2E latency on an idle engine."""
+        """Estimate the E2E latency on an idle engine."""
         line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
         return max(self.floor, self.base + line)
 
 
 def fit_idle(records: Sequence[Record]) -> IdleModel:
-    """Least-squares fit over requests that were sent one by one.
+    """Fit requests that were sent one by one, by least squares.
 
     Raises:
         ValueError: fewer than four of them were answered.
@@ -47,8 +47,8 @@ def fit_idle(records: Sequence[Record]) -> IdleModel:
     output = np.array([record.output_tokens for record in done], dtype=float)
     prompt = np.array([record.prompt_tokens for record in done], dtype=float)
     ones = np.ones_like(output)
-    # Noise can make a small effect negative; a term that would shorten the latency of
-    # longer requests is dropped.
+    # Noise can make a small coefficient negative: a term that would shorten the latency of longer
+    # requests is dropped.
     coefficients = np.zeros(3)
     for columns in ((0, 1, 2), (0, 2), (2,)):
         design = np.stack([ones, prompt, output], axis=1)[:, columns]
@@ -74,7 +74,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Metric:
-    """A per-request metric; `value` gives None where it is not defined for a request."""
+    """A per-request metric; `value` returns None if it is undefined for a request."""
 
     key: str
     title: str
@@ -89,7 +89,7 @@ def _e2e(record: Record) -> float:
 
 
 def _ttft(record: Record, idle: IdleModel) -> float | None:
-    return None if record.first_token is None else record.first_token - record.arrival
+    return record.ttft
 
 
 def _tpot(record: Record, idle: IdleModel) -> float | None:
@@ -124,7 +124,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def summarize(values: Iterable[float | None]) -> Summary:
-    """Summary of the defined values; all NaN where there is none."""
+    """Summarize the defined values; NaN if there is none."""
     defined = np.array([value for value in values if value is not None], dtype=float)
     if defined.size == 0:
         return Summary(0, float("nan"), float("nan"), float("nan"))
@@ -133,9 +133,9 @@ def summarize(values: Iterable[float | None]) -> Summary:
 
 
 def by_level(records: Sequence[Record], idle: IdleModel) -> dict[str, dict[str, Summary]]:
-    """Summaries of every metric, keyed "0" to "4" and "all", then by `Metric.key`.
+    """Summarize every metric, by level ("0" to "4" and "all") and then by `Metric.key`.
 
-    Only answered requests count; `failed` tells how many are missing.
+    Only answered requests count.
     """
     done = [record for record in records if record.ok]
     groups: dict[str, list[Record]] = {"all": done}
@@ -151,12 +151,12 @@ def by_level(records: Sequence[Record], idle: IdleModel) -> dict[str, dict[str, 
 
 
 def failed(records: Iterable[Record]) -> list[Record]:
-    """The requests that were refused, cut off, or answered at another length."""
+    """Return the requests that were refused, cut off, or answered with another length."""
     return [record for record in records if not record.ok]
 
 
 def duration(records: Sequence[Record]) -> float:
-    """Seconds from the first arrival to the last finish; 0 if nothing finished."""
+    """Return the seconds from the first arrival to the last finish; 0 if nothing finished."""
     finishes = [record.finish for record in records if record.finish is not None]
     if not finishes:
         return 0.0
@@ -164,7 +164,7 @@ def duration(records: Sequence[Record]) -> float:
 
 
 def throughput(runs: Iterable[Sequence[Record]]) -> float:
-    """Output tokens of all runs / their durations together, in tokens per second."""
+    """Return the output tokens per second: tokens of all runs divided by their total duration."""
     tokens = seconds = 0.0
     for records in runs:
         tokens += sum(record.output_tokens for record in records)
@@ -174,9 +174,9 @@ def throughput(runs: Iterable[Sequence[Record]]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """First position at which a greedy output departs from the reference's.
+    """First position at which a greedy output differs from the reference's.
 
-    `margin` is the distance of the two best log-probabilities there, None while unknown.
+    `margin` is the difference of the two best log-probabilities there, None while unknown.
     """
 
     index: int
@@ -185,12 +185,12 @@ class Difference:
 
     @property
     def counts(self) -> bool:
-        """False where the two best tokens were too close to call."""
+        """False if the two best tokens were too close to call."""
         return self.margin is None or self.margin >= MARGIN_LIMIT
 
 
 def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
-    """Requests answered by both whose output tokens are not the same."""
+    """Return the requests that both answered with different output tokens."""
     answers: Mapping[int, Record] = {record.index: record for record in other if record.ok}
     found = []
     for record in reference:
@@ -201,10 +201,9 @@ def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Di
 
 
 def explain(difference: Difference, answer: Record, repeated: Record) -> Difference:
-    """Add the margin, read from the same request sent again with log-probabilities.
+    """Add the margin, taken from the same request sent again with log-probabilities.
 
-    The margin is that of the common beginning, so that it stays unknown if the repetition
-    leaves `answer` before the position in question.
+    It stays unknown if the repeated output differs from `answer` before the position in question.
     """
     position = difference.position
     same = repeated.token_ids[:position] == answer.token_ids[:position]

@@ -1,117 +1,179 @@
-"""`semsched bench overhead`: time of `schedule()` with many requests waiting.
+"""Time of a scheduling step with many waiting requests.
 
-Real vLLM schedulers with a KV cache that exists on paper only: no weights, no GPU. All
-schedulers and sizes are built first and then stepped in turn, so that whatever else the
-machine does falls on all of them alike. Times are CPU time of the thread: a step never waits
-for anything, so that this is what it takes on a machine that has nothing else to do.
+The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All schedulers
+and sizes are built first and then stepped in turn, so that other programs disturb all of them
+alike. Times are CPU time of the thread: a step waits for nothing, so this is what it takes on an
+idle machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import tempfile
+import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from vllm_semantic_sched.bench.everything import write_everything
+from vllm_semantic_sched.bench.client import Progress
 
-if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.crowd import Crowd
+ALL_FEATURES = Path(__file__).with_name("all_features.yaml")
+"""A policy with every feature that costs time in a step."""
+PARTS = ("schedule", "update", "arrival")
+"""What is timed: `schedule()`, `update_from_output()`, `add_request()`."""
 
-_STOCK = "stock"
-_PARTS = ("schedule", "update", "arrival")
+_WARM_UP_STEPS = 20
+_PROMPT_TOKENS = 32
+_OUTPUT_TOKENS = 4064
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench overhead`."""
-    add = parser.add_argument
-    add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
-    add("--running", type=int, default=256, help="decoding requests (%(default)s)")
-    add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
-    add(
-        "--everything",
-        action="store_true",
-        help="measure a policy with aging, deadlines, shares, tenants and reservations, too",
-    )
-    add("--tenants", type=int, default=100, help="tenants that ask (%(default)s)")
-    add("--steps", type=int, default=400, help="timed steps (%(default)s)")
-    add("--arrivals", type=int, default=2, help="new requests per step (%(default)s)")
-    add("--finish-every", type=int, default=8, help="steps per finished request (%(default)s)")
-    add("--json", type=Path, help="file for the figures")
+StepTimes = dict[str, dict[str, float]]
+"""p50 and p99 in microseconds of CPU time, by part."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print; always 0."""
-    sizes = [int(size) for size in args.waiting.split(",")]
-    names = [_STOCK, *(name.strip() for name in args.policies.split(","))]
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: name for name in names if name != _STOCK}
-        if args.everything:
-            names.append("everything")
-            files["everything"] = str(write_everything(Path(folder)))
-        times = _measure(args, sizes, names, files)
-    figures = {
-        (name, size): {part: _percentiles(times[name, size, part]) for part in _PARTS}
-        for name in names
-        for size in sizes
-    }
-    _print(figures, sizes, names, args)
-    if args.json:
-        document = {
-            "running": args.running,
-            "steps": args.steps,
-            "arrivals_per_step": args.arrivals,
-            "microseconds": [
-                {"scheduler": name, "waiting": size, **parts}
-                for (name, size), parts in figures.items()
-            ],
-        }
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+class SaturatedScheduler:
+    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat.
+
+    Every request has an urgency hint: the predictor would run in another process.
+
+    Args:
+        policy: of SemanticScheduler, by name or path; None for vLLM's own scheduler.
+        tenants: number of tenants, which send in turn.
+
+    Raises:
+        RuntimeError: the scheduler does not run exactly `running` requests.
+    """
+
+    def __init__(self, policy: str | None, running: int, waiting: int, tenants: int = 1) -> None:
+        # Imports vLLM: the schedulers are built when they are needed, not when the command starts.
+        from vllm_semantic_sched import SemanticScheduler
+        from vllm_semantic_sched.bench import standalone
+
+        self._standalone = standalone
+        self._random = random.Random(0)
+        self._count = 0
+        self._tenants = tenants
+        # Enough blocks for every seat to reach its full length: preemption for lack of blocks
+        # would add the cost of recomputing to the measurement.
+        blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
+        shape = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
+        self.scheduler = (
+            standalone.build_scheduler(**shape)
+            if policy is None
+            else standalone.build_scheduler(
+                SemanticScheduler, semantic_sched={"policy": policy}, **shape
+            )
+        )
+        for _ in range(running):
+            # The most urgent, so that no waiting request can take a seat.
+            self.scheduler.add_request(self.new_request(level=0))
+        for _ in range(running):
+            step = self.scheduler.schedule()
+            self.scheduler.update_from_output(step, self.model_output(step))
+            if len(step.num_scheduled_tokens) == running == step.total_num_scheduled_tokens:
+                break
+        for _ in range(waiting):
+            self.scheduler.add_request(self.new_request())
+        counts = tuple(self.scheduler.get_request_counts())
+        if counts != (running, waiting):
+            raise RuntimeError(f"expected {running} running, {waiting} waiting, got {counts}")
+
+    def new_request(self, level: int | None = None) -> Any:
+        """Make a request without adding it; by default at a random level from 1 to 4."""
+        self._count += 1
+        return self._standalone.make_request(
+            f"r{self._count}",
+            prompt_tokens=_PROMPT_TOKENS,
+            output_tokens=_OUTPUT_TOKENS,
+            urgency=self._random.randint(1, 4) if level is None else level,
+            tenant=f"tenant {self._count % self._tenants}",
+        )
+
+    def model_output(self, step: Any, finish_one: bool = False) -> Any:
+        """Return a model's output for a step; with `finish_one`, the last token of one request."""
+        if finish_one and step.num_scheduled_tokens:
+            chosen = self._random.choice(list(step.num_scheduled_tokens))
+            request = self.scheduler.requests[chosen]
+            request.max_tokens = request.num_output_tokens + 1
+        return self._standalone.model_output(self.scheduler, step)
 
 
-def _measure(
-    args: argparse.Namespace, sizes: Sequence[int], names: Sequence[str], files: dict[str, str]
-) -> dict[tuple[str, int, str], list[float]]:
-    from tqdm import tqdm
+def measure(
+    policies: Mapping[str, str | None],
+    sizes: Sequence[int],
+    running: int,
+    tenants: int,
+    steps: int,
+    arrivals: int,
+    finish_every: int,
+    progress: Progress,
+) -> dict[tuple[str, int], StepTimes]:
+    """Time the parts of a step by scheduler and number of waiting requests.
 
-    from vllm_semantic_sched.bench.crowd import Crowd
-
-    crowds: dict[tuple[str, int], Crowd] = {}
-    cases = [(name, size) for size in sizes for name in names]
-    for name, size in tqdm(cases, desc="filling the queues"):
-        crowds[name, size] = Crowd(files.get(name), args.running, size, args.tenants)
-    # As vLLM's engine does after start: a collection would otherwise walk every request.
+    Args:
+        policies: by the scheduler's name; None for vLLM's own scheduler.
+        sizes: numbers of waiting requests.
+        running: number of decoding requests.
+        tenants: number of tenants.
+        steps: timed steps.
+        arrivals: new requests per step.
+        finish_every: steps per finished request.
+    """
+    loaded: dict[tuple[str, int], SaturatedScheduler] = {}
+    with progress.bar("filling the queues", len(sizes) * len(policies)) as advance:
+        for size in sizes:
+            for name, policy in policies.items():
+                loaded[name, size] = SaturatedScheduler(policy, running, size, tenants)
+                advance()
+    # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
     gc.freeze()
-    times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-    warm_up = 20
-    for step in tqdm(range(args.steps + warm_up), desc="stepping"):
-        finish = step % args.finish_every == 0
-        for (name, size), crowd in crowds.items():
-            for part, seconds in _step(crowd, args.arrivals, finish):
-                if step >= warm_up:
-                    times[name, size, part].append(seconds)
-    return times
+    try:
+        seconds = _time_steps(loaded, steps, arrivals, finish_every, progress)
+    finally:
+        gc.unfreeze()
+    return {
+        (name, size): {part: _percentiles(seconds[name, size][part]) for part in PARTS}
+        for name in policies
+        for size in sizes
+    }
 
 
-def _step(crowd: Crowd, arrivals: int, finish: bool) -> Iterator[tuple[str, float]]:
-    requests = [crowd.new_request() for _ in range(arrivals)]
+def _time_steps(
+    loaded: Mapping[tuple[str, int], SaturatedScheduler],
+    steps: int,
+    arrivals: int,
+    finish_every: int,
+    progress: Progress,
+) -> dict[tuple[str, int], dict[str, list[float]]]:
+    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
+        case: defaultdict(list) for case in loaded
+    }
+    with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
+        for step in range(steps + _WARM_UP_STEPS):
+            finish = step % finish_every == 0
+            for case, scheduler in loaded.items():
+                for part, value in _time_step(scheduler, arrivals, finish):
+                    if step >= _WARM_UP_STEPS:
+                        seconds[case][part].append(value)
+            advance()
+    return seconds
+
+
+def _time_step(
+    loaded: SaturatedScheduler, arrivals: int, finish: bool
+) -> Iterator[tuple[str, float]]:
+    requests = [loaded.new_request() for _ in range(arrivals)]
     start = time.thread_time()
     for request in requests:
-        crowd.scheduler.add_request(request)
+        loaded.scheduler.add_request(request)
     yield "arrival", (time.thread_time() - start) / max(1, arrivals)
     start = time.thread_time()
-    output = crowd.scheduler.schedule()
+    output = loaded.scheduler.schedule()
     yield "schedule", time.thread_time() - start
-    answer = crowd.answer(output, finish_one=finish)
+    answer = loaded.model_output(output, finish_one=finish)
     start = time.thread_time()
-    crowd.scheduler.update_from_output(output, answer)
+    loaded.scheduler.update_from_output(output, answer)
     yield "update", time.thread_time() - start
 
 
@@ -121,41 +183,3 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
     p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
     return {"p50": float(p50), "p99": float(p99)}
-
-
-def _print(
-    figures: dict[tuple[str, int], dict[str, dict[str, float]]],
-    sizes: Sequence[int],
-    names: Sequence[str],
-    args: argparse.Namespace,
-) -> None:
-    from vllm_semantic_sched.bench.console import make_console, make_table
-
-    table = make_table(
-        f"one step with {args.running} running, microseconds of CPU time (p50 / p99)",
-        "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]} waiting",
-        "update_from_output()", "add_request()", "whole step vs stock",
-    )  # fmt: skip
-    for name in names:
-        for size in sizes:
-            parts, stock = figures[name, size], figures[_STOCK, size]
-            p50 = parts["schedule"]["p50"]
-            table.add_row(
-                "vLLM FCFS" if name == _STOCK else f"semantic, {name}",
-                f"{size:,}",
-                _cell(parts["schedule"]),
-                f"{p50 / stock['schedule']['p50']:.2f}x",
-                f"{p50 / figures[name, sizes[0]]['schedule']['p50']:.2f}x",
-                _cell(parts["update"]),
-                _cell(parts["arrival"]),
-                f"{_whole(parts) / _whole(stock):.2f}x",
-            )
-    make_console().print(table)
-
-
-def _cell(figure: dict[str, float]) -> str:
-    return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
-
-
-def _whole(parts: dict[str, dict[str, float]]) -> float:
-    return parts["schedule"]["p50"] + parts["update"]["p50"]

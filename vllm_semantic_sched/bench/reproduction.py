@@ -1,23 +1,26 @@
-"""The paper's figures and tables and the mixed-load table, ours beside the printed numbers, as
-Markdown."""
+"""The paper's figures and tables and the mixed-load table: our numbers beside the printed ones."""
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.bench import printed
+import yaml
+
+from vllm_semantic_sched.bench.client import Progress
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.sim.runner import Cell
 
+PRINTED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+"""Numbers as the paper prints them; `paper.yaml` explains each."""
+
 _METRIC = "waiting_per_token"
 _LEVELS = ("0", "1", "2", "3", "4", "all")
 _MODES = ("full_batching", "immediate")
-_GRID = (
+_OTHERS = ("HPJF", "SJF", "FCFS")
+_SCENARIOS = (
     *("paper-table1", "paper-table1-script", "paper-table2", "paper-table2-script"),
     *("paper-fig2a", "paper-fig2b", "paper-fig2c", "paper-fig2d"),
     *("paper-fig3", "paper-fig4", "paper-fig5", "tiers"),
@@ -26,40 +29,19 @@ _GRID = (
 Results = dict[str, "list[Cell]"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched bench reproduction`."""
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="where the Markdown goes (default: stdout)")
-    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run every scenario of the paper and write the tables."""
-    started = time.perf_counter()
-    results = run_grid(args.workers, args.quiet)
-    seconds = time.perf_counter() - started
-    text = "\n".join(report(results))
-    if args.output is None:
-        print(text)
-    else:
-        args.output.write_text(text + "\n", encoding="utf-8")
-    runs = sum(len(cells) for cells in results.values())
-    print(f"{runs} cells in {seconds:.0f} s on {args.workers} process(es)")
-    return 0
-
-
-def run_grid(workers: int, quiet: bool = True) -> Results:
-    """The cells of every scenario, by its name."""
-    from tqdm import tqdm
-
+def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
+    """Simulate every scenario of the paper in `workers` processes; returns their cells by name."""
     from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
-    tasks = {name: tasks_of(load_scenarios(name)) for name in _GRID}
+    tasks = {name: tasks_of(load_scenarios(name)) for name in _SCENARIOS}
     flat = [task for group in tasks.values() for task in group]
-    with mapped(run_task, flat, workers) as stream:
-        outcomes = list(tqdm(stream, total=len(flat), unit="run", disable=quiet))
+    bar = (progress or Progress()).bar("simulating", len(flat))
+    outcomes = []
+    with mapped(run_task, flat, workers) as stream, bar as advance:
+        for outcome in stream:
+            outcomes.append(outcome)
+            advance()
     results, place = {}, 0
     for name, group in tasks.items():
         results[name] = cells_of(group, outcomes[place : place + len(group)])
@@ -68,18 +50,18 @@ def run_grid(workers: int, quiet: bool = True) -> Results:
 
 
 def report(results: Results) -> Iterator[str]:
-    """Lines of Markdown: a heading and a table per figure and table."""
+    """Yield lines of Markdown: a heading and a table for each figure and table of the paper."""
     for name, axis, numbers in (
-        ("paper-table1-script", "predictor.latency", printed.TABLE_1),
-        ("paper-table1", "predictor.latency", printed.TABLE_1),
-        ("paper-table2-script", "overrides.predictor.max_batch", printed.TABLE_2),
-        ("paper-table2", "overrides.predictor.max_batch", printed.TABLE_2),
+        ("paper-table1-script", "predictor.latency", PRINTED["table_1"]),
+        ("paper-table1", "predictor.latency", PRINTED["table_1"]),
+        ("paper-table2-script", "overrides.predictor.max_batch", PRINTED["table_2"]),
+        ("paper-table2", "overrides.predictor.max_batch", PRINTED["table_2"]),
     ):
         yield from _big_table(name, results[name], axis, numbers)
-    yield from _error_rates("paper-fig2a", results["paper-fig2a"], printed.FIGURE_2A)
-    yield from _error_rates("paper-fig2b", results["paper-fig2b"], printed.FIGURE_2B)
+    yield from _error_rates("paper-fig2a", results["paper-fig2a"], PRINTED["figure_2a"])
+    yield from _error_rates("paper-fig2b", results["paper-fig2b"], PRINTED["figure_2b"])
     yield from _spikes(results)
-    yield from _spikes_elsewhere(results["paper-fig4"])
+    yield from _spikes_on_other_cards(results["paper-fig4"])
     yield from _real_engine([*results["paper-fig3"], *results["paper-fig5"]])
     yield from _mixed_load(results["tiers"])
 
@@ -118,7 +100,7 @@ def _big_table(
 
 
 def _error_rates(
-    name: str, cells: Sequence[Cell], numbers: dict[str, tuple[float, float]]
+    name: str, cells: Sequence[Cell], numbers: dict[str, Sequence[float]]
 ) -> Iterator[str]:
     field = next(iter(cells[0].point))
     rows = []
@@ -138,76 +120,70 @@ def _error_rates(
     yield from _table(f"`{name}`: {field}, s per token", header, rows)
 
 
+def _by_scheduler(
+    cells: Sequence[Cell], level: str, max_burst: int | None = None, **row: Any
+) -> dict[str, float]:
+    """A level's waiting time by scheduler, of the cells with this burst, profile and gap."""
+    wanted: dict[str, Any] = {} if max_burst is None else {"workload.max_burst": max_burst}
+    if row:
+        wanted |= {"engine.profile": row["profile"], "workload.gap": row["gap"]}
+    return {
+        cell.scheduler: cell.levels[level][_METRIC]
+        for cell in cells
+        if all(cell.point[key] == value for key, value in wanted.items())
+    }
+
+
 def _spikes(results: Results) -> Iterator[str]:
     rows = []
-    for name, gap in (("paper-fig2c", "0.1 s"), ("paper-fig2d", "1.0 s")):
-        at_100 = {
-            cell.scheduler: cell.levels["0"][_METRIC]
-            for cell in results[name]
-            if cell.point["workload.max_burst"] == 100
-        }
-        means = {
-            cell.scheduler: cell.levels["all"][_METRIC]
-            for cell in results[name]
-            if cell.point["workload.max_burst"] == 100
-        }
-        semantic = at_100["semantic"]
-        theirs = [
-            f"{printed.FIGURE_2C[other]}" if gap == "0.1 s" else f"<= {printed.FIGURE_2D_AT_MOST}"
-            for other in ("HPJF", "SJF", "FCFS")
-        ]
-        ratios = [
-            f"{at_100[other] / semantic:.1f} / {their}"
-            for other, their in zip(("HPJF", "SJF", "FCFS"), theirs, strict=True)
-        ]
-        own = f"{semantic:.2f} / {printed.FIGURE_2C['semantic'] if gap == '0.1 s' else '-'}"
-        overall = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
-        rows.append([gap, *ratios, own, overall])
-    header = ["gap", "HPJF", "SJF", "FCFS", "semantic, s per token", "all levels, s per token"]
+    most = f"<= {PRINTED['figure_2d_at_most']}"
+    for name, gap, printed in (
+        ("paper-fig2c", "0.1 s", PRINTED["figure_2c"]),
+        ("paper-fig2d", "1.0 s", {"HPJF": most, "SJF": most, "FCFS": most, "semantic": "-"}),
+    ):
+        urgent = _by_scheduler(results[name], "0", max_burst=100)
+        semantic = urgent["semantic"]
+        ratios = [f"{urgent[other] / semantic:.1f} / {printed[other]}" for other in _OTHERS]
+        means = _by_scheduler(results[name], "all", max_burst=100)
+        overall = ", ".join(f"{scheduler} {value:.2f}" for scheduler, value in means.items())
+        rows.append([gap, *ratios, f"{semantic:.2f} / {printed['semantic']}", overall])
+    header = ["gap", *_OTHERS, "semantic, s per token", "all levels, s per token"]
     title = "`paper-fig2c`, `paper-fig2d`: urgency 0 at 100 concurrent, times semantic"
     yield from _table(title + ", ours / printed", header, rows)
 
 
-def _spikes_elsewhere(cells: Sequence[Cell]) -> Iterator[str]:
+def _spikes_on_other_cards(cells: Sequence[Cell]) -> Iterator[str]:
     rows = []
-    for (profile, gap), (seconds, most) in printed.FIGURE_4.items():
-        found = {
-            cell.scheduler: cell.levels["0"][_METRIC]
-            for cell in cells
-            if cell.point["engine.profile"] == profile
-            and cell.point["workload.gap"] == gap
-            and cell.point["workload.max_burst"] == 100
-        }
-        semantic = found["semantic"]
-        ratios = [f"{found[other] / semantic:.1f}" for other in ("HPJF", "SJF", "FCFS")]
-        rows.append([profile, f"{gap} s", *ratios, f"{most}", _beside(semantic, seconds)])
-    header = ["setting", "gap", "HPJF", "SJF", "FCFS", "printed, at most", "semantic"]
+    for printed in PRINTED["figure_4"]:
+        urgent = _by_scheduler(cells, "0", max_burst=100, **printed)
+        semantic = urgent["semantic"]
+        ratios = [f"{urgent[other] / semantic:.1f}" for other in _OTHERS]
+        own = _beside(semantic, printed["seconds"])
+        rows.append([*_setting(printed), *ratios, f"{printed['at_most']}", own])
+    header = ["setting", "gap", *_OTHERS, "printed, at most", "semantic"]
     yield from _table("`paper-fig4`: urgency 0 at 100 concurrent, times semantic", header, rows)
 
 
 def _real_engine(cells: Sequence[Cell]) -> Iterator[str]:
     rows = []
-    for (profile, gap), (seconds, most) in printed.FIGURES_3_AND_5.items():
-        here = [
-            cell
-            for cell in cells
-            if cell.point["engine.profile"] == profile and cell.point["workload.gap"] == gap
-        ]
-        values = {
-            scheduler: {
-                cell.point["workload.max_burst"]: cell.levels["0"][_METRIC]
-                for cell in here
-                if cell.scheduler == scheduler
-            }
-            for scheduler in ("FCFS", "semantic")
+    for printed in PRINTED["figures_3_and_5"]:
+        bursts = dict.fromkeys(cell.point["workload.max_burst"] for cell in cells)
+        urgent = {
+            burst: found
+            for burst in bursts
+            if (found := _by_scheduler(cells, "0", max_burst=burst, **printed))
         }
-        semantic = values["semantic"]
-        ratios = {burst: values["FCFS"][burst] / semantic[burst] for burst in semantic}
+        ratios = {burst: one["FCFS"] / one["semantic"] for burst, one in urgent.items()}
         shown = ", ".join(f"{burst}: {ratio:.1f}" for burst, ratio in ratios.items())
-        own = _beside(max(semantic.values()), seconds)
-        rows.append([profile, f"{gap} s", shown, f"{max(ratios.values()):.1f} / {most}", own])
+        most = f"{max(ratios.values()):.1f} / {printed['at_most']}"
+        own = _beside(max(one["semantic"] for one in urgent.values()), printed["seconds"])
+        rows.append([*_setting(printed), shown, most, own])
     header = ["setting", "gap", "FCFS / semantic by burst", "at most", "semantic, at most"]
     yield from _table("`paper-fig3`, `paper-fig5`: urgency 0, ours / printed", header, rows)
+
+
+def _setting(printed: Mapping[str, Any]) -> tuple[str, str]:
+    return printed["profile"], f"{printed['gap']} s"
 
 
 def _mixed_load(cells: Sequence[Cell]) -> Iterator[str]:
@@ -221,7 +197,7 @@ def _mixed_load(cells: Sequence[Cell]) -> Iterator[str]:
             levels["all"]["preemptions_per_minute"],
         ]
         row = [cell.scheduler]
-        for value, theirs in zip(ours, printed.MIXED_LOAD[cell.scheduler], strict=True):
+        for value, theirs in zip(ours, PRINTED["mixed_load"][cell.scheduler], strict=True):
             row.append(f"{value:.3g} / {theirs:g}" if value < 1000 else f"{value:.0f} / {theirs:g}")
         rows.append([*row, f"{levels['all']['refused']:.0f} of {levels['all']['count']:.0f}"])
     header = [

@@ -1,4 +1,4 @@
-"""The outcome of a comparison, and the file it is kept in."""
+"""The results of a comparison, and the JSON file that holds them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from vllm_semantic_sched.bench.workload import Workload
 class Round:
     """One pass of one scheduler over one mix, on a server started for it.
 
-    `number` counts from 1. `differences` are outputs that depart from the first round of the
-    reference scheduler. `cpu_seconds` is by process; of the machine's `machine_seconds` of CPU
-    time (idle included), other programs used `elsewhere_seconds`.
+    `number` counts from 1. `differences` are outputs that differ from those of the reference
+    scheduler's first round. `cpu_seconds` is by process; other programs used `elsewhere_seconds`
+    of the machine's `machine_seconds` of CPU time (idle time included).
     """
 
     number: int
@@ -49,10 +49,10 @@ class Round:
 
     @property
     def latest_send(self) -> float:
-        """Seconds by which the request that left latest missed its time.
+        """Largest delay between the arrival time of a request and its sending, in seconds.
 
-        Large values mean that this machine was too busy to keep the open loop, and that the
-        figures are not to be trusted.
+        If it is large, this machine was too busy to keep the open loop and the figures cannot be
+        trusted.
         """
         delays = (item.sent - item.arrival for item in self.records if item.sent is not None)
         return max(delays, default=0.0)
@@ -71,7 +71,7 @@ class MixResult:
     levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
 
     def add(self, done: Round, idle: IdleModel) -> None:
-        """Pool one more round."""
+        """Add a round."""
         self.rounds.append(done)
         self.levels = by_level(self.records, idle)
 
@@ -82,7 +82,7 @@ class MixResult:
 
     @property
     def requests(self) -> int:
-        """How many requests were sent."""
+        """Number of requests sent."""
         return sum(len(done.records) for done in self.rounds)
 
     @property
@@ -92,7 +92,7 @@ class MixResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens of all rounds over the seconds that the rounds took."""
+        """Output tokens of all rounds divided by the duration of all rounds."""
         return throughput(done.records for done in self.rounds)
 
     @property
@@ -102,7 +102,7 @@ class MixResult:
 
     @property
     def overload(self) -> float:
-        """Offered over served output tokens per second."""
+        """Offered output tokens per second divided by those served."""
         offered = self.workload.output_tokens / max(self.workload.arrival_seconds, 1e-9)
         return offered / self.tokens_per_second if self.tokens_per_second else math.inf
 
@@ -124,7 +124,7 @@ class MixResult:
 
     @property
     def differences(self) -> list[Difference]:
-        """Outputs of all rounds that depart from the reference's first round."""
+        """Outputs of all rounds that differ from the reference's first round."""
         return [difference for done in self.rounds for difference in done.differences]
 
     @property
@@ -149,22 +149,22 @@ class Comparison:
     mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
 
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
-        """Put a round in its place."""
+        """Add a round of one scheduler."""
         rows = self.mixes.setdefault(workload.config.mix, {})
         row = rows.setdefault(scheduler.name, MixResult(scheduler, workload))
         row.add(done, self.idle)
 
     def reference(self, mix: str) -> Round | None:
-        """The round that outputs are compared with: the first of the first scheduler."""
+        """Return the round that outputs are compared with: the first one of the first scheduler."""
         row = next(iter(self.mixes.get(mix, {}).values()), None)
         return row.rounds[0] if row else None
 
     def rows(self) -> list[MixResult]:
-        """All results, mix by mix."""
+        """Return all results, mix by mix."""
         return [row for rows in self.mixes.values() for row in rows.values()]
 
     def failures(self) -> list[str]:
-        """A sentence for each result with requests that were not answered in full."""
+        """Return a sentence for each result with requests that were not answered in full."""
         return [
             f"{row.scheduler.name}, mix {row.workload.config.mix}: {len(row.failed)} requests "
             f"failed, the first with: {row.failed[0].error or 'another output length than wanted'}"
@@ -173,7 +173,7 @@ class Comparison:
         ]
 
     def write(self, path: Path) -> None:
-        """Write everything but the output texts as JSON (undefined numbers become null)."""
+        """Write all results except the output texts as JSON; undefined numbers become null."""
         document = {
             "environment": environment(),
             "options": dict(self.options),
@@ -187,7 +187,7 @@ class Comparison:
 
 
 def environment() -> dict[str, object]:
-    """Versions and hardware that a figure depends on."""
+    """Return the versions and the hardware that measurements depend on."""
     versions = {}
     for name in ("vllm", "torch", "transformers", "vllm-semantic-sched"):
         try:

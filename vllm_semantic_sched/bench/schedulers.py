@@ -1,14 +1,19 @@
-"""The schedulers that can be compared: how each is started and what each is told."""
+"""The schedulers that can be compared: how to start each, and what its requests tell it."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.workload import BenchRequest
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
+MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
+"""Arguments of `vllm serve` that give refused requests a status and a code."""
 NAMES = ("fcfs", "priority", "semantic", "semantic-true")
 
 _TITLES = {
@@ -23,9 +28,12 @@ _TITLES = {
 class SchedulerSpec:
     """One row of the comparison.
 
-    `name` is one of `NAMES`, for the semantic ones with `@POLICY` behind it where the policy
-    is not the run's default. `profile` is the engine profile, where it is not the policy's;
-    `extra_args` are further arguments of `vllm serve`.
+    Attributes:
+        name: shown in tables; `kind@POLICY` if the policy is not the run's default.
+        kind: one of `NAMES`.
+        policy, profile: of the semantic schedulers; the engine profile only if it differs from
+            the policy's.
+        extra_args: further arguments of `vllm serve`.
     """
 
     name: str
@@ -41,7 +49,7 @@ class SchedulerSpec:
         return f"{_TITLES[self.kind]} @{suffix}" if suffix else _TITLES[self.kind]
 
     def server_args(self) -> tuple[str, ...]:
-        """Arguments of `vllm serve` that choose this scheduler."""
+        """Return the arguments of `vllm serve` that select this scheduler."""
         if self.kind == "fcfs":
             return ()
         if self.kind == "priority":
@@ -52,8 +60,14 @@ class SchedulerSpec:
             args += ("--additional-config", json.dumps({"semantic_sched": config}))
         return args + self.extra_args
 
+    def configure(self, server: ServerConfig, folder: Path, number: int = 1) -> ServerConfig:
+        """Return `server` with this scheduler, and a log in `folder` for its `number`th start."""
+        # A name may contain the path of a policy: keep only what can be part of a file name.
+        log = f"server-{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{number}.log"
+        return replace(server, log=folder / log, scheduler_args=self.server_args())
+
     def body_extras(self, request: BenchRequest) -> Mapping[str, object]:
-        """What the request's body tells this scheduler about the urgency."""
+        """Return the fields of the request's body that tell this scheduler the urgency."""
         if self.kind == "priority":
             return {"priority": request.level}
         if self.kind == "semantic-true":
@@ -62,7 +76,7 @@ class SchedulerSpec:
 
 
 def swap_arguments(host_gib: float) -> tuple[str, ...]:
-    """Arguments of `vllm serve` that keep KV of preempted requests in so much host memory."""
+    """Return the arguments of `vllm serve` that keep KV of preempted requests in host memory."""
     connector = {
         "kv_connector": "SemanticSwapConnector",
         "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
@@ -75,14 +89,14 @@ def swap_arguments(host_gib: float) -> tuple[str, ...]:
 def parse_schedulers(
     names: str, default_policy: str | None, profile: str | None = None, host_gib: float = 0.0
 ) -> list[SchedulerSpec]:
-    """Read a list like `fcfs,semantic,semantic@sjf`.
+    """Parse a list like `fcfs,semantic,semantic@sjf`.
 
     Args:
         profile: engine profile of the semantic ones, if it is not their policy's.
-        host_gib: host memory in which they keep KV of preempted requests; 0: they do not.
+        host_gib: host memory for KV of preempted requests; 0: none is kept.
 
     Raises:
-        ValueError: an unknown or repeated name, or a policy for a stock scheduler.
+        ValueError: an a name is unknown or repeated, or a stock scheduler is given a policy.
     """
     specs: list[SchedulerSpec] = []
     extra = swap_arguments(host_gib) if host_gib else ()

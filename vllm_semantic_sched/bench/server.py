@@ -18,24 +18,23 @@ from pathlib import Path
 from types import TracebackType
 
 PREDICTOR = "vllm_semantic_sched.predict.worker"
-"""The predictor process in `VllmServer.cpu_seconds`."""
+"""Name of the predictor process in `VllmServer.cpu_seconds`."""
 
 _LOG_TAIL_LINES = 40
 _STOP_GRACE_SECONDS = 10.0
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or ended by itself. The message ends with its log's tail."""
+    """The server did not start, or ended by itself. The message quotes the end of its log."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What is served and how much of the machine it may use.
+    """The model to serve and the resources that the server may use.
 
-    The defaults make both resources short under the default workload: seats
-    (`max_num_seqs`), and KV blocks, of which all seats together would want more.
-    `num_blocks` counts blocks of `block_size` tokens and must hold one request of
-    `max_model_len` tokens plus one block; None leaves the choice to vLLM.
+    The default workload needs more seats (`max_num_seqs`) and, with all seats taken, more KV blocks
+    than the defaults give. `num_blocks` counts blocks of `block_size` tokens and must hold one
+    request of `max_model_len` tokens plus one block; None leaves the choice to vLLM.
     """
 
     model: Path
@@ -54,7 +53,7 @@ class ServerConfig:
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
-        """The command line of the server."""
+        """Return the command line of the server."""
         args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
         args += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(self.seats)]
         args += ["--served-model-name", "bench", "--disable-uvicorn-access-log"]
@@ -74,7 +73,7 @@ class ServerConfig:
         return [*args, *self.scheduler_args, *self.extra_args]
 
     def process_environment(self) -> dict[str, str]:
-        """The server's environment: this process's, offline and without telemetry."""
+        """Return this process's environment with telemetry and downloads turned off."""
         environment = {
             **os.environ,
             "VLLM_NO_USAGE_STATS": "1",
@@ -85,28 +84,28 @@ class ServerConfig:
             # Pinning would put the threads on one core each, whatever else runs there.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             # One core stays free for the HTTP server and the client. With a thread on every
-            # core the threads of each matrix product wait for the one that was interrupted:
-            # measured on two cores with other work around, a fifth of the throughput.
+            # core, the threads of each matrix product wait for the one that was interrupted:
+            # on two cores with other programs running, throughput fell to a fifth.
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
-            # On a CPU vLLM gives the worker a process of its own, so that it can place its
-            # threads. With the settings above it need not, and the scheduler, which polls for
-            # the worker's answers, would take most of another core.
+            # On a CPU vLLM runs the worker in another process to place its threads. The settings
+            # above make this unnecessary, and the scheduler, which polls for the worker's
+            # answers, would take most of another core.
             environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         return {**environment, **self.environment}
 
 
 def has_gpu() -> bool:
-    """Whether torch finds an accelerator that vLLM would serve on."""
+    """Return whether torch finds a GPU."""
     import torch
 
     return bool(torch.cuda.is_available())
 
 
 def set_priority(process: int, nice: int) -> None:
-    """Set the priority of a process and of what it starts from now on.
+    """Set the priority of a process and of the processes it starts from now on.
 
     Raises:
-        PermissionError: a priority below 0 without being root.
+        PermissionError: a priority below 0 needs root.
     """
     os.setpriority(os.PRIO_PROCESS, process, nice)
     # Where Linux groups processes by session, nice counts within a session only, and the
@@ -118,10 +117,10 @@ def set_priority(process: int, nice: int) -> None:
 
 
 def prefer_client(server_nice: int) -> None:
-    """Put this process before the servers it will start, where that is allowed.
+    """Give this process a higher priority than the servers it will start, if that is allowed.
 
-    A client that is starved by what it measures sends late and reads late. Where it may not be
-    preferred, `latest send` in the report shows what that did.
+    A client without enough CPU time sends late and reads late; `latest send` in the report shows
+    by how much.
     """
     with contextlib.suppress(PermissionError):
         set_priority(os.getpid(), max(-20, server_nice - 10))
@@ -146,7 +145,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The API server's process; None if it does not run."""
+        """Process id of the API server; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def __enter__(self) -> VllmServer:
@@ -162,7 +161,7 @@ class VllmServer:
             )
         atexit.register(self.stop)
         try:
-            # Also for 0: the client that starts it may be running at another priority.
+            # Also for 0: the client may run at another priority, which the server inherits.
             set_priority(self._process.pid, self.config.nice)
             self._wait_until_healthy()
         except BaseException:
@@ -179,7 +178,7 @@ class VllmServer:
         self.stop()
 
     def stop(self) -> None:
-        """End the server and every process it started. Does nothing the second time."""
+        """Stop the server and every process it started; no-op if already stopped."""
         process, self._process = self._process, None
         atexit.unregister(self.stop)
         if process is None:
@@ -199,7 +198,7 @@ class VllmServer:
             raise ServerFailed(f"the server ended unexpectedly\n{self.log_tail()}")
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time used so far, per process name (user plus system)."""
+        """Return the CPU time used so far by process name: seconds, user plus system."""
         import psutil
 
         if self._process is None:
@@ -209,7 +208,7 @@ class VllmServer:
         for process in [leader, *leader.children(recursive=True)]:
             try:
                 times = process.cpu_times()
-                title = _title(process.cmdline()) or process.name()
+                title = process_title(process.cmdline()) or process.name()
             except psutil.NoSuchProcess:
                 continue
             name = "api server" if process.pid == leader.pid else title
@@ -217,7 +216,7 @@ class VllmServer:
         return used
 
     def memory_bytes(self) -> int:
-        """Resident memory of all its processes."""
+        """Return the resident memory of all processes of the server."""
         import psutil
 
         if self._process is None:
@@ -238,7 +237,7 @@ class VllmServer:
             return str(reply.read().decode())
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         lines = self.config.log.read_text(errors="replace").splitlines()
         return f"--- end of {self.config.log.name} ---\n" + "\n".join(lines[-_LOG_TAIL_LINES:])
 
@@ -256,8 +255,8 @@ class VllmServer:
         )
 
 
-def _title(command: list[str]) -> str:
-    """A name for a process: the module that it runs, or its program without the folder."""
+def process_title(command: list[str]) -> str:
+    """Return the module that a process runs, or its program without the folder."""
     if command[1:2] == ["-m"] and len(command) > 2:
         return command[2]
     return command[0].rsplit("/", 1)[-1] if command else ""

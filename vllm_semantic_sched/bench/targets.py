@@ -1,4 +1,4 @@
-"""What must be reached: a required figure each, and the ratios of `bench run`."""
+"""Targets of a measurement, and the ratios that `bench run` requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_OVERLOAD = 4.0
 
 @dataclass(frozen=True)
 class Target:
-    """One requirement: `measured` against `required`, a minimum or, with `at_most`, a maximum."""
+    """A requirement: `required` is a minimum for `measured` or, with `at_most`, a maximum."""
 
     text: str
     measured: float
@@ -21,14 +21,14 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether it was reached; an undefined measurement is not."""
+        """Whether the target was reached; False for an undefined measurement."""
         if self.at_most:
             return self.measured <= self.required
         return self.measured >= self.required
 
 
 def missed(targets: Iterable[Target]) -> list[str]:
-    """A line for each target that was not reached."""
+    """Return a line for each target that was not reached."""
     return [f"target missed: {target.text}" for target in targets if not target.met]
 
 
@@ -43,12 +43,12 @@ _URGENT = (
 
 
 def check_targets(results: Mapping[str, Mapping[str, MixResult]]) -> list[Target]:
-    """Every target whose mix and schedulers were run.
+    """Return every target whose mix and schedulers were run.
 
     Args:
         results: by mix, then by scheduler.
     """
-    return [*_urgent(results), *_everyone(results)]
+    return [*_urgent(results), *_all_levels(results)]
 
 
 def _urgent(results: Mapping[str, Mapping[str, MixResult]]) -> Iterator[Target]:
@@ -62,7 +62,7 @@ def _urgent(results: Mapping[str, Mapping[str, MixResult]]) -> Iterator[Target]:
         yield Target(text, theirs / ours, required)
 
 
-def _everyone(results: Mapping[str, Mapping[str, MixResult]]) -> Iterator[Target]:
+def _all_levels(results: Mapping[str, Mapping[str, MixResult]]) -> Iterator[Target]:
     for mix, rows in results.items():
         for name, row in rows.items():
             answered = 1 - len(row.failed) / row.requests

@@ -1,11 +1,10 @@
 """A small random-weight Llama with a real tokenizer, for load tests without a download.
 
-The model says nothing sensible, but everything around it is real: the prompts are
-tokenized as a served model would, the engine runs the same attention and sampling code,
-and weights are fp32 so that greedy outputs of two schedulers can be compared token by
-token. The tokenizer is the 32k SentencePiece vocabulary that `mistral_common`, a
-dependency of vLLM, carries in its package data. (Llama, because `transformers` gives any
-Qwen model directory the Qwen vocabulary's splitting rules, whatever its files say.)
+The output is meaningless, but the rest is real: prompts are tokenized as for any served model, the
+engine runs the same attention and sampling code, and the weights are fp32, so that greedy outputs
+of two schedulers can be compared token by token. The tokenizer is the 32k SentencePiece vocabulary
+in the package data of `mistral_common`, a dependency of vLLM. (Llama, because `transformers` uses
+the splitting rules of the Qwen vocabulary for any Qwen model directory, whatever its files say.)
 """
 
 from __future__ import annotations
@@ -158,10 +157,10 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _merges(pieces: object, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merge list that a SentencePiece BPE vocabulary stands for.
+    """The merge list that is equivalent to a SentencePiece BPE vocabulary.
 
-    SentencePiece stores scores instead of merges: a piece of better score is merged
-    first, whichever two known halves it is made of.
+    SentencePiece stores scores instead of merges: the piece with the best score is merged first,
+    from any two known halves.
     """
     ranked: list[tuple[float, int, str, str]] = []
     for piece, index in vocab.items():

@@ -12,8 +12,8 @@ from vllm_semantic_sched import __version__
 # name: (module with add_arguments and run, one line of help)
 _COMMANDS = {
     "bench": (
-        "vllm_semantic_sched.bench.cli",
-        "compare schedulers on a running engine, measure scheduling overhead",
+        "vllm_semantic_sched.cli.bench",
+        "compare schedulers on a real engine, measure scheduling overhead",
     ),
     "train": (
         "vllm_semantic_sched.cli.train",

@@ -29,9 +29,7 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
             return nn.ModuleList((self.pre_classifier, self.classifier))
         return nn.ModuleList((self.length_pre_classifier, self.length_classifier))
 
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, attention_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of both heads: (batch, levels) and (batch, buckets).
 
         `input_ids` and `attention_mask` are (batch, tokens) integers; padding has mask 0.

@@ -91,7 +91,8 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     if path is None:
         raise FileNotFoundError(f"no weights in {folder}: {' or '.join(_WEIGHTS_FILES.values())}")
     network.load_state_dict(dequantised(load_file(path)))
-    return network.eval()
+    network.eval()
+    return network
 
 
 def _weights_file(folder: Path) -> Path | None:

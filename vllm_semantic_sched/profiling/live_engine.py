@@ -188,7 +188,7 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
     """
     import torch
 
-    from vllm_semantic_sched.engine.kv_copy import block_regions, make_backend
+    from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend
 
     runner = worker.model_runner
     regions = block_regions(runner.kv_caches, runner.kv_cache_config.num_blocks)

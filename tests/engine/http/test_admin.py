@@ -11,10 +11,10 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from chaos import BASE_POLICY, disturb, server_arguments
 from metrics_page import wait_until
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
-from vllm_semantic_sched.bench.chaos_command import BASE_POLICY, disturb, server_arguments
 from vllm_semantic_sched.cli import main
 
 pytestmark = pytest.mark.engine

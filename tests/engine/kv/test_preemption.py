@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.fake_engine import (
+from vllm_semantic_sched.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,

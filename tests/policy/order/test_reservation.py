@@ -121,12 +121,12 @@ def test_what_is_borrowed_is_named_until_it_is_given_back() -> None:
 def test_a_reservation_that_leaves_the_others_nothing_is_refused(reserve) -> None:
     with pytest.raises(PolicyError, match=r"tiers\.0\.reserve: .*the engine has 10 seats"):
         reservation(reserve, NONE)
-    kept, holdings = reservation(Reserve(seats=1), NONE)
+    kept, _holdings = reservation(Reserve(seats=1), NONE)
     with pytest.raises(PolicyError):
         kept.set_tiers([Tier(name="a", reserve=reserve), Tier(name="b")])
     assert kept.limit_below(0, hard=True).seats == 9
 
 
 def test_without_reservations_everything_is_admitted() -> None:
-    kept, holdings = reservation(NONE, NONE)
+    kept, _holdings = reservation(NONE, NONE)
     assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None

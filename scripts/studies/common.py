@@ -1,0 +1,118 @@
+"""The frame of a study: command line, exit status, a server under load, files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.bench.client import LoadClient, Record
+from vllm_semantic_sched.bench.compare import SPARE_TOKENS, end_token
+from vllm_semantic_sched.bench.metrics import duration
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.bench.server import VllmServer, prefer_client
+from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.cli.comparison import make_server, run_command, show_progress
+
+
+def main(
+    description: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    """Parse the command line, run the study and exit: 2 for bad arguments, 1 for a failed run.
+
+    The output folder, if there is an option for it, exists when `run` is called.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    args = parser.parse_args()
+    if getattr(args, "output", None) is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+    sys.exit(run_command(parser.prog, run, args))
+
+
+@contextmanager
+def serve(
+    args: argparse.Namespace, spec: SchedulerSpec, max_output: int
+) -> Iterator[tuple[VllmServer, LoadClient]]:
+    """Start a server with this scheduler and a client for it; stop it at the end of the block.
+
+    Args:
+        args: with the options of `add_server_arguments`.
+        max_output: tokens of the longest answer.
+    """
+    progress = show_progress(args.quiet)
+    progress.message(f"starting the server: {spec.name}")
+    prefer_client(args.nice)
+    with VllmServer(spec.configure(make_server(args), args.output)) as server:
+        yield (
+            server,
+            LoadClient(
+                server.url,
+                eos_token=end_token(args.model),
+                max_tokens=max_output + SPARE_TOKENS,
+                extras=spec.body_extras,
+                progress=progress,
+            ),
+        )
+
+
+def capacity(client: LoadClient, sample: Sequence[BenchRequest]) -> float:
+    """Return the requests per second that the server answers when all of `sample` arrive at once.
+
+    Raises:
+        RuntimeError: no request was answered.
+    """
+    done = client.send_together(sample, "capacity")
+    seconds = duration(done)
+    if not seconds:
+        raise RuntimeError("the server answered no request")
+    return len(done) / seconds
+
+
+def arriving_at(
+    requests: Sequence[BenchRequest], times: Sequence[float], **fields: Any
+) -> list[BenchRequest]:
+    """Return the requests with these arrival times and other fields."""
+    pairs = zip(requests, times, strict=True)
+    return [replace(request, arrival=time, **fields) for request, time in pairs]
+
+
+def refusal_code(record: Record) -> str | None:
+    """Return the code with which the middleware refused a request; None if it did not."""
+    if record.error is None or not record.error.startswith("{"):
+        return None
+    try:
+        body = json.loads(record.error)
+    except ValueError:
+        return None
+    error = body.get("error", body)
+    return str(error["code"]) if "retry_after" in error else None
+
+
+def latest_send(records: Sequence[Record]) -> float:
+    """Return the largest delay between arrival time and sending, in seconds."""
+    return max(one.sent - one.arrival for one in records if one.sent is not None)
+
+
+def percentiles(values: Sequence[float], missing: float = float("nan")) -> tuple[float, float]:
+    """Return p50 and p99; `missing` twice if there are no values."""
+    import numpy as np
+
+    if not values:
+        return missing, missing
+    p50, p99 = np.percentile(values, [50, 99])
+    return float(p50), float(p99)
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a document."""
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")

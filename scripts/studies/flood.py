@@ -1,0 +1,200 @@
+"""One tenant floods a real server while another one sends a few requests per second.
+
+The quiet tenant sends all the time: first alone, then beside a flood of many times the server's
+capacity, then alone again. The study compares its time to first token in the three phases; every
+request of the flood must get an answer, or a refusal with a code and a time to come back. Prints
+tables and writes `flood.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from common import (
+    arriving_at,
+    capacity,
+    latest_send,
+    main,
+    percentiles,
+    refusal_code,
+    serve,
+    write_json,
+)
+
+from vllm_semantic_sched.bench.compare import OTHER_SEED
+from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.workload import BenchRequest, WorkloadConfig, make_workload
+from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
+from vllm_semantic_sched.cli.console import make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_semantic_sched.bench.client import Record
+
+_LEVEL_MIX = "0:1:0:0:0"  # both tenants have the same level: only fairness distinguishes them
+_RECOVERY = 5.0  # seconds after the flood in which service may still be slow
+_WORST = 3.0  # largest TTFT beside the flood relative to that alone
+_CAPACITY_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class TenantExtras:
+    """Adds the tenant to a request: the first `quiet` indices are the quiet tenant's."""
+
+    quiet: int
+
+    def __call__(self, request: BenchRequest) -> Mapping[str, object]:
+        """Return the further fields of the request's body."""
+        tenant = "quiet" if request.index < self.quiet else "flood"
+        return {"vllm_xargs": {"urgency": request.level, "tenant": tenant}}
+
+
+def make_load(args: argparse.Namespace, rate: float) -> tuple[list[BenchRequest], int]:
+    """Return the requests of both tenants, and how many of the first ones are the quiet tenant's.
+
+    Args:
+        rate: of the flood, in requests per second.
+    """
+    total = args.alone + args.flood + args.after
+    times = [number / args.rate for number in range(int(total * args.rate))]
+    quiet = _requests(args, times, args.quiet_tokens, seed=1)
+    times = [args.alone + number / rate for number in range(int(args.flood * rate))]
+    flood = _requests(args, times, args.flood_tokens, seed=2)
+    return [*quiet, *(replace(one, index=len(quiet) + one.index) for one in flood)], len(quiet)
+
+
+def _requests(
+    args: argparse.Namespace, times: Sequence[float], tokens: int, seed: int
+) -> list[BenchRequest]:
+    """Requests that arrive at `times`, with answers of the same length."""
+    config = WorkloadConfig(requests=len(times), mix=_LEVEL_MIX, seed=args.seed + seed)
+    return arriving_at(make_workload(config).requests, times, output_tokens=tokens)
+
+
+def evaluate(
+    args: argparse.Namespace,
+    quiet: Sequence[Record],
+    flood: Sequence[Record],
+    rate: float,
+    memory_growth: int,
+) -> dict[str, Any]:
+    """Return the contents of `flood.json`.
+
+    Args:
+        rate: of the flood, in requests per second.
+        memory_growth: of the server, in bytes.
+    """
+    end = args.alone + args.flood
+    phases = {
+        "alone": [one for one in quiet if one.arrival < args.alone],
+        "beside the flood": [one for one in quiet if args.alone <= one.arrival < end],
+        "after it": [one for one in quiet if one.arrival >= end + _RECOVERY],
+    }
+    refused = Counter(code for one in flood if (code := refusal_code(one)) is not None)
+    return {
+        "flood_requests_per_second": rate,
+        "quiet": {name: _phase(members) for name, members in phases.items()},
+        "flood": {
+            "sent": len(flood),
+            "answered": sum(one.ok for one in flood),
+            "refused": dict(refused),
+            "neither": sum(not one.ok and refusal_code(one) is None for one in flood),
+        },
+        "server_memory_grown_bytes": memory_growth,
+        "latest_send": latest_send([*quiet, *flood]),
+    }
+
+
+def _phase(records: Sequence[Record]) -> dict[str, float]:
+    ttfts = [one.ttft for one in records if one.ttft is not None]
+    p50, p99 = percentiles(ttfts, missing=float("inf"))
+    answered = sum(one.ok for one in records)
+    return {"sent": len(records), "answered": answered, "ttft_p50": p50, "ttft_p99": p99}
+
+
+def problems_of(result: Mapping[str, Any]) -> list[str]:
+    """Return a line for each requirement that was missed."""
+    quiet, flood = result["quiet"], result["flood"]
+    alone, after = quiet["alone"], quiet["after it"]
+    problems = []
+    if quiet["beside the flood"]["ttft_p99"] > _WORST * alone["ttft_p99"]:
+        problems.append(f"p99 TTFT of the quiet tenant: more than {_WORST:g} times that alone")
+    if after["ttft_p99"] > _WORST * alone["ttft_p99"]:
+        problems.append(f"service is not back to normal {_RECOVERY:g} s after the flood")
+    if any(phase["answered"] < phase["sent"] for phase in quiet.values()):
+        problems.append("a request of the quiet tenant was not answered")
+    if flood["neither"]:
+        problems.append(f"{flood['neither']} requests got neither an answer nor a code")
+    return problems
+
+
+def print_result(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the quiet tenant's phases and what happened to the flood."""
+    columns = ("", "sent", "answered", "TTFT p50, s", "TTFT p99, s", "p99 vs alone")
+    table = make_table("the quiet tenant", *columns)
+    alone = result["quiet"]["alone"]["ttft_p99"]
+    for name, phase in result["quiet"].items():
+        table.add_row(
+            *(name, str(phase["sent"]), str(phase["answered"])),
+            *(f"{phase['ttft_p50']:.3f}", f"{phase['ttft_p99']:.3f}"),
+            f"{phase['ttft_p99'] / alone:.2f}x",
+        )
+    console.print(table)
+    flood = result["flood"]
+    refused = ", ".join(f"{count} {code}" for code, count in flood["refused"].items()) or "none"
+    console.print(
+        f"flood: {result['flood_requests_per_second']:.0f} requests/s, {flood['sent']} sent, "
+        f"{flood['answered']} answered, refused: {refused}; {flood['neither']} neither\n"
+        f"server memory grew by {result['server_memory_grown_bytes'] / 2**20:.0f} MiB; latest "
+        f"send {result['latest_send']:.2f} s",
+        soft_wrap=True,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add("--policy", default="fairness", help="name or YAML file (default: %(default)s)")
+    add("--alone", type=float, default=40.0, help="seconds before the flood (%(default)s)")
+    add("--flood", type=float, default=40.0, help="seconds of the flood (default: %(default)s)")
+    add("--after", type=float, default=30.0, help="seconds after it (default: %(default)s)")
+    add("--rate", type=float, default=2.0, help="the quiet tenant's requests/s (%(default)s)")
+    add("--overload", type=float, default=20.0, help="the flood over capacity (%(default)s)")
+    add("--quiet-tokens", type=int, default=32, help="its answers (default: %(default)s)")
+    add("--flood-tokens", type=int, default=384, help="the flood's answers (%(default)s)")
+    add("--seed", type=int, default=0, help="of the texts (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the flood; 1 if a requirement is missed."""
+    spec = SchedulerSpec("semantic-true", "semantic-true", args.policy, MIDDLEWARE)
+    with serve(args, spec, max(args.flood_tokens, args.quiet_tokens)) as (server, client):
+        count = _CAPACITY_ROUNDS * args.seats
+        sample = _requests(args, [0.0] * count, args.flood_tokens, seed=OTHER_SEED)
+        client = replace(client, extras=TenantExtras(count))
+        rate = args.overload * capacity(client, sample)
+        requests, quiet = make_load(args, rate)
+        client = replace(client, extras=TenantExtras(quiet))
+        memory = server.memory_bytes()
+        records = client.send(requests, "flood")
+        server.check()
+        growth = server.memory_bytes() - memory
+    by_tenant = (
+        [one for one in records if one.index < quiet],
+        [one for one in records if one.index >= quiet],
+    )
+    result = evaluate(args, *by_tenant, rate, growth)
+    write_json(args.output / "flood.json", result)
+    console = make_console()
+    print_result(console, result)
+    return print_problems(console, problems_of(result))
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,0 +1,277 @@
+"""Cost of a prediction, alone and beside a busy engine.
+
+Measures the latency of one text on one thread, the throughput in full batches and the size of the
+weights; with --engine also the time of the engine's steps with and without prompts to predict, on
+a real `vllm serve`. Prints tables and writes `predictor.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import main, percentiles, write_json
+from step_time import StepTimePlan, StepTimes, measure_step_times
+
+from vllm_semantic_sched.bench.results import environment
+from vllm_semantic_sched.bench.server import ServerConfig, prefer_client
+from vllm_semantic_sched.bench.targets import Target, missed
+from vllm_semantic_sched.cli.comparison import (
+    add_nice_argument,
+    print_problems,
+    print_targets,
+    show_progress,
+)
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WORDPIECES = (16, 64, 128)
+_TARGET_WORDPIECES, _TARGET_THREADS = 64, 2
+_MAX_LATENCY_MS, _MIN_RATE, _MAX_WEIGHTS_MB, _MAX_STEP_RATIO = 8.0, 250.0, 30.0, 1.10
+BATCH = 16
+"""Texts in a batch of the throughput measurement; the policy's default `max_batch`."""
+BATCH_WORDPIECES = 64
+"""Wordpieces of each text in a batch."""
+
+# Each word is one wordpiece, so that a text can have any length.
+_SENTENCE = (
+    "my father is old and since this morning he has had a heavy feeling in his chest he looks "
+    "very white and says his left arm feels strange it would take us an hour to drive to the "
+    "hospital what should i do first"
+)
+_FRAME = 2  # [CLS] and [SEP]
+_WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds from text to prediction, one text at a time on one thread."""
+
+    wordpieces: int
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Predictions per second in batches of `BATCH`, in one process with `threads` threads."""
+
+    threads: int
+    requests_per_second: float
+
+
+def text_of(wordpieces: int) -> str:
+    """Return a text with this number of wordpieces, including [CLS] and [SEP], for the shipped
+    predictor, and about as many for another one."""
+    return " ".join(itertools.islice(itertools.cycle(_SENTENCE.split()), wordpieces - _FRAME))
+
+
+def measure_latency(predictor: TextPredictor, wordpieces: int, repeats: int) -> Latency:
+    """Predict one text `repeats` times and time each."""
+    text = text_of(wordpieces)
+    seconds = []
+    for repeat in range(_WARM_UP + repeats):
+        started = time.perf_counter()
+        predictor.predict([text])
+        if repeat >= _WARM_UP:
+            seconds.append(time.perf_counter() - started)
+    return Latency(wordpieces, *percentiles(seconds))
+
+
+def measure_throughput(path: str | None, threads: int, seconds: float) -> Throughput:
+    """Predict full batches for at least `seconds`.
+
+    Args:
+        path: as for `TextPredictor.load`, which also sets the thread count of this process.
+    """
+    predictor = TextPredictor.load(path, threads=threads)
+    texts = [text_of(BATCH_WORDPIECES)] * BATCH
+    predictor.predict(texts)
+    batches = 0
+    started = time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        predictor.predict(texts)
+        batches += 1
+    return Throughput(threads, batches * BATCH / elapsed)
+
+
+def thread_counts() -> list[int]:
+    """Return 1, 2 and the number of cores that this process may use, without duplicates."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({1, min(2, cores), cores})
+
+
+def weights_bytes(path: str | None) -> int | None:
+    """Return the size of all files in the predictor's folder; None for a hub id."""
+    folder = SHIPPED_WEIGHTS if path is None else Path(path)
+    if not folder.is_dir():
+        return None
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def cost_targets(
+    latencies: Iterable[Latency], throughputs: Iterable[Throughput], size: int | None
+) -> list[Target]:
+    """Return the targets with their measured values; `size` in bytes, None if it is unknown."""
+    targets = [
+        Target(
+            f"one text of {latency.wordpieces} wordpieces on one thread, p50 in ms",
+            1e3 * latency.p50,
+            _MAX_LATENCY_MS,
+            at_most=True,
+        )
+        for latency in latencies
+        if latency.wordpieces == _TARGET_WORDPIECES
+    ]
+    targets += [
+        Target(
+            f"predictions per second in batches on {throughput.threads} threads",
+            throughput.requests_per_second,
+            _MIN_RATE,
+        )
+        for throughput in throughputs
+        if throughput.threads == _TARGET_THREADS
+    ]
+    if size is not None:
+        targets.append(Target("weights in MB", size / 1e6, _MAX_WEIGHTS_MB, at_most=True))
+    return targets
+
+
+def step_target(steps: Mapping[str, StepTimes], rate: int) -> Target:
+    """Return the target for the engine's steps."""
+    return Target(
+        f"p99 step time, {rate} prompts/s: new / remembered ones",
+        steps["new"].p99 / steps["known"].p99,
+        _MAX_STEP_RATIO,
+        at_most=True,
+    )
+
+
+def _measure_cost(args: argparse.Namespace) -> tuple[list[Latency], list[Throughput]]:
+    progress = show_progress()
+    progress.message("measuring throughput and latency")
+    throughputs = [
+        measure_throughput(args.predictor, threads, args.seconds) for threads in thread_counts()
+    ]
+    predictor = TextPredictor.load(args.predictor, threads=1)
+    latencies = [measure_latency(predictor, count, args.repeats) for count in _WORDPIECES]
+    return latencies, throughputs
+
+
+def _measure_engine(args: argparse.Namespace) -> dict[str, StepTimes]:
+    server = ServerConfig(
+        model=args.engine,
+        log=args.output / "server-predictor.log",
+        seats=args.seats,
+        num_blocks=None,  # enough KV for every stream: a preemption would look like a slow step
+        nice=args.nice,
+    )
+    prefer_client(args.nice)
+    plan = StepTimePlan(server, args.policy, args.rate, args.phase, args.cycles)
+    return measure_step_times(plan, show_progress())
+
+
+def _print_cost(
+    console: Console,
+    latencies: Sequence[Latency],
+    throughputs: Sequence[Throughput],
+    size: int | None,
+) -> None:
+    table = make_table("one text at a time, one thread", "wordpieces", "p50, ms", "p99, ms")
+    for latency in latencies:
+        cells = (f"{1e3 * seconds:.2f}" for seconds in (latency.p50, latency.p99))
+        table.add_row(str(latency.wordpieces), *cells)
+    console.print(table)
+    title = f"batches of {BATCH} texts of {BATCH_WORDPIECES} wordpieces"
+    table = make_table(title, "threads", "predictions/s")
+    for throughput in throughputs:
+        table.add_row(str(throughput.threads), f"{throughput.requests_per_second:.0f}")
+    console.print(table)
+    if size is not None:
+        console.print(f"weights and tokenizer: {size / 1e6:.1f} MB")
+
+
+def _print_steps(console: Console, steps: Mapping[str, StepTimes], rate: int) -> None:
+    titles = {
+        "none": "no arrivals",
+        "known": f"{rate} prompts/s, predictions remembered",
+        "new": f"{rate} prompts/s, each predicted",
+    }
+    known = steps["known"]
+    table = make_table(
+        "time of a decode step, all seats busy", "beside it", "tokens", "p50, ms", "p99, ms",
+        "p50 vs\nremembered", "p99 vs\nremembered", "predictor,\nshare of a core", "got a seat",
+    )  # fmt: skip
+    for condition, times in steps.items():
+        share = times.predictor_share
+        table.add_row(
+            titles[condition],
+            f"{times.tokens:,}",
+            f"{1e3 * times.p50:.2f}",
+            f"{1e3 * times.p99:.2f}",
+            f"{times.p50 / known.p50:.2f}x",
+            f"{times.p99 / known.p99:.2f}x",
+            "-" if share is None else f"{share:.0%}",
+            str(times.served),
+        )
+    console.print(table)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("bench-output"), help="folder of results (%(default)s)")
+    add("--predictor", help="folder or hub id of another predictor than the shipped one")
+    add("--repeats", type=int, default=300, help="timed predictions per length (%(default)s)")
+    add("--seconds", type=float, default=5.0, help="of each throughput figure (%(default)s)")
+    add("--engine", type=Path, metavar="MODEL", help="also measure step times, serving this model")
+    add("--policy", default="ems", help="with --engine: a name or a YAML file (%(default)s)")
+    add("--rate", type=int, default=50, help="with --engine: prompts per second (%(default)s)")
+    add("--phase", type=float, default=10.0, help="with --engine: seconds a phase (%(default)s)")
+    add("--cycles", type=int, default=3, help="with --engine: phases per condition (%(default)s)")
+    add("--seats", type=int, default=16, help="with --engine: max_num_seqs (%(default)s)")
+    add_nice_argument(parser)
+    add("--assert-targets", action="store_true", help="fail if a target is missed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write `predictor.json`; 1 if an asserted target is missed."""
+    if args.repeats < 1 or args.seconds <= 0:
+        raise ValueError("--repeats must be at least 1, --seconds above 0")
+    console = make_console()
+    latencies, throughputs = _measure_cost(args)
+    size = weights_bytes(args.predictor)
+    _print_cost(console, latencies, throughputs, size)
+    targets = cost_targets(latencies, throughputs, size)
+    steps: Mapping[str, StepTimes] = {}
+    if args.engine:
+        steps = _measure_engine(args)
+        _print_steps(console, steps, args.rate)
+        targets.append(step_target(steps, args.rate))
+    print_targets(console, targets)
+    document = {
+        "environment": environment(),
+        "options": vars(args),
+        "latency_seconds": [asdict(latency) for latency in latencies],
+        "throughput": [asdict(throughput) for throughput in throughputs],
+        "weights_bytes": size,
+        "step_time_seconds": {condition: asdict(times) for condition, times in steps.items()},
+        "targets": [{**asdict(target), "met": target.met} for target in targets],
+    }
+    path = args.output / "predictor.json"
+    write_json(path, document)
+    console.print(f"figures: {path}", soft_wrap=True)
+    return print_problems(console, missed(targets) if args.assert_targets else [])
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,0 +1,343 @@
+"""Premium, standard and background traffic under overload, on a real `vllm serve`.
+
+A quarter of the requests is premium, half standard and a quarter background, for a fixed time.
+Four schedulers get the same requests; requests that are unanswered some seconds after the last
+arrival are given up. Prints a row per tier and writes `tiers.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from common import capacity, latest_send, main, percentiles, refusal_code, serve, write_json
+
+from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED, read_counters
+from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.workload import Workload, WorkloadConfig, make_workload
+from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.files import read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_semantic_sched.bench.client import LoadClient, Record
+    from vllm_semantic_sched.policy.config.order import Aging
+
+TIERS = ("premium", "standard", "background")
+
+_MIX = "1:2:1:0:0"
+_FCFS, _PRIORITY, _NO_PROMISES, _PROMISES = SCHEDULERS = (
+    "vLLM FCFS",
+    "vLLM priority",
+    "ours, no promises",
+    "ours",
+)
+_IDLE_REQUESTS = 24
+# The standard tier's promise relative to the premium tier's. Background is promised nothing.
+_STANDARD_PROMISE = 20.0
+# Seconds per promotion, short enough for background requests to become overdue within the run.
+_AGING_INTERVAL = 10.0
+
+
+@dataclass(frozen=True)
+class TierRow:
+    """One tier under one scheduler. Times in seconds.
+
+    Attributes:
+        kept: share of all requests sent whose first token came in time; None without a promise.
+        longest_wait: for a first token, including requests that still waited at the end.
+    """
+
+    scheduler: str
+    tier: str
+    sent: int
+    answered: int
+    refused: Mapping[str, int]
+    unanswered: int
+    ttft_p50: float
+    ttft_p99: float
+    kept: float | None
+    longest_wait: float
+
+
+def tier_row(
+    scheduler: str, level: int, promise: float | None, records: Sequence[Record], horizon: float
+) -> TierRow:
+    """Evaluate one tier.
+
+    Args:
+        promise: seconds to the first token, None if none is promised.
+        records: of all tiers.
+        horizon: seconds after which requests were given up.
+    """
+    mine = [record for record in records if record.level == level]
+    ttfts = [one.ttft for one in mine if one.ttft is not None]
+    refused = Counter(code for one in mine if (code := refusal_code(one)) is not None)
+    waiting = [
+        horizon - one.arrival
+        for one in mine
+        if one.first_token is None and refusal_code(one) is None
+    ]
+    p50, p99 = percentiles(ttfts)
+    kept = None
+    if promise is not None:
+        kept = sum(ttft <= promise for ttft in ttfts) / len(mine) if mine else float("nan")
+    return TierRow(
+        scheduler,
+        TIERS[level],
+        sent=len(mine),
+        answered=sum(one.ok for one in mine),
+        refused=dict(refused),
+        unanswered=sum(one.finish is None and refusal_code(one) is None for one in mine),
+        ttft_p50=p50,
+        ttft_p99=p99,
+        kept=kept,
+        longest_wait=max([*ttfts, *waiting], default=float("nan")),
+    )
+
+
+def totals_of(
+    scheduler: str, records: Sequence[Record], preemptions: float, horizon: float
+) -> dict[str, Any]:
+    """Summarize all tiers under one scheduler; `failed` counts requests that failed without a code.
+
+    Args:
+        horizon: see `tier_row`.
+    """
+    end = max((one.finish for one in records if one.finish), default=horizon)
+    return {
+        "scheduler": scheduler,
+        "output_tokens_per_second": sum(len(one.token_ids) for one in records) / end,
+        "preemptions_per_minute": 60 * preemptions / end,
+        "latest_send": latest_send(records),
+        "failed": sum(
+            one.status not in (None, 200) and refusal_code(one) is None for one in records
+        ),
+    }
+
+
+def compare_with_aging_bound(
+    aging: Aging, level: int, records: Sequence[Record], horizon: float
+) -> dict[str, float] | None:
+    """Compare the waits of a level with the bound of `Aging.wait_bound`; None if there is none.
+
+    The bound's q and T are those of the run: the number of older requests that waited on arrival,
+    and the longest time between two first tokens.
+    """
+    if not aging.enabled:
+        return None
+    starts = sorted(one.first_token for one in records if one.first_token is not None)
+    longest_gap = max((later - one for one, later in itertools.pairwise(starts)), default=horizon)
+    ends = [(one.arrival, _end_of_wait(one, horizon)) for one in records]
+    waits = []
+    for one in records:
+        if one.level == level and refusal_code(one) is None:
+            older = sum(arrival < one.arrival < end for arrival, end in ends)
+            bound = aging.wait_bound(level, older, longest_gap)
+            if bound is None:
+                return None
+            waits.append((_end_of_wait(one, horizon) - one.arrival, bound))
+    if not waits:
+        return None
+    longest = max(waits)
+    beyond = sum(wait > bound for wait, bound in waits)
+    return {"requests": len(waits), "beyond": beyond, "wait": longest[0], "bound": longest[1]}
+
+
+def _end_of_wait(one: Record, horizon: float) -> float:
+    return min(
+        [time for time in (one.first_token, one.finish) if time is not None], default=horizon
+    )
+
+
+class Study:
+    """The servers, one after another. The capacity of the first one sets the load of all."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._load: Workload | None = None
+        self.facts: dict[str, float] = {}
+
+    def measure(self, name: str) -> tuple[list[TierRow], dict[str, Any]]:
+        """Start a server with a scheduler and send it the load."""
+        args = self._args
+        spec = self._spec(name)
+        horizon = args.seconds + args.drain
+        with serve(args, spec, args.max_output) as (server, client):
+            client.send_together(self._sample(_IDLE_REQUESTS))  # warm-up
+            if self._load is None:
+                self._load = self._set_load(client)
+            before = read_counters(server.get_text("/metrics"))
+            records = client.send(self._load.requests, spec.name, stop_after=horizon)
+            server.check()
+            after = read_counters(server.get_text("/metrics"))
+        rows = [
+            tier_row(spec.name, level, promise, records, horizon)
+            for level, promise in enumerate(self._promises())
+        ]
+        counter = "vllm:num_preemptions_total"
+        total = totals_of(spec.name, records, after[counter] - before[counter], horizon)
+        if spec.policy is not None:
+            aging = load_policy(spec.policy).aging
+            total["bound"] = compare_with_aging_bound(aging, len(TIERS) - 1, records, horizon)
+        return rows, total
+
+    def _promises(self) -> tuple[float | None, ...]:
+        """Seconds to the first token by tier."""
+        return self.facts["promised_ttft"], self.facts["promised_ttft_standard"], None
+
+    def _spec(self, name: str) -> SchedulerSpec:
+        if name == _FCFS:
+            return SchedulerSpec(name, "fcfs")
+        if name == _PRIORITY:
+            return SchedulerSpec(name, "priority")
+        policy = self._write_policy(promises=name == _PROMISES)
+        return SchedulerSpec(name, "semantic-true", str(policy), MIDDLEWARE)
+
+    def _write_policy(self, promises: bool) -> Path:
+        """The policy with promises that this machine can keep, or with none."""
+        data, _ = read_config(self._args.policy, "policy")
+        if self._args.profile:
+            data["profile"] = self._args.profile
+        for tier, ttft in zip(data["tiers"], self._promises(), strict=True):
+            slo = tier.get("slo", {})
+            tier["slo"] = {key: slo[key] for key in ("percentile", "takes_seats") if key in slo}
+            if promises and ttft is not None:
+                tier["slo"]["ttft"] = ttft
+            if not promises:
+                tier.pop("queue", None)
+                tier.pop("shed_order", None)
+        if promises:
+            data["aging"] = {**data.get("aging", {}), "interval": _AGING_INTERVAL}
+        else:
+            for section in ("admission", "shedding", "deadlines", "aging"):
+                data.pop(section, None)
+        path: Path = self._args.output / f"{'promises' if promises else 'no-promises'}.yaml"
+        path.write_text(yaml.safe_dump(data, sort_keys=False))
+        return path
+
+    def _set_load(self, client: LoadClient) -> Workload:
+        args = self._args
+        alone = client.send_one_by_one(self._sample(_IDLE_REQUESTS), "idle engine")
+        ttfts = sorted(one.ttft for one in alone if one.ttft)
+        idle = ttfts[len(ttfts) // 2]
+        rate = capacity(client, self._sample(CAPACITY_ROUNDS * args.seats))
+        self.facts = {
+            "idle_ttft": idle,
+            "promised_ttft": args.promise * idle,
+            "promised_ttft_standard": _STANDARD_PROMISE * args.promise * idle,
+            "capacity_requests_per_second": rate,
+        }
+        gap = args.maxcon / 2 / (args.overload * rate)
+        count = int(args.seconds / gap * args.maxcon / 2)
+        return make_workload(replace(self._config(count), gap=gap))
+
+    def _sample(self, count: int) -> Sequence[Any]:
+        config = self._config(count)
+        return make_workload(replace(config, gap=0.0, seed=config.seed + OTHER_SEED)).requests
+
+    def _config(self, requests: int) -> WorkloadConfig:
+        return WorkloadConfig(
+            requests=requests,
+            mix=_MIX,
+            max_burst=self._args.maxcon,
+            seed=self._args.seed,
+            max_output_tokens=self._args.max_output,
+        )
+
+
+def print_tables(
+    console: Console,
+    rows: Sequence[TierRow],
+    totals: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, float],
+) -> None:
+    """Print the tiers, the totals and what was measured on the idle engine."""
+    table = make_table(
+        "tiers under overload",
+        "scheduler", "tier", "sent", "answered", "refused", "unanswered", "TTFT p50, s",
+        "TTFT p99, s", "in time", "longest wait, s",
+        words=2,
+    )  # fmt: skip
+    for row in rows:
+        refused = ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0"
+        table.add_row(
+            *(row.scheduler, row.tier, str(row.sent), str(row.answered), refused),
+            *(str(row.unanswered), f"{row.ttft_p50:.3f}", f"{row.ttft_p99:.3f}"),
+            *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
+        )
+    console.print(table)
+    columns = ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s")
+    table = make_table("totals", *columns)
+    first = totals[0]["output_tokens_per_second"]
+    for total in totals:
+        speed = total["output_tokens_per_second"]
+        table.add_row(
+            *(total["scheduler"], f"{speed:.0f}", f"{speed / first:.3f}"),
+            *(f"{total['preemptions_per_minute']:.0f}", f"{total['latest_send']:.2f}"),
+        )
+    console.print(table)
+    console.print(
+        f"idle TTFT {facts['idle_ttft']:.3f} s; in time: share of the requests sent whose first "
+        f"token came within {facts['promised_ttft']:.3f} s (premium) or "
+        f"{facts['promised_ttft_standard']:.3f} s (standard); capacity "
+        f"{facts['capacity_requests_per_second']:.1f} requests/s"
+    )
+    for total in totals:
+        if bound := total.get("bound"):
+            console.print(
+                f"{total['scheduler']}: {bound['beyond']} of {bound['requests']} requests of the "
+                f"last tier waited longer than the bound of aging; the longest wait was "
+                f"{bound['wait']:.1f} s, its bound {bound['bound']:.0f} s"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add("--policy", default="tiers", help="three tiers: a name or a YAML file (%(default)s)")
+    add("--profile", help="engine profile, by name or path; measure one with semsched profile")
+    add("--seconds", type=float, default=120.0, help="of arrivals (default: %(default)s)")
+    add("--drain", type=float, default=20.0, help="seconds after the last arrival (%(default)s)")
+    add("--overload", type=float, default=3.0, help="offered load over capacity (%(default)s)")
+    add("--maxcon", type=int, default=12, help="largest burst (default: %(default)s)")
+    add("--promise", type=float, default=10.0, help="premium: TTFT in idle TTFTs (%(default)s)")
+    add("--seed", type=int, default=0, help="of the workload (default: %(default)s)")
+    add("--max-output", type=int, default=192, help="longer answers are cut (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the four schedulers; 1 if a request failed without a code."""
+    study = Study(args)
+    rows: list[TierRow] = []
+    totals: list[dict[str, Any]] = []
+    path = args.output / "tiers.json"
+    for name in SCHEDULERS:
+        done, total = study.measure(name)
+        rows += done
+        totals.append(total)
+        document = {"rows": [asdict(row) for row in rows], "totals": totals, **study.facts}
+        write_json(path, document)
+    console = make_console()
+    print_tables(console, rows, totals, study.facts)
+    console.print(f"records: {path}", soft_wrap=True)
+    problems = [
+        f"{total['scheduler']}: {total['failed']} requests failed without a code"
+        for total in totals
+        if total["failed"]
+    ]
+    return print_problems(console, problems)
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

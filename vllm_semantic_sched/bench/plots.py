@@ -1,0 +1,63 @@
+"""Picture of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.bench.results import Comparison, MixResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = ("#8c8c8c", "#d98032", "#2f7ebc", "#1b9e77", "#8c564b", "#9467bd")
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Write a PNG: mean normalized waiting time and p99 TTFT, per mix, level and scheduler."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = (
+        ("normalized_waiting", "mean", "mean normalized waiting time [ms/token]", 1e3),
+        ("ttft", "p99", "p99 time to first token [s]", 1.0),
+    )
+    mixes = list(comparison.mixes)
+    figure, axes = pyplot.subplots(
+        len(panels), len(mixes), figsize=(7.2 * len(mixes), 8), squeeze=False, sharey="row"
+    )
+    for axes_row, (key, statistic, title, scale) in zip(axes, panels, strict=True):
+        for axis, mix in zip(axes_row, mixes, strict=True):
+            _bars(axis, comparison.mixes[mix], key, statistic, scale)
+            axis.set_title(f"mix {mix}: {title}", fontsize=11)
+    axes_row = axes[0]
+    handles, labels = axes_row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float) -> None:
+    levels = list(next(iter(rows.values())).levels)
+    width = 0.82 / len(rows)
+    for place, row in enumerate(rows.values()):
+        heights = [
+            getattr(row.levels[level][key], statistic) * scale if level in row.levels else 0.0
+            for level in levels
+        ]
+        offsets = [x + (place - (len(rows) - 1) / 2) * width for x in range(len(levels))]
+        bars = axis.bar(
+            offsets, heights, width, label=row.scheduler.title, color=_COLORS[place % len(_COLORS)]
+        )
+        labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
+        axis.bar_label(bars, labels=labels, fontsize=6, padding=1)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
+    axis.set_xticks(range(len(levels)))
+    axis.set_xticklabels(["all" if level == "all" else f"urgency {level}" for level in levels])
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,162 @@
+"""vLLM's real scheduler without engine and model: simulated KV cache and model output.
+
+Fast enough for unit tests and for timing `schedule()` with 100,000 requests.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 1000,
+    "max_position_embeddings": 131072,
+}
+BLOCK_SIZE = 16
+
+
+def build_scheduler(
+    scheduler_class: type[Scheduler] = Scheduler,
+    max_num_seqs: int = 4,
+    num_blocks: int = 1000,
+    max_num_batched_tokens: int = 8192,
+    semantic_sched: dict[str, Any] | None = None,
+    async_scheduling: bool = False,
+    prefix_caching: bool = False,
+    kv_transfer_config: KVTransferConfig | None = None,
+    sliding_window: int | None = None,
+    **scheduler_options: Any,
+) -> Scheduler:
+    """Build a scheduler the way vLLM's engine core does.
+
+    Args:
+        scheduler_class: vLLM's own by default.
+        semantic_sched: the value of this key in `--additional-config`.
+        sliding_window: tokens of attention of a second kind of layers; None: there are none.
+        scheduler_options: further fields of vLLM's SchedulerConfig.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        model_config = ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
+    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
+    cache_config.num_gpu_blocks = num_blocks
+    vllm_config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache_config,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=model_config.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            **scheduler_options,
+        ),
+        additional_config={"semantic_sched": semantic_sched or {}},
+        kv_transfer_config=kv_transfer_config,
+    )
+    # Set late: vLLM turns it off where the platform has no use for it, as on a CPU.
+    vllm_config.scheduler_config.async_scheduling = async_scheduling
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if sliding_window is not None:
+        window = SlidingWindowSpec(
+            block_size=BLOCK_SIZE,
+            num_kv_heads=1,
+            head_size=1,
+            dtype=torch.float32,
+            sliding_window=sliding_window,
+        )
+        groups.append(KVCacheGroupSpec(["window layer"], window))
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+    )
+    return scheduler_class(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt_tokens: int = 20,
+    output_tokens: int = 20,
+    urgency: Any = None,
+    priority: int = 0,
+    tenant: str | None = None,
+) -> Request:
+    """Make a request that ends after exactly `output_tokens`."""
+    extra_args = {"urgency": urgency, "tenant": tenant}
+    extra_args = {key: value for key, value in extra_args.items() if value is not None}
+    params = SamplingParams(
+        max_tokens=output_tokens, ignore_eos=True, extra_args=extra_args or None
+    )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[1 + (hash(request_id) + i) % 900 for i in range(prompt_tokens)],
+        sampling_params=params,
+        pooling_params=None,
+        priority=priority,
+    )
+
+
+def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutput:
+    """Return a model's output: one token for each request whose prefill is complete."""
+    scheduled = list(step.num_scheduled_tokens)
+    tokens = [
+        [] if scheduler.requests[request_id].is_prefill_chunk else [7] for request_id in scheduled
+    ]
+    return ModelRunnerOutput(
+        req_ids=scheduled,
+        req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
+        sampled_token_ids=tokens,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
+def run_step(scheduler: Scheduler) -> SchedulerOutput:
+    """Run one engine step: schedule, then update from simulated model output."""
+    step = scheduler.schedule()
+    scheduler.update_from_output(step, model_output(scheduler, step))
+    return step

@@ -1,0 +1,297 @@
+"""Compare schedulers on a real engine; measure the scheduler's and the simulator's own speed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_semantic_sched.bench.simulator import SCENARIO
+from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
+from vllm_semantic_sched.bench.workload import WorkloadConfig
+from vllm_semantic_sched.cli import comparison
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.bench.overhead import StepTimes
+
+_SCHEDULERS = "fcfs,priority,semantic,semantic-true"
+_STOCK = "stock"
+
+
+class _Command(NamedTuple):
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    help: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below `parser`."""
+    commands = parser.add_subparsers(dest="bench_command", required=True)
+    for name, command in _COMMANDS.items():
+        added = commands.add_parser(name, help=command.help, description=command.help)
+        command.add_arguments(added)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen command and return its exit status."""
+    return comparison.run_command("semsched bench", _COMMANDS[args.bench_command].run, args)
+
+
+# bench run
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    load = WorkloadConfig()
+    comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
+    add = parser.add_argument
+    add("--schedulers", default=_SCHEDULERS, help="comma-separated (default: %(default)s)")
+    add("--profile", help="engine profile of the semantic schedulers, by name or path")
+    add(
+        "--host-gib",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="host memory in which the semantic schedulers keep KV of preempted requests; "
+        "0: it is recomputed (default: %(default)s)",
+    )
+    add("--mix", default="even,rare", help="names or five weights like 1:2:3:2:2, comma-separated")
+    add(
+        "--check-outputs",
+        action="store_true",
+        help="fail if a greedy output differs from the first scheduler's",
+    )
+    add("--assert-targets", action="store_true", help="fail if a required ratio is missed")
+
+
+def _run_comparison(args: argparse.Namespace) -> int:
+    """Return 1 if a request failed, an output differs or a target is missed."""
+    from vllm_semantic_sched.bench.compare import compare
+    from vllm_semantic_sched.bench.plots import draw_comparison
+    from vllm_semantic_sched.bench.schedulers import parse_schedulers
+    from vllm_semantic_sched.bench.targets import check_targets, missed
+    from vllm_semantic_sched.cli.console import make_console
+
+    schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
+    mixes = [mix.strip() for mix in args.mix.split(",")]
+    plan = comparison.make_plan(args, schedulers, mixes)
+    console = make_console()
+    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    for mix, rows in found.mixes.items():
+        comparison.print_mix(console, mix, rows)
+    picture = plan.output / "comparison.png"
+    draw_comparison(found, picture)
+    targets = check_targets(found.mixes)
+    comparison.print_targets(console, targets)
+    console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
+
+    problems = found.failures()
+    if args.check_outputs:
+        count = sum(len(row.counted_differences) for row in found.rows())
+        console.print(f"greedy outputs that differ: {count}")
+        problems += [f"{count} greedy outputs differ"] if count else []
+    if args.assert_targets:
+        problems += missed(targets)
+    return comparison.print_problems(console, problems)
+
+
+# bench overhead
+
+
+def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
+    add("--running", type=int, default=256, help="decoding requests (%(default)s)")
+    add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
+    add(
+        "--everything",
+        action="store_true",
+        help="also measure a policy with aging, deadlines, shares, tenants and reservations",
+    )
+    add("--tenants", type=int, default=100, help="number of tenants (%(default)s)")
+    add("--steps", type=int, default=400, help="timed steps (%(default)s)")
+    add("--arrivals", type=int, default=2, help="new requests per step (%(default)s)")
+    add("--finish-every", type=int, default=8, help="steps per finished request (%(default)s)")
+    add("--json", type=Path, help="file for the figures")
+
+
+def _run_overhead(args: argparse.Namespace) -> int:
+    from vllm_semantic_sched.bench.overhead import ALL_FEATURES, measure
+
+    sizes = [int(size) for size in args.waiting.split(",")]
+    policies: dict[str, str | None] = {_STOCK: None}
+    policies |= {name.strip(): name.strip() for name in args.policies.split(",")}
+    if args.everything:
+        policies["everything"] = str(ALL_FEATURES)
+    figures = measure(
+        policies,
+        sizes,
+        running=args.running,
+        tenants=args.tenants,
+        steps=args.steps,
+        arrivals=args.arrivals,
+        finish_every=args.finish_every,
+        progress=comparison.show_progress(),
+    )
+    _print_overhead(figures, sizes, list(policies), args.running)
+    if args.json:
+        document = {
+            "running": args.running,
+            "steps": args.steps,
+            "arrivals_per_step": args.arrivals,
+            "microseconds": [
+                {"scheduler": name, "waiting": size, **parts}
+                for (name, size), parts in figures.items()
+            ],
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _print_overhead(
+    figures: Mapping[tuple[str, int], StepTimes],
+    sizes: Sequence[int],
+    names: Sequence[str],
+    running: int,
+) -> None:
+    from vllm_semantic_sched.cli.console import make_console, make_table
+
+    def cell(figure: Mapping[str, float]) -> str:
+        return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
+
+    def step(parts: StepTimes) -> float:
+        return parts["schedule"]["p50"] + parts["update"]["p50"]
+
+    table = make_table(
+        f"one step with {running} running, microseconds of CPU time (p50 / p99)",
+        "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]} waiting",
+        "update_from_output()", "add_request()", "whole step vs stock",
+    )  # fmt: skip
+    for name in names:
+        for size in sizes:
+            parts, stock = figures[name, size], figures[_STOCK, size]
+            p50 = parts["schedule"]["p50"]
+            table.add_row(
+                "vLLM FCFS" if name == _STOCK else f"semantic, {name}",
+                f"{size:,}",
+                cell(parts["schedule"]),
+                f"{p50 / stock['schedule']['p50']:.2f}x",
+                f"{p50 / figures[name, sizes[0]]['schedule']['p50']:.2f}x",
+                cell(parts["update"]),
+                cell(parts["arrival"]),
+                f"{step(parts) / step(stock):.2f}x",
+            )
+    make_console().print(table)
+
+
+# bench simulator
+
+
+def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000],
+        metavar="N",
+        help="sizes of the runs (default: 10000 100000)",
+    )
+    parser.add_argument(
+        "--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s"
+    )
+
+
+def _run_simulator(args: argparse.Namespace) -> int:
+    from vllm_semantic_sched.bench.simulator import measure
+    from vllm_semantic_sched.cli.console import make_console, make_table
+
+    speeds = measure(args.requests, args.scenario)
+    columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
+    table = make_table("Simulator, one process", *columns, words=0)
+    for speed in speeds:
+        table.add_row(
+            f"{speed.requests:,}",
+            f"{speed.seconds:.1f}",
+            f"{speed.steps:,}",
+            f"{speed.microseconds:.0f}",
+            f"{speed.microseconds / speeds[0].microseconds:.2f}x",
+            f"{speed.mebibytes:.0f}",
+        )
+    make_console().print(table)
+    return 0
+
+
+# bench reproduction
+
+
+def _add_reproduction_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="write the Markdown to FILE (default: stdout)")
+    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def _run_reproduction(args: argparse.Namespace) -> int:
+    from vllm_semantic_sched.bench.reproduction import report, run_scenarios
+
+    started = time.perf_counter()
+    results = run_scenarios(args.workers, comparison.show_progress(args.quiet))
+    seconds = time.perf_counter() - started
+    text = "\n".join(report(results))
+    if args.output is None:
+        print(text)
+    else:
+        args.output.write_text(text + "\n", encoding="utf-8")
+    runs = sum(len(cells) for cells in results.values())
+    print(f"{runs} cells in {seconds:.0f} s on {args.workers} process(es)")
+    return 0
+
+
+# bench make-model
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("directory", type=Path, help="folder to write")
+    add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
+    add("--layers", type=int, help="layers, instead of the size's")
+    add("--max-model-len", type=int, help="longest sequence, instead of the size's")
+    add("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+
+
+def _run_make_model(args: argparse.Namespace) -> int:
+    changes = {"num_layers": args.layers, "max_model_len": args.max_model_len, "seed": args.seed}
+    given = {name: value for name, value in changes.items() if value is not None}
+    written = make_model(args.directory, replace(SIZES[args.size], **given))
+    print(f"{'wrote' if written else 'already there:'} {args.directory}")
+    return 0
+
+
+_COMMANDS = {
+    "run": _Command(
+        _add_run_arguments,
+        _run_comparison,
+        "compare schedulers under the same load on a real vllm serve",
+    ),
+    "overhead": _Command(
+        _add_overhead_arguments, _run_overhead, "time schedule() with many waiting requests"
+    ),
+    "simulator": _Command(
+        _add_simulator_arguments,
+        _run_simulator,
+        "measure time and memory of the simulator by number of requests",
+    ),
+    "reproduction": _Command(
+        _add_reproduction_arguments,
+        _run_reproduction,
+        "print the paper's figures and tables beside our numbers",
+    ),
+    "make-model": _Command(
+        _add_model_arguments,
+        _run_make_model,
+        "write a small random-weight model with a real tokenizer",
+    ),
+}
