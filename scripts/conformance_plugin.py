@@ -20,18 +20,19 @@ vllm_api.SUPPORTED = SpecifierSet()
 
 
 class Substitute(vllm_api.Scheduler):
-    """Builds a SemanticScheduler. Some tests make an instance without building it; that one is
-    vLLM's, as a built one is under the base policy `fcfs`."""
+    """Builds a SemanticScheduler. Subclasses, and instances that a test makes without `__init__`,
+    are vLLM's, as is every scheduler under the base policy `fcfs`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return SemanticScheduler(*args, **kwargs)
+        return SemanticScheduler(*args, **kwargs) if cls is Substitute else object.__new__(cls)
 
 
 class AsyncSubstitute(vllm_api.AsyncScheduler):
     """The same for vLLM's asynchronous scheduler."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return AsyncSemanticScheduler(*args, **kwargs)
+        own = cls is AsyncSubstitute
+        return AsyncSemanticScheduler(*args, **kwargs) if own else object.__new__(cls)
 
 
 scheduler.Scheduler = Substitute
