@@ -56,7 +56,7 @@ class SaturatedScheduler:
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
-        shape = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
+        shape: dict[str, Any] = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
         self.scheduler = (
             standalone.build_scheduler(**shape)
             if policy is None
