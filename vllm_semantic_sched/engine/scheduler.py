@@ -184,7 +184,7 @@ class SemanticScheduler(HookedScheduler):
                 self.core.estimates.observe_step(*step)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         with self.guard("noting first tokens"):
-            self._note_first_tokens(self.core)
+            self._note_first_tokens()
         with self.guard("timing resumptions"):
             self.preemptions.watch()
         with self.guard("telling clients of refused requests"):
@@ -340,14 +340,15 @@ class SemanticScheduler(HookedScheduler):
         engine = self.vllm_config.parallel_config.data_parallel_index
         return EventLog(settings, engine, lambda: core.policy.tier_names, logger)
 
-    def _note_first_tokens(self, core: SchedulingCore) -> None:
+    def _note_first_tokens(self) -> None:
         """O(requests that were admitted and have no token yet)."""
-        for job in list(core.lifecycle.starting):
+        starting = self.core.lifecycle.starting
+        for job in list(starting):
             request = self.requests.get(job.request_id)
             if request is None:  # an error in between: its end was not noted
-                del core.lifecycle.starting[job]
+                del starting[job]
             elif request.num_output_tokens:
-                core.first_token(job)
+                self.step.first_token(self.view, job)
 
     def gauges(self) -> Gauges:
         """The values of all gauges; brings counters that are counted elsewhere up to date."""

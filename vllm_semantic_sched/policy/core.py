@@ -270,14 +270,21 @@ class SchedulingCore:
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
 
-    def first_token(self, job: Job) -> None:
-        """A running job's first token is there: what a near deadline gained it is spent."""
+    def first_token(self, job: Job) -> bool:
+        """A running job's first token is there: what a near deadline gained it is spent.
+
+        Returns:
+            Whether its place among the running jobs may have changed.
+        """
         self.lifecycle.first_token(job)
-        if job.deadline_boost:
-            job.deadline_boost = 0.0
-            if job in self.running:
-                self.version += 1
-                self._store_running(job)
+        if not job.deadline_boost:
+            return False
+        job.deadline_boost = 0.0
+        if job not in self.running:
+            return False
+        self.version += 1
+        self._store_running(job)
+        return True
 
     def finish(
         self,

@@ -151,6 +151,11 @@ class SchedulingStep:
             seats = self._seats_open(view)
             self._end(view, self._overload.arrive(job, view.now(), seats, dedup_key, origin))
 
+    def first_token(self, view: EngineView, job: Job) -> None:
+        """A running job's first token is there. After a step."""
+        if self._core.first_token(job):
+            view.reposition([job])
+
     @property
     def is_quiet(self) -> bool:
         """Whether the last step had nothing to decide about seats and prefills, and no job has

@@ -139,7 +139,7 @@ class Engine:
             job.generated += 1
             if run.first_token is None:
                 run.first_token = now
-                self.core.first_token(job)
+                self.step.first_token(self, job)
             if job.generated == run.request.output_tokens:
                 finished.append(run)
             else:

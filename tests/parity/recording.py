@@ -1,0 +1,264 @@
+"""Records what a scheduler on the real engine knew at each step, and what it decided."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.order.stage import StageLimits
+
+BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
+
+Decision = tuple[Any, ...]
+
+
+@dataclass
+class Arrival:
+    """A request, as `SchedulingCore.new_job` and `SchedulingStep.arrived` get it."""
+
+    now: float
+    new_job: dict[str, Any]
+    arrived: tuple[Any, ...] = ()
+
+
+@dataclass
+class Step:
+    """One call of schedule().
+
+    Attributes:
+        predictions: (request, prediction) that came back.
+        progress: computed and generated tokens of running requests.
+        free_blocks, kv_use: of the KV cache, before the step's decisions.
+        tokens: scheduled by vLLM, by request.
+        preempted, admitted: how many vLLM preempted and admitted by itself.
+    """
+
+    now: float
+    predictions: list[tuple[str, Prediction | None]] = field(default_factory=list)
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    free_blocks: int = 0
+    kv_use: float = 0.0
+    tokens: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+    admitted: int = 0
+
+
+@dataclass
+class Output:
+    """One call of update_from_output(): first tokens and ends, in order.
+
+    Attributes:
+        observed: arguments of `Estimator.observe_step`.
+        ended: (request, generated tokens, arguments of `SchedulingCore.finish`).
+    """
+
+    now: float
+    observed: list[tuple[Any, ...]] = field(default_factory=list)
+    first_tokens: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int, tuple[Any, ...]]] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """Inputs of the policy in order, and its decisions after each of them."""
+
+    policy: str
+    seats: int
+    blocks: int
+    block_size: int
+    token_budget: int
+    events: list[Arrival | Step | Output] = field(default_factory=list)
+    decisions: list[list[Decision]] = field(default_factory=list)
+
+
+class DecisionLog:
+    """Decisions since the last `take`; a `lifecycle.Listener`."""
+
+    def __init__(self) -> None:
+        self._decisions: list[Decision] = []
+
+    def moved(self, transition: Transition) -> None:
+        job, before, state, _, reason, plan = transition
+        was = before.value if before is not None else None
+        self._decisions.append(("moved", job.request_id, was, state.value, reason, plan))
+
+    def first_token(self, job: Job) -> None:
+        self._decisions.append(("first token", job.request_id))
+
+    def limited(self, limits: StageLimits) -> None:
+        held = sorted(job.request_id for job in limits.held)
+        self._decisions.append(("limits", held, limits.prefill_tokens, limits.each))
+
+    def ordered(self, core: Any) -> None:
+        """The order that the step left behind, with what each job gained."""
+        self._decisions.append(("waiting", [state_of(job) for job in core.waiting.ordered()]))
+        running = sorted(core.running, key=core.running.order)
+        self._decisions.append(("running", [state_of(job) for job in running]))
+
+    def take(self) -> list[Decision]:
+        taken, self._decisions = self._decisions, []
+        return taken
+
+
+def state_of(job: Job) -> tuple[Any, ...]:
+    return (
+        job.request_id,
+        job.level,
+        job.level_source.value,
+        job.promotions,
+        job.deadline_boost,
+        job.share_boost,
+        job.preemptions,
+    )
+
+
+class VirtualTime:
+    """Seconds that pass between steps only."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ScriptedPredictor:
+    """Stands for `PredictionService`: answers each text a few steps later, some with None."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._random = random.Random(7)
+        self._due: list[tuple[int, str]] = []
+        self._calls = 0
+        self.pending = self.cached = self.restarts = 0
+        self.up = True
+
+    def start(self) -> LengthBuckets:
+        return BUCKETS
+
+    def submit(self, request_id: str, tokens: Any, level: int) -> bool:
+        self._due.append((self._calls + self._random.randint(0, 12), request_id))
+        return True
+
+    def passes(self) -> list[Any]:
+        return []
+
+    def drain(self) -> list[tuple[str, Prediction | None]]:
+        self._calls += 1
+        due = [name for when, name in self._due if when <= self._calls]
+        self._due = [(when, name) for when, name in self._due if when > self._calls]
+        return [(name, self._prediction()) for name in due]
+
+    def cancel(self, request_id: str) -> None:
+        self._due = [entry for entry in self._due if entry[1] != request_id]
+
+    def close(self) -> None:
+        pass
+
+    def _prediction(self) -> Prediction | None:
+        draw = self._random.random
+        if draw() < 0.1:
+            return None
+
+        def spread(count: int) -> tuple[float, ...]:
+            weights = [draw() ** 4 for _ in range(count)]
+            return tuple(weight / sum(weights) for weight in weights)
+
+        return Prediction(spread(5), spread(3))
+
+
+def record(scheduler: Any, policy: str) -> Recording:
+    """Record everything that a `SemanticScheduler` does from now on."""
+    core, step, view, log = scheduler.core, scheduler.step, scheduler.view, DecisionLog()
+    capacity = core.holdings.capacity
+    recording = Recording(
+        policy, capacity.seats, capacity.blocks, capacity.block_size, view.token_budget()
+    )
+    core.lifecycle.listeners.append(log)
+    events = recording.events
+
+    def done() -> None:
+        recording.decisions.append(log.take())
+
+    def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
+
+    def new_job(inner: Any, request_id: str, **fields: Any) -> Job:
+        events.append(Arrival(view.now(), {"request_id": request_id, **fields}))
+        return inner(request_id, **fields)
+
+    def arrived(inner: Any, view: Any, job: Job, *key: Any) -> None:
+        events[-1].arrived = key
+        inner(view, job, *key)
+
+    def add_request(inner: Any, request: Any) -> None:
+        inner(request)
+        done()
+
+    def run(inner: Any, view: Any) -> None:
+        here = events[-1]
+        here.free_blocks, here.kv_use = view.free_blocks(), view.kv_use()
+        for request in scheduler.running:
+            tokens = (request.num_computed_tokens, request.num_output_tokens)
+            here.progress[request.request_id] = tokens
+        inner(view)
+        log.ordered(core)
+
+    def predictions(inner: Any) -> Any:
+        for job, prediction in inner():
+            events[-1].predictions.append((job.request_id, prediction))
+            yield job, prediction
+
+    def limit_prefills(inner: Any, limits: StageLimits) -> None:
+        log.limited(limits)
+        inner(limits)
+
+    def schedule(inner: Any, *args: Any, **kwargs: Any) -> Any:
+        here = Step(view.now())
+        events.append(here)
+        output = inner(*args, **kwargs)
+        here.tokens = dict(output.num_scheduled_tokens)
+        taken = log.take()
+        moves = [entry for entry in taken if entry[0] == "moved"]
+        here.preempted = sum(entry[4] == "kv_shortage" for entry in moves)
+        here.admitted = sum(entry[3] == "running" for entry in moves)
+        recording.decisions.append(taken)
+        return output
+
+    def update_from_output(inner: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(Output(view.now()))
+        output = inner(*args, **kwargs)
+        done()
+        return output
+
+    def observe_step(inner: Any, *args: Any) -> None:
+        events[-1].observed.append(args)
+        inner(*args)
+
+    def first_token(inner: Any, job: Job) -> None:
+        if isinstance(events[-1], Output) and job.first_token is None:
+            events[-1].first_tokens.append(job.request_id)
+        inner(job)
+
+    def finish(inner: Any, job: Job, *args: Any) -> None:
+        if isinstance(events[-1], Output):
+            events[-1].ended.append((job.request_id, job.generated, args))
+        inner(job, *args)
+
+    wrap(core, "new_job", new_job)
+    wrap(step, "arrived", arrived)
+    wrap(scheduler, "add_request", add_request)
+    wrap(step, "run", run)
+    wrap(view, "predictions", predictions)
+    wrap(view, "limit_prefills", limit_prefills)
+    wrap(scheduler, "schedule", schedule)
+    wrap(scheduler, "update_from_output", update_from_output)
+    wrap(core.estimates, "observe_step", observe_step)
+    wrap(core.lifecycle, "first_token", first_token)
+    wrap(core, "finish", finish)
+    return recording

@@ -1,0 +1,182 @@
+"""Replays a recording through the simulator's engine and its view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.order.stage import StageLimits
+from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.sim.blocks import BlockPool
+from vllm_semantic_sched.sim.cost import SumOfTokens
+from vllm_semantic_sched.sim.engine import Engine
+from vllm_semantic_sched.sim.request import Run, SimRequest
+
+from .recording import BUCKETS, Arrival, Decision, DecisionLog, Output, Recording, Step
+
+
+class ReplayEngine(Engine):
+    """The simulated engine, with the real one's facts: time, predictions, progress, free blocks,
+    and how many requests vLLM preempted and admitted. Which ones is decided here."""
+
+    def __init__(self, recording: Recording, log: DecisionLog) -> None:
+        policy = load_policy(recording.policy)
+        profile = load_profile(policy.profile)
+        core = SchedulingCore(policy, profile, BUCKETS, clock=lambda: self._now)
+        capacity = EngineCapacity(recording.seats, recording.blocks, recording.block_size)
+        core.set_capacity(capacity)
+        overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
+        core.lifecycle.listeners += [overload, log]
+        super().__init__(
+            core,
+            SumOfTokens(profile),
+            BlockPool(None, recording.block_size),
+            seats=recording.seats,
+            token_budget=recording.token_budget,
+            host=None,
+            overload=overload,
+        )
+        self._log = log
+        self._jobs: dict[str, Job] = {}
+        self._here = Step(0.0)
+        self._free = 0
+
+    def arrive(self, event: Arrival) -> None:
+        self._now = event.now
+        fields = event.new_job
+        job = self.core.new_job(**fields)
+        self._jobs[job.request_id] = job
+        request = SimRequest(
+            0, job.arrival, 0, job.prompt_tokens, job.max_output_tokens, fields["tenant"]
+        )
+        run = Run(request, job, None)
+        self._runs[job] = run
+        self.waiting[0] += 1
+        self.core.enqueue(job, self.core.waiting)
+        self.step.arrived(self, job, *event.arrived)
+
+    def run_step(self, event: Step) -> None:
+        self._now, self._here, self._free = event.now, event, event.free_blocks
+        self.step.run(self)
+        self._log.ordered(self.core)
+        for _ in range(event.preempted):
+            self.preempt(self.running[-1], "kv_shortage")
+        admitted = []
+        for _ in range(event.admitted):
+            job = self.core.waiting.peek()
+            if job is None:
+                break  # the difference shows in the decisions
+            self.core.take(job, self.core.waiting)
+            admitted.append(job)
+        for job in admitted:
+            job.computed = event.tokens.get(job.request_id, 0)
+            self.waiting[0] -= 1
+            self.core.start(job)
+            self._prefilling[job] = None
+            self._insert(job)
+        for job in list(self._prefilling):
+            computed = event.progress.get(job.request_id, (0, 0))[0]
+            if computed + event.tokens.get(job.request_id, 0) >= job.tokens:
+                del self._prefilling[job]
+
+    def output(self, event: Output) -> None:
+        self._now = event.now
+        for observed in event.observed:
+            self.core.estimates.observe_step(*observed)
+        ended = {name for name, _, _ in event.ended}
+        for name, generated, arguments in event.ended:
+            job = self._jobs[name]
+            job.generated = generated
+            if generated:
+                self.core.lifecycle.first_token(job)
+            if job in self.core.running:
+                self._leave(self._runs[job], "finish")
+            self.core.finish(job, *arguments)
+        for name in event.first_tokens:
+            if name not in ended:
+                self.step.first_token(self, self._jobs[name])
+
+    # Facts of the recording, in place of the model's
+
+    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
+        return [(self._jobs[name], said) for name, said in self._here.predictions]
+
+    def observe(self, job: Job) -> None:
+        if job in self.core.running and job.request_id in self._here.progress:
+            job.computed, job.generated = self._here.progress[job.request_id]
+
+    def prefilling(self) -> Any:
+        for job in self._prefilling:
+            self.observe(job)
+        return self._prefilling
+
+    def kv_use(self) -> float:
+        return self._here.kv_use
+
+    def free_blocks(self) -> int:
+        return self._free
+
+    def decode_tokens(self) -> int:
+        return len(self.running) - len(self._prefilling)
+
+    def freeable_blocks(self, job: Job) -> int | None:
+        self.observe(job)
+        return self.pool.needed(job.computed)
+
+    # Orders: what they free counts as free
+
+    def preempt(self, job: Job, reason: str) -> None:
+        self._give_back(job)
+        super().preempt(job, reason)
+
+    def end(self, job: Job, refusal: Refusal) -> None:
+        if job in self.core.running:
+            self._give_back(job)
+            job.generated = self._here.progress[job.request_id][1]
+        super().end(job, refusal)
+
+    def limit_prefills(self, limits: StageLimits) -> None:
+        self._log.limited(limits)
+        super().limit_prefills(limits)
+
+    def _give_back(self, job: Job) -> None:
+        freed = self.freeable_blocks(job)
+        assert freed is not None
+        # Free blocks are counted without one for each request that is about to begin a block.
+        self._free += freed + (job.computed % self.pool.block_size == 0)
+
+
+def replay(recording: Recording, exchanged: tuple[int, int] | None = None) -> list[list[Decision]]:
+    """The decisions of the simulator's path after each event of a recording.
+
+    Args:
+        exchanged: places of two parts of the step whose order is exchanged.
+    """
+    log = DecisionLog()
+    engine = ReplayEngine(recording, log)
+    if exchanged is not None:
+        _exchange(engine.step, *exchanged)
+    decisions = []
+    for event in recording.events:
+        if isinstance(event, Arrival):
+            engine.arrive(event)
+        elif isinstance(event, Step):
+            engine.run_step(event)
+        else:
+            engine.output(event)
+        decisions.append(log.take())
+    return decisions
+
+
+def _exchange(step: SchedulingStep, first: int, second: int) -> None:
+    parts = list(step.parts)
+    parts[first], parts[second] = parts[second], parts[first]
+    step.parts = tuple(parts)
