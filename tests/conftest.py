@@ -1,5 +1,7 @@
 """Makes `jobs`, beside this file, importable; sets hypothesis up; adds `--forbid-skips`."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -44,3 +46,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         terminalreporter.section("skipped tests, which --forbid-skips counts as failed", red=True)
     for skip in skips:
         terminalreporter.line(skip)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A small random-weight model with a real tokenizer."""
+    from vllm_semantic_sched.bench.tiny_model import make_model
+
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    return folder

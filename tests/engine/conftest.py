@@ -1,18 +1,6 @@
-"""A small model, and the real servers of a module."""
-
-from pathlib import Path
+"""The real servers of a module."""
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """A small random-weight model with a real tokenizer."""
-    from vllm_semantic_sched.bench.tiny_model import make_model
-
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
