@@ -74,7 +74,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,32 +223,6 @@ def _run_simulator(args: argparse.Namespace) -> int:
     return 0
 
 
-# bench reproduction
-
-
-def _add_reproduction_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="write the Markdown to FILE (default: stdout)")
-    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def _run_reproduction(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.bench.reproduction import report, run_scenarios
-
-    started = time.perf_counter()
-    results = run_scenarios(args.workers, comparison.show_progress(args.quiet))
-    seconds = time.perf_counter() - started
-    text = "\n".join(report(results))
-    if args.output is None:
-        print(text)
-    else:
-        args.output.write_text(text + "\n", encoding="utf-8")
-    runs = sum(len(cells) for cells in results.values())
-    print(f"{runs} cells in {seconds:.0f} s on {args.workers} process(es)")
-    return 0
-
-
 # bench make-model
 
 
@@ -283,11 +256,6 @@ _COMMANDS = {
         _add_simulator_arguments,
         _run_simulator,
         "measure time and memory of the simulator by number of requests",
-    ),
-    "reproduction": _Command(
-        _add_reproduction_arguments,
-        _run_reproduction,
-        "print the paper's figures and tables beside our numbers",
     ),
     "make-model": _Command(
         _add_model_arguments,
