@@ -246,7 +246,7 @@ def test_named_keys_exist(page: Path) -> None:
     known = with_groups({key.name for model in (Policy, Settings) for key in keys_of(model)})
     sections = {name for name in known if "." not in name}
     for name in re.findall(r"`([a-z_]+(?:\[\])?(?:\.[a-z_]+)+)(?::[^`]*)?`", text_of(page)):
-        is_file = name.endswith((".jsonl", ".json", ".md", ".yaml"))
+        is_file = name.endswith((".py", ".jsonl", ".json", ".md", ".yaml"))
         if name.split(".")[0] in sections and not is_file:
             assert name in known, name
 

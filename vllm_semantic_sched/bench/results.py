@@ -23,6 +23,7 @@ from vllm_semantic_sched.bench.metrics import (
 )
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import Workload
+from vllm_semantic_sched.profiling.live_engine import processor
 
 
 @dataclass(frozen=True)
@@ -198,18 +199,9 @@ def environment() -> dict[str, object]:
         "versions": versions,
         "python": platform.python_version(),
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def _mix_document(row: MixResult) -> dict[str, object]:

@@ -215,22 +215,6 @@ class VllmServer:
             used[name] = used.get(name, 0.0) + times.user + times.system
         return used
 
-    def memory_bytes(self) -> int:
-        """Return the resident memory of all processes of the server."""
-        import psutil
-
-        if self._process is None:
-            return 0
-        leader = psutil.Process(self._process.pid)
-        family = [leader, *leader.children(recursive=True)]
-        return sum(process.memory_info().rss for process in family)
-
-    def get_json(self, path: str) -> dict[str, object]:
-        """GET a JSON document from the server."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
-            document: dict[str, object] = json.load(reply)
-        return document
-
     def get_text(self, path: str) -> str:
         """GET a text document, for example /metrics."""
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:

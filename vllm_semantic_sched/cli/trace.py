@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,19 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if a file cannot be read or written, 2 if the log has no events.
     """
     from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
-    from vllm_semantic_sched.trace.event_log import LogReader, TierSummaries
+    from vllm_semantic_sched.trace.event_log import LogReader, TierSummary
 
-    reader, summaries, drawn = LogReader(args.limit, args.since), TierSummaries(), []
+    reader, drawn = LogReader(args.limit, args.since), []
+    tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
     try:
         for request in reader.requests(args.log):
-            summaries.add(request)
+            tiers[request.level, request.tier].add(request)
             if request.keeps_spans:
                 drawn.append(request)
-        rows = summaries.rows()
+        rows = [
+            {"level": level, "tier": tier, **summary.row()}
+            for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
+        ]
         if not rows:
             print(f"semsched trace: {args.log}: no events found", file=sys.stderr)
             return 2

@@ -120,7 +120,7 @@ class LiveEngine:
             count = self._config.parallel_config.world_size
             name = torch.cuda.get_device_name()
             return name if count == 1 else f"{count} x {name}"
-        return f"{_processor()}, {os.cpu_count()} cores"
+        return f"{processor()}, {os.cpu_count()} cores"
 
     def run(self, prompt_lengths: Sequence[int], output_tokens: int) -> list[Step]:
         """Serve random prompts of these lengths in one batch and return all engine steps."""
@@ -256,7 +256,8 @@ def _engine_arguments(options: Sequence[str]) -> Any:
     return arguments
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
