@@ -196,7 +196,9 @@ def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Di
     for record in reference:
         answer = answers.get(record.index)
         if record.ok and answer is not None and answer.token_ids != record.token_ids:
-            found.append(Difference(record.index, _first_difference(record, answer)))
+            pairs = enumerate(zip(record.token_ids, answer.token_ids, strict=False))
+            position = next((place for place, (a, b) in pairs if a != b), 0)
+            found.append(Difference(record.index, position))
     return found
 
 
@@ -210,8 +212,3 @@ def explain(difference: Difference, answer: Record, repeated: Record) -> Differe
     if not same or position >= len(repeated.margins):
         return difference
     return Difference(difference.index, position, repeated.margins[position])
-
-
-def _first_difference(one: Record, other: Record) -> int:
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

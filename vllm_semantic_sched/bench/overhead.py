@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,11 +124,20 @@ def measure(
             for name, policy in policies.items():
                 loaded[name, size] = SaturatedScheduler(policy, running, size, tenants)
                 advance()
+    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
+        case: {part: [] for part in PARTS} for case in loaded
+    }
     # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
     gc.freeze()
     try:
-        seconds = _time_steps(loaded, steps, arrivals, finish_every, progress)
+        with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
+            for step in range(steps + _WARM_UP_STEPS):
+                for case, scheduler in loaded.items():
+                    for part, value in _time_step(scheduler, arrivals, step % finish_every == 0):
+                        if step >= _WARM_UP_STEPS:
+                            seconds[case][part].append(value)
+                advance()
     finally:
         gc.unfreeze()
     return {
@@ -137,27 +145,6 @@ def measure(
         for name in policies
         for size in sizes
     }
-
-
-def _time_steps(
-    loaded: Mapping[tuple[str, int], SaturatedScheduler],
-    steps: int,
-    arrivals: int,
-    finish_every: int,
-    progress: Progress,
-) -> dict[tuple[str, int], dict[str, list[float]]]:
-    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
-        case: defaultdict(list) for case in loaded
-    }
-    with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
-        for step in range(steps + _WARM_UP_STEPS):
-            finish = step % finish_every == 0
-            for case, scheduler in loaded.items():
-                for part, value in _time_step(scheduler, arrivals, finish):
-                    if step >= _WARM_UP_STEPS:
-                        seconds[case][part].append(value)
-            advance()
-    return seconds
 
 
 def _time_step(

@@ -13,6 +13,7 @@ from vllm_semantic_sched.bench.simulator import SCENARIO
 from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.bench.workload import WorkloadConfig
 from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli.console import make_console, make_table
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.overhead import StepTimes
@@ -72,7 +73,6 @@ def _run_comparison(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.plots import draw_comparison
     from vllm_semantic_sched.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.bench.targets import check_targets, missed
-    from vllm_semantic_sched.cli.console import make_console
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
@@ -156,8 +156,6 @@ def _print_overhead(
     names: Sequence[str],
     running: int,
 ) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
-
     def cell(figure: Mapping[str, float]) -> str:
         return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
 
@@ -205,7 +203,6 @@ def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_simulator(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.simulator import measure
-    from vllm_semantic_sched.cli.console import make_console, make_table
 
     speeds = measure(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")

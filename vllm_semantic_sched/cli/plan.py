@@ -15,6 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     positive,
     run_simulation,
 )
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 _DEFAULT_SCENARIO = "capacity"
@@ -68,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.cli.console import make_console, make_table
     from vllm_semantic_sched.sim.metrics import ALL, is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
     from vllm_semantic_sched.sim.plan_report import draw_plan, rows, trial_now, write_plan

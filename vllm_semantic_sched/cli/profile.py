@@ -13,10 +13,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.profile import load_profile, write_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -74,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None and args.check is None:
         print("semsched profile: needs --output or --check", file=sys.stderr)
         return 2
-    from vllm_semantic_sched.profiling.live_engine import BadOptions, live_engine
+    from vllm_semantic_sched.profiling.live_engine import BadOptions, LiveEngine
 
     try:
         if args.check is not None:
             load_profile(args.check)  # fails before minutes of work, not after
         if args.output is not None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
-        with live_engine(args.engine, args.seed) as engine:
+        with closing(LiveEngine(args.engine, args.seed)) as engine:
             return _measure(args, engine) if args.check is None else _check(args, engine)
     except (PolicyError, BadOptions, OSError) as error:
         print(f"semsched profile: {error}", file=sys.stderr)
@@ -143,7 +145,6 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
     from vllm_semantic_sched.profiling.check import (
         CHOICE_TARGET,
         GOOD_CHOICE,

@@ -15,6 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     parse_changes,
     run_simulation,
 )
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.cli.console import make_console
     from vllm_semantic_sched.sim.metrics import METRICS, is_promised
     from vllm_semantic_sched.sim.report import (
         draw_depths,
@@ -115,7 +115,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _table(cells: Sequence[Cell], metric: str) -> Table:
     """One metric: a row per cell, a column per level."""
-    from vllm_semantic_sched.cli.console import make_table
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
     from vllm_semantic_sched.sim.report import level_names, number_text, point_texts
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.console import make_console, make_table
 
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
@@ -82,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
-
     times = ("queueing delay", "TTFT", "E2E")
     columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *times)
     table = make_table("seconds: p50 / p99", *columns, words=0)

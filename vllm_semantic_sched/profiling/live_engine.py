@@ -7,7 +7,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,16 +223,6 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
                 save[place].append(saved)
                 load[place].append(loaded)
     return Copies(sum(region.shape[1] for region in regions), save, load)
-
-
-@contextlib.contextmanager
-def live_engine(options: Sequence[str], seed: int = 0) -> Iterator[LiveEngine]:
-    """A `LiveEngine` that is closed at the end."""
-    engine = LiveEngine(options, seed)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def _engine_arguments(options: Sequence[str]) -> Any:
