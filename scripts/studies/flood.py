@@ -18,7 +18,6 @@ import psutil
 from common import (
     arriving_at,
     capacity,
-    latest_send,
     main,
     percentiles,
     refusal_code,
@@ -27,6 +26,7 @@ from common import (
 )
 
 from vllm_semantic_sched.bench.compare import OTHER_SEED
+from vllm_semantic_sched.bench.metrics import latest_send
 from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
 from vllm_semantic_sched.bench.workload import BenchRequest, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems

@@ -163,6 +163,16 @@ def duration(records: Sequence[Record]) -> float:
     return max(finishes) - min(record.arrival for record in records)
 
 
+def latest_send(records: Iterable[Record]) -> float:
+    """Return the largest delay between the arrival time of a request and its sending, in seconds.
+
+    If it is large, this machine was too busy to keep the open loop and the figures cannot be
+    trusted.
+    """
+    delays = (record.sent - record.arrival for record in records if record.sent is not None)
+    return max(delays, default=0.0)
+
+
 def throughput(runs: Iterable[Sequence[Record]]) -> float:
     """Return the output tokens per second: tokens of all runs divided by their total duration."""
     tokens = seconds = 0.0
