@@ -1,8 +1,11 @@
-"""Tables, and where they are printed. `rich` belongs to an extra: it is imported when needed."""
+"""Tables and texts, and where they are printed. `rich` is in an extra: it is imported when used."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.facts.section import Section, keys_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,3 +30,13 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
     return table
+
+
+def describe_keys(model: type[Section]) -> str:
+    """All keys of a kind of file as text: name, default, valid values and meaning."""
+    lines = []
+    for key in keys_of(model):
+        valid = f"   ({key.valid})" if key.valid else ""
+        lines.append(f"{key.name}: {key.default}{valid}".rstrip())
+        lines += textwrap.wrap(key.meaning, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"

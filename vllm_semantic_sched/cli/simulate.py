@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     parse_changes,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
     """
     if args.keys:
-        from vllm_semantic_sched.admin.reference import describe_keys
         from vllm_semantic_sched.sim.sections import Settings
 
         print(describe_keys(Settings), end="")
