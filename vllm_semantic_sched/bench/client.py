@@ -101,9 +101,8 @@ class LoadClient:
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
     ) -> list[Record]:
-        """Send every request at its arrival time and wait for all answers.
-
-        Errors are recorded in the request's record; none is raised.
+        """Send every request at its arrival time and wait for all answers. Errors are recorded,
+        not raised.
 
         Args:
             stop_after: seconds after the start at which to give up unanswered requests.

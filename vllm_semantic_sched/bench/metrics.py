@@ -88,37 +88,27 @@ def _e2e(record: Record) -> float:
     return record.finish - record.arrival
 
 
-def _ttft(record: Record, idle: IdleModel) -> float | None:
-    return record.ttft
-
-
 def _tpot(record: Record, idle: IdleModel) -> float | None:
     if record.output_tokens < 2 or record.first_token is None or record.finish is None:
         return None
     return (record.finish - record.first_token) / (record.output_tokens - 1)
 
 
+def _normalized_waiting(record: Record, idle: IdleModel) -> float:
+    return _e2e(record) / record.output_tokens
+
+
+def _slowdown(record: Record, idle: IdleModel) -> float:
+    return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
+
+
 METRICS: tuple[Metric, ...] = (
-    Metric("ttft", "TTFT", "s", 1, _ttft),
+    Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
     Metric("tpot", "TPOT", "ms", 1e3, _tpot),
     Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
     Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
-    Metric(
-        "normalized_waiting",
-        "norm. waiting",
-        "ms/tok",
-        1e3,
-        lambda record, idle: _e2e(record) / record.output_tokens,
-    ),
-    Metric(
-        "slowdown",
-        "slowdown",
-        "x",
-        1,
-        lambda record, idle: (
-            _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
-        ),
-    ),
+    Metric("normalized_waiting", "norm. waiting", "ms/tok", 1e3, _normalized_waiting),
+    Metric("slowdown", "slowdown", "x", 1, _slowdown),
 )
 """In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
 

@@ -56,13 +56,9 @@ class SaturatedScheduler:
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
         shape: dict[str, Any] = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
-        self.scheduler = (
-            standalone.build_scheduler(**shape)
-            if policy is None
-            else standalone.build_scheduler(
-                SemanticScheduler, semantic_sched={"policy": policy}, **shape
-            )
-        )
+        if policy is not None:
+            shape |= {"scheduler_class": SemanticScheduler, "semantic_sched": {"policy": policy}}
+        self.scheduler = standalone.build_scheduler(**shape)
         for _ in range(running):
             # The most urgent, so that no waiting request can take a seat.
             self.scheduler.add_request(self.new_request(level=0))
@@ -112,8 +108,7 @@ def measure(
     Args:
         policies: by the scheduler's name; None for vLLM's own scheduler.
         sizes: numbers of waiting requests.
-        running: number of decoding requests.
-        tenants: number of tenants.
+        running, tenants: numbers of decoding requests and of tenants.
         steps: timed steps.
         arrivals: new requests per step.
         finish_every: steps per finished request.

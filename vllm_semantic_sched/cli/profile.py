@@ -145,13 +145,7 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
-    from vllm_semantic_sched.profiling.check import (
-        CHOICE_TARGET,
-        GOOD_CHOICE,
-        MEDIAN_TARGET,
-        P90_TARGET,
-        SLOWDOWNS,
-    )
+    from vllm_semantic_sched.profiling import check
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
     table = make_table("", *columns, words=0)
@@ -168,13 +162,13 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
     console.print(table)
     for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
         console.print(
-            f"{name}: error median {median:.1%} (target {MEDIAN_TARGET:.0%}), "
-            f"p90 {p90:.1%} (target {P90_TARGET:.0%}), {len(points)} points"
+            f"{name}: error median {median:.1%} (target {check.MEDIAN_TARGET:.0%}), "
+            f"p90 {p90:.1%} (target {check.P90_TARGET:.0%}), {len(points)} points"
         )
     console.print(
-        f"the chosen plan is the cheaper one, or within {GOOD_CHOICE - 1:.0%} of it: "
-        f"{verdict.choice:.1%} (target {CHOICE_TARGET:.0%}); at least {verdict.worst_choice:.1%} "
-        f"with copies 1 to {SLOWDOWNS[-1]:,.0f} times slower"
+        f"the chosen plan is the cheaper one, or within {check.GOOD_CHOICE - 1:.0%} of it: "
+        f"{verdict.choice:.1%} (target {check.CHOICE_TARGET:.0%}); at least "
+        f"{verdict.worst_choice:.1%} with copies 1 to {check.SLOWDOWNS[-1]:,.0f} times slower"
     )
 
 
