@@ -11,17 +11,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import reference
 import yaml
 from monitoring import RULES
 
 import vllm_semantic_sched
-from vllm_semantic_sched.admin import reference
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.settings import EngineSettings
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import keys_of, parse_section
+from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 
@@ -246,7 +247,7 @@ def test_named_keys_exist(page: Path) -> None:
     known = with_groups({key.name for model in (Policy, Settings) for key in keys_of(model)})
     sections = {name for name in known if "." not in name}
     for name in re.findall(r"`([a-z_]+(?:\[\])?(?:\.[a-z_]+)+)(?::[^`]*)?`", text_of(page)):
-        is_file = name.endswith((".jsonl", ".json", ".md", ".py", ".yaml"))
+        is_file = name.endswith((".py", ".jsonl", ".json", ".md", ".yaml"))
         if name.split(".")[0] in sections and not is_file:
             assert name in known, name
 
@@ -284,7 +285,15 @@ def test_reference_page_is_current(tmp_path) -> None:
     copy = tmp_path / "reference.md"
     copy.write_text(text_of(page), "utf-8")
     reference.insert(copy)
-    assert text_of(copy) == text_of(page), "run `semsched policy keys --into docs/reference.md`"
+    assert text_of(copy) == text_of(page), "run `python scripts/reference.py docs/reference.md`"
+
+
+def test_effect_is_that_of_the_smallest_listed_group() -> None:
+    assert reference.effect_of("tiers[].slo.ttft") == reference.effect_of("tiers[].slo")
+    assert reference.effect_of("tiers[].queue.timeout").codes == (Code.QUEUE_TIMEOUT,)
+    assert reference.effect_of("predictor.mode") == reference.effect_of("predictor")
+    with pytest.raises(KeyError):
+        reference.effect_of("no_such_key.inner")
 
 
 def test_each_key_lists_metrics_that_exist() -> None:

@@ -98,11 +98,6 @@ def refusal_code(record: Record) -> str | None:
     return str(error["code"]) if "retry_after" in error else None
 
 
-def latest_send(records: Sequence[Record]) -> float:
-    """Return the largest delay between arrival time and sending, in seconds."""
-    return max(one.sent - one.arrival for one in records if one.sent is not None)
-
-
 def percentiles(values: Sequence[float], missing: float = float("nan")) -> tuple[float, float]:
     """Return p50 and p99; `missing` twice if there are no values."""
     import numpy as np

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from common import (
     arriving_at,
     capacity,
-    latest_send,
     main,
     percentiles,
     refusal_code,
@@ -26,6 +26,7 @@ from common import (
 )
 
 from vllm_semantic_sched.bench.compare import OTHER_SEED
+from vllm_semantic_sched.bench.metrics import latest_send
 from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
 from vllm_semantic_sched.bench.workload import BenchRequest, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_semantic_sched.bench.client import Record
+    from vllm_semantic_sched.bench.server import VllmServer
 
 _LEVEL_MIX = "0:1:0:0:0"  # both tenants have the same level: only fairness distinguishes them
 _RECOVERY = 5.0  # seconds after the flood in which service may still be slow
@@ -171,6 +173,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the texts (default: %(default)s)")
 
 
+def memory_bytes(server: VllmServer) -> int:
+    """Return the resident memory of all processes of the server."""
+    leader = psutil.Process(server.pid)
+    family = [leader, *leader.children(recursive=True)]
+    return sum(process.memory_info().rss for process in family)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the flood; 1 if a requirement is missed."""
     spec = SchedulerSpec("semantic-true", "semantic-true", args.policy, MIDDLEWARE)
@@ -181,10 +190,10 @@ def run(args: argparse.Namespace) -> int:
         rate = args.overload * capacity(client, sample)
         requests, quiet = make_load(args, rate)
         client = replace(client, extras=TenantExtras(quiet))
-        memory = server.memory_bytes()
+        memory = memory_bytes(server)
         records = client.send(requests, "flood")
         server.check()
-        growth = server.memory_bytes() - memory
+        growth = memory_bytes(server) - memory
     by_tenant = (
         [one for one in records if one.index < quiet],
         [one for one in records if one.index >= quiet],

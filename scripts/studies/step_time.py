@@ -23,7 +23,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import aiohttp
 from common import percentiles
@@ -203,8 +202,8 @@ class _Client:
 
     async def _decode(self, session: aiohttp.ClientSession, text: str) -> None:
         """Stream one long answer after another."""
-        models: Any = (await asyncio.to_thread(self._server.get_json, "/v1/models"))["data"]
-        room = models[0]["max_model_len"] - _STREAM_PROMPT_TOKENS
+        text_of_models = await asyncio.to_thread(self._server.get_text, "/v1/models")
+        room = json.loads(text_of_models)["data"][0]["max_model_len"] - _STREAM_PROMPT_TOKENS
         tokens = max(2, min(_STREAM_TOKENS, room))
         body = _body(text, level=0, tokens=tokens, stream=True, return_token_ids=True)
         while True:

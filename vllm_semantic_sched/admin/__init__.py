@@ -1,1 +1,1 @@
-"""Operates a running server from outside, over HTTP or by signals; makes the reference tables."""
+"""Operates a running server from outside, over HTTP or by signals."""

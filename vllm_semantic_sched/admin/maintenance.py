@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ def pause(server: AdminClient, keep: bool, patience: float, report: Report) -> N
     try:
         paused: Future[Any] = Future()
         Thread(target=_post_pause, args=(server, mode, paused), daemon=True).start()
-        while not _is_done(paused):
+        while paused not in wait([paused], POLL_SECONDS).done:
             report("pausing")
             if time.monotonic() >= deadline and mode == "wait":
                 mode = "keep"
@@ -52,14 +52,6 @@ def _post_pause(server: AdminClient, mode: str, paused: Future[Any]) -> None:
         paused.set_result(server.post("/pause", mode=mode))
     except Exception as error:
         paused.set_exception(error)
-
-
-def _is_done(future: Future[Any]) -> bool:
-    try:
-        future.exception(POLL_SECONDS)
-    except TimeoutError:
-        return False
-    return True
 
 
 def change(

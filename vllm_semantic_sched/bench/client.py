@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,12 +34,7 @@ class Progress:
 
     def bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
         """Report `total` steps; the context's value is called after each of them."""
-        return _no_bar()
-
-
-@contextmanager
-def _no_bar() -> Iterator[Advance]:
-    yield lambda: None
+        return nullcontext(lambda: None)
 
 
 @dataclass
@@ -106,9 +101,8 @@ class LoadClient:
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
     ) -> list[Record]:
-        """Send every request at its arrival time and wait for all answers.
-
-        Errors are recorded in the request's record; none is raised.
+        """Send every request at its arrival time and wait for all answers. Errors are recorded,
+        not raised.
 
         Args:
             stop_after: seconds after the start at which to give up unanswered requests.
@@ -156,7 +150,7 @@ class LoadClient:
         return body
 
     def _bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
-        return self.progress.bar(label, total) if label else _no_bar()
+        return (self.progress if label else Progress()).bar(label, total)
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -11,13 +11,7 @@ from pathlib import Path
 import psutil
 
 from vllm_semantic_sched.bench.client import LoadClient, Progress
-from vllm_semantic_sched.bench.metrics import (
-    Difference,
-    differences,
-    explain,
-    fit_idle,
-    throughput,
-)
+from vllm_semantic_sched.bench.metrics import Difference, differences, explain, fit_idle, throughput
 from vllm_semantic_sched.bench.results import Comparison, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, prefer_client
@@ -175,15 +169,8 @@ def _other_requests(
 ) -> tuple[BenchRequest, ...]:
     """Requests of the same kind that the measured workloads do not contain."""
     like = plan.workloads[0].config
-    return make_workload(
-        replace(
-            like,
-            requests=count,
-            mix=mix,
-            seed=like.seed + OTHER_SEED,
-            max_output_tokens=max_tokens,
-        )
-    ).requests
+    other = replace(like, mix=mix, seed=like.seed + OTHER_SEED, max_output_tokens=max_tokens)
+    return make_workload(replace(other, requests=count)).requests
 
 
 def _measure(

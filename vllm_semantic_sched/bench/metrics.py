@@ -88,37 +88,27 @@ def _e2e(record: Record) -> float:
     return record.finish - record.arrival
 
 
-def _ttft(record: Record, idle: IdleModel) -> float | None:
-    return record.ttft
-
-
 def _tpot(record: Record, idle: IdleModel) -> float | None:
     if record.output_tokens < 2 or record.first_token is None or record.finish is None:
         return None
     return (record.finish - record.first_token) / (record.output_tokens - 1)
 
 
+def _normalized_waiting(record: Record, idle: IdleModel) -> float:
+    return _e2e(record) / record.output_tokens
+
+
+def _slowdown(record: Record, idle: IdleModel) -> float:
+    return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
+
+
 METRICS: tuple[Metric, ...] = (
-    Metric("ttft", "TTFT", "s", 1, _ttft),
+    Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
     Metric("tpot", "TPOT", "ms", 1e3, _tpot),
     Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
     Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
-    Metric(
-        "normalized_waiting",
-        "norm. waiting",
-        "ms/tok",
-        1e3,
-        lambda record, idle: _e2e(record) / record.output_tokens,
-    ),
-    Metric(
-        "slowdown",
-        "slowdown",
-        "x",
-        1,
-        lambda record, idle: (
-            _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
-        ),
-    ),
+    Metric("normalized_waiting", "norm. waiting", "ms/tok", 1e3, _normalized_waiting),
+    Metric("slowdown", "slowdown", "x", 1, _slowdown),
 )
 """In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
 
@@ -163,6 +153,16 @@ def duration(records: Sequence[Record]) -> float:
     return max(finishes) - min(record.arrival for record in records)
 
 
+def latest_send(records: Iterable[Record]) -> float:
+    """Return the largest delay between the arrival time of a request and its sending, in seconds.
+
+    If it is large, this machine was too busy to keep the open loop and the figures cannot be
+    trusted.
+    """
+    delays = (record.sent - record.arrival for record in records if record.sent is not None)
+    return max(delays, default=0.0)
+
+
 def throughput(runs: Iterable[Sequence[Record]]) -> float:
     """Return the output tokens per second: tokens of all runs divided by their total duration."""
     tokens = seconds = 0.0
@@ -196,7 +196,9 @@ def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Di
     for record in reference:
         answer = answers.get(record.index)
         if record.ok and answer is not None and answer.token_ids != record.token_ids:
-            found.append(Difference(record.index, _first_difference(record, answer)))
+            pairs = enumerate(zip(record.token_ids, answer.token_ids, strict=False))
+            position = next((place for place, (a, b) in pairs if a != b), 0)
+            found.append(Difference(record.index, position))
     return found
 
 
@@ -210,8 +212,3 @@ def explain(difference: Difference, answer: Record, repeated: Record) -> Differe
     if not same or position >= len(repeated.margins):
         return difference
     return Difference(difference.index, position, repeated.margins[position])
-
-
-def _first_difference(one: Record, other: Record) -> int:
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,9 @@ class SaturatedScheduler:
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
         shape: dict[str, Any] = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
-        self.scheduler = (
-            standalone.build_scheduler(**shape)
-            if policy is None
-            else standalone.build_scheduler(
-                SemanticScheduler, semantic_sched={"policy": policy}, **shape
-            )
-        )
+        if policy is not None:
+            shape |= {"scheduler_class": SemanticScheduler, "semantic_sched": {"policy": policy}}
+        self.scheduler = standalone.build_scheduler(**shape)
         for _ in range(running):
             # The most urgent, so that no waiting request can take a seat.
             self.scheduler.add_request(self.new_request(level=0))
@@ -113,8 +108,7 @@ def measure(
     Args:
         policies: by the scheduler's name; None for vLLM's own scheduler.
         sizes: numbers of waiting requests.
-        running: number of decoding requests.
-        tenants: number of tenants.
+        running, tenants: numbers of decoding requests and of tenants.
         steps: timed steps.
         arrivals: new requests per step.
         finish_every: steps per finished request.
@@ -125,11 +119,20 @@ def measure(
             for name, policy in policies.items():
                 loaded[name, size] = SaturatedScheduler(policy, running, size, tenants)
                 advance()
+    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
+        case: {part: [] for part in PARTS} for case in loaded
+    }
     # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
     gc.freeze()
     try:
-        seconds = _time_steps(loaded, steps, arrivals, finish_every, progress)
+        with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
+            for step in range(steps + _WARM_UP_STEPS):
+                for case, scheduler in loaded.items():
+                    for part, value in _time_step(scheduler, arrivals, step % finish_every == 0):
+                        if step >= _WARM_UP_STEPS:
+                            seconds[case][part].append(value)
+                advance()
     finally:
         gc.unfreeze()
     return {
@@ -137,27 +140,6 @@ def measure(
         for name in policies
         for size in sizes
     }
-
-
-def _time_steps(
-    loaded: Mapping[tuple[str, int], SaturatedScheduler],
-    steps: int,
-    arrivals: int,
-    finish_every: int,
-    progress: Progress,
-) -> dict[tuple[str, int], dict[str, list[float]]]:
-    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
-        case: defaultdict(list) for case in loaded
-    }
-    with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
-        for step in range(steps + _WARM_UP_STEPS):
-            finish = step % finish_every == 0
-            for case, scheduler in loaded.items():
-                for part, value in _time_step(scheduler, arrivals, finish):
-                    if step >= _WARM_UP_STEPS:
-                        seconds[case][part].append(value)
-            advance()
-    return seconds
 
 
 def _time_step(

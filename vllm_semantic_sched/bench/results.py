@@ -19,10 +19,12 @@ from vllm_semantic_sched.bench.metrics import (
     Summary,
     by_level,
     failed,
+    latest_send,
     throughput,
 )
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import Workload
+from vllm_semantic_sched.profiling.live_engine import processor
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,6 @@ class Round:
     def tokens_per_second(self) -> float:
         """Output tokens per second of this round alone."""
         return throughput([self.records])
-
-    @property
-    def latest_send(self) -> float:
-        """Largest delay between the arrival time of a request and its sending, in seconds.
-
-        If it is large, this machine was too busy to keep the open loop and the figures cannot be
-        trusted.
-        """
-        delays = (item.sent - item.arrival for item in self.records if item.sent is not None)
-        return max(delays, default=0.0)
 
 
 @dataclass
@@ -97,8 +89,8 @@ class MixResult:
 
     @property
     def latest_send(self) -> float:
-        """The largest `Round.latest_send`, in seconds."""
-        return max((done.latest_send for done in self.rounds), default=0.0)
+        """See `metrics.latest_send`."""
+        return latest_send(self.records)
 
     @property
     def overload(self) -> float:
@@ -198,18 +190,19 @@ def environment() -> dict[str, object]:
         "versions": versions,
         "python": platform.python_version(),
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
     }
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+def _totals(result: Round | MixResult) -> dict[str, object]:
+    return {
+        "tokens_per_second": result.tokens_per_second,
+        "failed": len(failed(result.records)),
+        "latest_send": latest_send(result.records),
+        "counters": dict(result.counters),
+        "cpu_seconds": dict(result.cpu_seconds),
+    }
 
 
 def _mix_document(row: MixResult) -> dict[str, object]:
@@ -218,14 +211,10 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "title": row.scheduler.title,
         "workload": asdict(row.workload.config),
         "length_source": row.workload.length_source,
-        "tokens_per_second": row.tokens_per_second,
+        **_totals(row),
         "overload": row.overload,
-        "failed": len(row.failed),
-        "latest_send": row.latest_send,
         "differences": len(row.differences),
         "counted_differences": len(row.counted_differences),
-        "counters": dict(row.counters),
-        "cpu_seconds": dict(row.cpu_seconds),
         "cpu_share_elsewhere": row.elsewhere,
         "rounds": [_round_document(done) for done in row.rounds],
         "levels": {
@@ -243,12 +232,8 @@ def _mix_document(row: MixResult) -> dict[str, object]:
 def _round_document(done: Round) -> dict[str, object]:
     return {
         "round": done.number,
-        "tokens_per_second": done.tokens_per_second,
-        "failed": len(failed(done.records)),
-        "latest_send": done.latest_send,
+        **_totals(done),
         "differences": [asdict(difference) for difference in done.differences],
-        "counters": dict(done.counters),
-        "cpu_seconds": dict(done.cpu_seconds),
         "machine_seconds": done.machine_seconds,
         "elsewhere_seconds": done.elsewhere_seconds,
     }

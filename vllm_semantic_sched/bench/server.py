@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 PREDICTOR = "vllm_semantic_sched.predict.worker"
 """Name of the predictor process in `VllmServer.cpu_seconds`."""
@@ -74,12 +73,8 @@ class ServerConfig:
 
     def process_environment(self) -> dict[str, str]:
         """Return this process's environment with telemetry and downloads turned off."""
-        environment = {
-            **os.environ,
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        offline = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
+        environment = {**os.environ, **offline}
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -169,12 +164,7 @@ class VllmServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -214,22 +204,6 @@ class VllmServer:
             name = "api server" if process.pid == leader.pid else title
             used[name] = used.get(name, 0.0) + times.user + times.system
         return used
-
-    def memory_bytes(self) -> int:
-        """Return the resident memory of all processes of the server."""
-        import psutil
-
-        if self._process is None:
-            return 0
-        leader = psutil.Process(self._process.pid)
-        family = [leader, *leader.children(recursive=True)]
-        return sum(process.memory_info().rss for process in family)
-
-    def get_json(self, path: str) -> dict[str, object]:
-        """GET a JSON document from the server."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
-            document: dict[str, object] = json.load(reply)
-        return document
 
     def get_text(self, path: str) -> str:
         """GET a text document, for example /metrics."""

@@ -89,27 +89,15 @@ def build_scheduler(
     )
     # Set late: vLLM turns it off where the platform has no use for it, as on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
+    shape["dtype"] = torch.float32
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
     if sliding_window is not None:
-        window = SlidingWindowSpec(
-            block_size=BLOCK_SIZE,
-            num_kv_heads=1,
-            head_size=1,
-            dtype=torch.float32,
-            sliding_window=sliding_window,
-        )
+        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
         groups.append(KVCacheGroupSpec(["window layer"], window))
-    kv_cache_config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-    )
     return scheduler_class(
         vllm_config=vllm_config,
-        kv_cache_config=kv_cache_config,
+        kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=BLOCK_SIZE,
         log_stats=True,

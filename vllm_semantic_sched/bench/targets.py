@@ -70,16 +70,10 @@ def _all_levels(results: Mapping[str, Mapping[str, MixResult]]) -> Iterator[Targ
             if "fcfs" not in rows or not name.startswith("semantic"):
                 continue
             fcfs = rows["fcfs"]
-            waiting = [r.levels["all"]["normalized_waiting"].mean for r in (fcfs, row)]
-            yield Target(
-                f"{mix}: all levels, mean normalized_waiting, fcfs / {name}",
-                waiting[0] / waiting[1],
-                1.0,
-            )
-            yield Target(
-                f"{mix}: output tokens per second, {name} / fcfs",
-                row.tokens_per_second / fcfs.tokens_per_second,
-                0.97,
-            )
+            theirs, ours = (r.levels["all"]["normalized_waiting"].mean for r in (fcfs, row))
+            text = f"{mix}: all levels, mean normalized_waiting, fcfs / {name}"
+            yield Target(text, theirs / ours, 1.0)
+            speed = row.tokens_per_second / fcfs.tokens_per_second
+            yield Target(f"{mix}: output tokens per second, {name} / fcfs", speed, 0.97)
         if "fcfs" in rows:
             yield Target(f"{mix}: overload, fcfs", rows["fcfs"].overload, MIN_OVERLOAD)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,16 +25,8 @@ _Choice = TypeVar("_Choice")
 _MAX_QUESTION_CHARACTERS = 600
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question with the length of its answer in tokens."""
-
-    text: str
-    output_tokens: int
-
-
-QuestionSource = Callable[["np.random.Generator"], Question]
-"""Draws a question."""
+QuestionSource = Callable[["np.random.Generator"], TextLength]
+"""Draws a question with the length of its answer."""
 
 
 @functools.cache
@@ -89,9 +80,8 @@ def question_source(root: Path | None) -> tuple[QuestionSource, str]:
     # normalized waiting time, and the benchmark would measure that.
     pools = (_held_out(medical_questions(root)), _held_out(instruction_pairs(root)))
 
-    def draw(rng: np.random.Generator) -> Question:
-        pair = _choose(_choose(pools, rng), rng)
-        return Question(pair.text, pair.output_tokens)
+    def draw(rng: np.random.Generator) -> TextLength:
+        return _choose(_choose(pools, rng), rng)
 
     return draw, (
         f"real held-out pairs ({len(pools[0])} medical questions, {len(pools[1])} instructions), "
@@ -99,9 +89,9 @@ def question_source(root: Path | None) -> tuple[QuestionSource, str]:
     )
 
 
-def _draw_builtin(rng: np.random.Generator) -> Question:
+def _draw_builtin(rng: np.random.Generator) -> TextLength:
     question = _choose(tables()["questions"], rng)
-    return Question(question["text"], int(rng.integers(question["low"], question["high"] + 1)))
+    return TextLength(question["text"], int(rng.integers(question["low"], question["high"] + 1)))
 
 
 def _held_out(pairs: Iterable[TextLength]) -> list[TextLength]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
+
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 
 class BadOption(ValueError):
@@ -43,6 +47,21 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         help="change a field of the scenario, as in workload.requests=100; can be repeated",
     )
     add("--quiet", action="store_true", help="no progress bar")
+
+
+def run_simulation(
+    command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
+) -> int:
+    """Run a command that simulates and return its exit status: 2 if the scenario or an option is
+    invalid, 1 if a file cannot be written."""
+    from vllm_semantic_sched.sim.engine import RequestTooLarge
+    from vllm_semantic_sched.sim.workload import TraceError
+
+    try:
+        return run(args)
+    except (PolicyError, TraceError, RequestTooLarge, BadOption, OSError) as error:
+        print(f"semsched {command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 2
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from vllm_semantic_sched.bench.simulator import SCENARIO
 from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.bench.workload import WorkloadConfig
 from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli.console import make_console, make_table
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.overhead import StepTimes
@@ -73,7 +73,6 @@ def _run_comparison(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.plots import draw_comparison
     from vllm_semantic_sched.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.bench.targets import check_targets, missed
-    from vllm_semantic_sched.cli.console import make_console
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
@@ -157,8 +156,6 @@ def _print_overhead(
     names: Sequence[str],
     running: int,
 ) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
-
     def cell(figure: Mapping[str, float]) -> str:
         return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
 
@@ -206,7 +203,6 @@ def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_simulator(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.simulator import measure
-    from vllm_semantic_sched.cli.console import make_console, make_table
 
     speeds = measure(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
@@ -221,32 +217,6 @@ def _run_simulator(args: argparse.Namespace) -> int:
             f"{speed.mebibytes:.0f}",
         )
     make_console().print(table)
-    return 0
-
-
-# bench reproduction
-
-
-def _add_reproduction_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="write the Markdown to FILE (default: stdout)")
-    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def _run_reproduction(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.bench.reproduction import report, run_scenarios
-
-    started = time.perf_counter()
-    results = run_scenarios(args.workers, comparison.show_progress(args.quiet))
-    seconds = time.perf_counter() - started
-    text = "\n".join(report(results))
-    if args.output is None:
-        print(text)
-    else:
-        args.output.write_text(text + "\n", encoding="utf-8")
-    runs = sum(len(cells) for cells in results.values())
-    print(f"{runs} cells in {seconds:.0f} s on {args.workers} process(es)")
     return 0
 
 
@@ -283,11 +253,6 @@ _COMMANDS = {
         _add_simulator_arguments,
         _run_simulator,
         "measure time and memory of the simulator by number of requests",
-    ),
-    "reproduction": _Command(
-        _add_reproduction_arguments,
-        _run_reproduction,
-        "print the paper's figures and tables beside our numbers",
     ),
     "make-model": _Command(
         _add_model_arguments,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.workload import WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.cli.console import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,8 +210,6 @@ def print_mix(console: Console, mix: str, rows: dict[str, MixResult]) -> None:
 
 def print_targets(console: Console, targets: Iterable[Target]) -> None:
     """Print each target with the measured value."""
-    from vllm_semantic_sched.cli.console import make_table
-
     table = make_table("targets", "target", "measured", "required", "")
     for target in targets:
         verdict = "[green]met[/]" if target.met else "[red]missed[/]"
@@ -220,8 +219,6 @@ def print_targets(console: Console, targets: Iterable[Target]) -> None:
 
 
 def _totals(rows: dict[str, MixResult]) -> Table:
-    from vllm_semantic_sched.cli.console import make_table
-
     table = make_table(
         "totals", "scheduler", "answered", "output tok/s", "vs FCFS", "overload", "preemptions",
         "outputs differ", "latest send", "CPU used elsewhere",
@@ -249,21 +246,17 @@ def _totals(rows: dict[str, MixResult]) -> Table:
 
 
 def _level_table(level: str, rows: dict[str, MixResult]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     from vllm_semantic_sched.bench.metrics import METRICS
 
     title = "all levels" if level == "all" else f"urgency {level}"
     if level == "0":
         title += " (most urgent)"
     count = next(iter(rows.values())).levels[level][METRICS[0].key].count
-    table = Table(title=f"{title}, {count} requests", box=box.SIMPLE)
-    table.add_column("scheduler", no_wrap=True)
-    for metric in METRICS:
-        table.add_column(f"{metric.title},\n{metric.unit}", justify="right", no_wrap=True)
-    table.add_column("norm.w.\ngain", justify="right")
-    table.add_column("p99 TTFT\ngain", justify="right")
+    columns = ["scheduler", *(f"{metric.title},\n{metric.unit}" for metric in METRICS)]
+    gain_columns = ("norm.w.\ngain", "p99 TTFT\ngain")
+    table = make_table(f"{title}, {count} requests", *columns, *gain_columns)
+    for column in table.columns[: len(columns)]:
+        column.no_wrap = True
     reference = rows.get(_REFERENCE)
     for row in rows.values():
         summaries = row.levels.get(level)

@@ -1,22 +1,42 @@
-"""Tables, and where they are printed."""
+"""Tables and texts, and where they are printed. `rich` is in an extra: it is imported when used."""
 
 from __future__ import annotations
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import textwrap
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.facts.section import Section, keys_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _WIDTH = 160
 
 
 def make_console() -> Console:
     """A console wide enough for the tables, also where the output is a file."""
+    from rich.console import Console
+
     return Console(width=max(_WIDTH, Console().width), highlight=False)
 
 
 def make_table(title: str, *columns: str, words: int = 1) -> Table:
     """A table whose first `words` columns hold words and the others figures."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(title=title, box=box.SIMPLE)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
     return table
+
+
+def describe_keys(model: type[Section]) -> str:
+    """All keys of a kind of file as text: name, default, valid values and meaning."""
+    lines = []
+    for key in keys_of(model):
+        valid = f"   ({key.valid})" if key.valid else ""
+        lines.append(f"{key.name}: {key.default}{valid}".rstrip())
+        lines += textwrap.wrap(key.meaning, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.cli.arguments import add_server_arguments
 
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
+_COUNTS = ("running", "waiting")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     def report(phase: str) -> None:
         engines = server.status()
-        running, waiting = (
-            sum(engine[key] for engine in engines) for key in ("running", "waiting")
-        )
-        print(f"{phase}: {running} running, {waiting} waiting", flush=True)
+        counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in _COUNTS)
+        print(f"{phase}: {', '.join(counts)}", flush=True)
 
     try:
         if action in ("resume", "wake"):

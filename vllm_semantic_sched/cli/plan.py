@@ -4,7 +4,6 @@ needs, and the effect of another policy on both."""
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from vllm_semantic_sched.cli.arguments import (
     add_scenario_arguments,
     parse_changes,
     positive,
+    run_simulation,
 )
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 _DEFAULT_SCENARIO = "capacity"
 
@@ -63,23 +63,12 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
     """
-    from vllm_semantic_sched.sim.engine import RequestTooLarge
-    from vllm_semantic_sched.sim.workload import TraceError
-
-    try:
-        return _run(args)
-    except (PolicyError, TraceError, RequestTooLarge, BadOption) as error:
-        print(f"semsched plan: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"semsched plan: {error}", file=sys.stderr)
-        return 1
+    return run_simulation("plan", _run, args)
 
 
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.cli.console import make_console, make_table
     from vllm_semantic_sched.sim.metrics import ALL, is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
     from vllm_semantic_sched.sim.plan_report import draw_plan, rows, trial_now, write_plan

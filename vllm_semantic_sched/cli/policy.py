@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from vllm_semantic_sched.admin import reference
 from vllm_semantic_sched.admin.client import AdminClient, AdminError, send_hangup
 from vllm_semantic_sched.cli.arguments import add_server_arguments
-from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.cli.console import describe_keys
+from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -19,19 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions of `semsched policy`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="names of the shipped policies and engine profiles")
-    keys = actions.add_parser("keys", help="every key of a policy file with default and meaning")
-    keys.add_argument(
-        "--markdown",
-        action="store_true",
-        help="as tables, which also show what can change while the server runs, refusal codes "
-        "and metrics",
-    )
-    keys.add_argument(
-        "--into",
-        type=Path,
-        metavar="PAGE",
-        help="update the tables of this page (docs/reference.md)",
-    )
+    actions.add_parser("keys", help="every key of a policy file with default and meaning")
     for name, text in (("check", "check a policy"), ("show", "print a policy file")):
         action = actions.add_parser(name, help=text)
         action.add_argument("policy", help="name of a shipped policy, or path of a YAML file")
@@ -57,11 +44,8 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "list":
             print("policies:", *shipped_names("policy"))
             print("profiles:", *shipped_names("profile"))
-        elif args.action == "keys" and args.into:
-            reference.insert(args.into)
         elif args.action == "keys":
-            text = reference.keys_table() if args.markdown else reference.describe_keys()
-            print(text, end="")
+            print(describe_keys(Policy), end="")
         elif args.action == "show":
             print(resolve_config(args.policy, "policy").read_text(encoding="utf-8"), end="")
         else:

@@ -13,10 +13,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.profile import load_profile, write_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -74,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None and args.check is None:
         print("semsched profile: needs --output or --check", file=sys.stderr)
         return 2
-    from vllm_semantic_sched.profiling.live_engine import BadOptions, live_engine
+    from vllm_semantic_sched.profiling.live_engine import BadOptions, LiveEngine
 
     try:
         if args.check is not None:
             load_profile(args.check)  # fails before minutes of work, not after
         if args.output is not None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
-        with live_engine(args.engine, args.seed) as engine:
+        with closing(LiveEngine(args.engine, args.seed)) as engine:
             return _measure(args, engine) if args.check is None else _check(args, engine)
     except (PolicyError, BadOptions, OSError) as error:
         print(f"semsched profile: {error}", file=sys.stderr)
@@ -143,14 +145,7 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
-    from vllm_semantic_sched.profiling.check import (
-        CHOICE_TARGET,
-        GOOD_CHOICE,
-        MEDIAN_TARGET,
-        P90_TARGET,
-        SLOWDOWNS,
-    )
+    from vllm_semantic_sched.profiling import check
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
     table = make_table("", *columns, words=0)
@@ -167,13 +162,13 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
     console.print(table)
     for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
         console.print(
-            f"{name}: error median {median:.1%} (target {MEDIAN_TARGET:.0%}), "
-            f"p90 {p90:.1%} (target {P90_TARGET:.0%}), {len(points)} points"
+            f"{name}: error median {median:.1%} (target {check.MEDIAN_TARGET:.0%}), "
+            f"p90 {p90:.1%} (target {check.P90_TARGET:.0%}), {len(points)} points"
         )
     console.print(
-        f"the chosen plan is the cheaper one, or within {GOOD_CHOICE - 1:.0%} of it: "
-        f"{verdict.choice:.1%} (target {CHOICE_TARGET:.0%}); at least {verdict.worst_choice:.1%} "
-        f"with copies 1 to {SLOWDOWNS[-1]:,.0f} times slower"
+        f"the chosen plan is the cheaper one, or within {check.GOOD_CHOICE - 1:.0%} of it: "
+        f"{verdict.choice:.1%} (target {check.CHOICE_TARGET:.0%}); at least "
+        f"{verdict.worst_choice:.1%} with copies 1 to {check.SLOWDOWNS[-1]:,.0f} times slower"
     )
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.cli.arguments import BadOption, add_scenario_arguments, parse_changes
+from vllm_semantic_sched.cli.arguments import (
+    BadOption,
+    add_scenario_arguments,
+    parse_changes,
+    run_simulation,
+)
+from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table
 from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,28 +54,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
     """
-    from vllm_semantic_sched.admin.reference import describe_keys
-    from vllm_semantic_sched.sim.engine import RequestTooLarge
-    from vllm_semantic_sched.sim.sections import Settings
-    from vllm_semantic_sched.sim.workload import TraceError
-
     if args.keys:
+        from vllm_semantic_sched.sim.sections import Settings
+
         print(describe_keys(Settings), end="")
         return 0
-    try:
-        return _run(args)
-    except (PolicyError, TraceError, RequestTooLarge, BadOption) as error:
-        print(f"semsched simulate: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"semsched simulate: {error}", file=sys.stderr)
-        return 1
+    return run_simulation("simulate", _run, args)
 
 
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.cli.console import make_console
     from vllm_semantic_sched.sim.metrics import METRICS, is_promised
     from vllm_semantic_sched.sim.report import (
         draw_depths,
@@ -121,7 +114,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _table(cells: Sequence[Cell], metric: str) -> Table:
     """One metric: a row per cell, a column per level."""
-    from vllm_semantic_sched.cli.console import make_table
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
     from vllm_semantic_sched.sim.report import level_names, number_text, point_texts
 

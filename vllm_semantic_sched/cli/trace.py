@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.console import make_console, make_table
 
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
@@ -48,15 +51,19 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if a file cannot be read or written, 2 if the log has no events.
     """
     from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
-    from vllm_semantic_sched.trace.event_log import LogReader, TierSummaries
+    from vllm_semantic_sched.trace.event_log import LogReader, TierSummary
 
-    reader, summaries, drawn = LogReader(args.limit, args.since), TierSummaries(), []
+    reader, drawn = LogReader(args.limit, args.since), []
+    tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
     try:
         for request in reader.requests(args.log):
-            summaries.add(request)
+            tiers[request.level, request.tier].add(request)
             if request.keeps_spans:
                 drawn.append(request)
-        rows = summaries.rows()
+        rows = [
+            {"level": level, "tier": tier, **summary.row()}
+            for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
+        ]
         if not rows:
             print(f"semsched trace: {args.log}: no events found", file=sys.stderr)
             return 2
@@ -76,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
-    from vllm_semantic_sched.cli.console import make_console, make_table
-
     times = ("queueing delay", "TTFT", "E2E")
     columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *times)
     table = make_table("seconds: p50 / p99", *columns, words=0)

@@ -66,16 +66,10 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
 
 def fit_steps(steps: Sequence[Step]) -> StepFit:
     """Fit all terms of a step at once, so that no term absorbs the time of another."""
+    batches = [step.batch for step in steps]
     features = [
-        (
-            1,
-            step.batch.sequences,
-            step.batch.prefills,
-            step.batch.context,
-            step.batch.prefill_tokens,
-            step.batch.prefill_squares,
-        )
-        for step in steps
+        (1, one.sequences, one.prefills, one.context, one.prefill_tokens, one.prefill_squares)
+        for one in batches
     ]
     (constant, per_sequence, per_prefill, per_context_token, alpha2, alpha1), errors = (
         fit_nonnegative(features, [step.seconds for step in steps])

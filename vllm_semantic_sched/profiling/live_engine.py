@@ -7,7 +7,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ class LiveEngine:
             count = self._config.parallel_config.world_size
             name = torch.cuda.get_device_name()
             return name if count == 1 else f"{count} x {name}"
-        return f"{_processor()}, {os.cpu_count()} cores"
+        return f"{processor()}, {os.cpu_count()} cores"
 
     def run(self, prompt_lengths: Sequence[int], output_tokens: int) -> list[Step]:
         """Serve random prompts of these lengths in one batch and return all engine steps."""
@@ -225,16 +225,6 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
     return Copies(sum(region.shape[1] for region in regions), save, load)
 
 
-@contextlib.contextmanager
-def live_engine(options: Sequence[str], seed: int = 0) -> Iterator[LiveEngine]:
-    """A `LiveEngine` that is closed at the end."""
-    engine = LiveEngine(options, seed)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def _engine_arguments(options: Sequence[str]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -256,7 +246,8 @@ def _engine_arguments(options: Sequence[str]) -> Any:
     return arguments
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

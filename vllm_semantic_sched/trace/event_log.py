@@ -164,7 +164,7 @@ def log_parts(path: Path) -> list[Path]:
     return [*reversed(list(itertools.takewhile(Path.exists, older))), path]
 
 
-class _TierSummary:
+class TierSummary:
     """Counts and times of one tier. Needs eight bytes per request and time."""
 
     def __init__(self) -> None:
@@ -173,6 +173,7 @@ class _TierSummary:
         self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
 
     def add(self, request: LoggedRequest) -> None:
+        """Count a request that has ended or is left unfinished."""
         self.states[request.state if request.end is not None else "unfinished"] += 1
         self.preemptions.update(request.preemptions)
         if not request.whole:
@@ -184,6 +185,8 @@ class _TierSummary:
                 times.append(moment - request.arrival)
 
     def row(self) -> dict[str, Any]:
+        """Number of requests, counts by last state, preemptions by kind, and 50th and 99th
+        percentiles in seconds (None without values)."""
         import numpy as np
 
         row: dict[str, Any] = {"requests": self.states.total()}
@@ -193,22 +196,3 @@ class _TierSummary:
             for rank in (50, 99):
                 row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None
         return row
-
-
-class TierSummaries:
-    """Counts and times of all tiers of a log."""
-
-    def __init__(self) -> None:
-        self._tiers: dict[tuple[int, str], _TierSummary] = {}
-
-    def add(self, request: LoggedRequest) -> None:
-        """Count a request that has ended or is left unfinished."""
-        self._tiers.setdefault((request.level, request.tier), _TierSummary()).add(request)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per tier, most urgent first: level, tier, requests, counts by last state,
-        preemptions by kind, and 50th and 99th percentiles in seconds (None without values)."""
-        return [
-            {"level": level, "tier": tier, **self._tiers[level, tier].row()}
-            for level, tier in sorted(self._tiers)
-        ]

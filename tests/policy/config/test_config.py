@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from vllm_semantic_sched.admin.reference import describe_keys
+from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.profile import load_profile
@@ -83,7 +83,7 @@ def test_off_is_a_word_and_an_empty_file_is_the_default(tmp_path) -> None:
 
 
 def test_every_key_is_documented_with_its_default() -> None:
-    text = describe_keys()
+    text = describe_keys(Policy)
     assert "preemption.max_per_request: 3" in text
     assert "semantic | priority | sjf | fcfs" in text
     assert "tiers[].slo.ttft: None" in text

@@ -1,17 +1,23 @@
-"""The paper's figures and tables and the mixed-load table: our numbers beside the printed ones."""
+"""Simulate the paper's figures and tables and a published table of mixed load.
+
+Prints one Markdown table for each, with our numbers beside the printed ones. Needs no engine.
+"""
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
+from common import main
 
 from vllm_semantic_sched.bench.client import Progress
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.sim.runner import Cell
+from vllm_semantic_sched.cli.comparison import show_progress
+from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
+from vllm_semantic_sched.sim.scenario import load_scenarios
 
 PRINTED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
 """Numbers as the paper prints them; `paper.yaml` explains each."""
@@ -26,14 +32,11 @@ _SCENARIOS = (
     *("paper-fig3", "paper-fig4", "paper-fig5", "tiers"),
 )
 
-Results = dict[str, "list[Cell]"]
+Results = dict[str, list[Cell]]
 
 
 def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
     """Simulate every scenario of the paper in `workers` processes; returns their cells by name."""
-    from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
-    from vllm_semantic_sched.sim.scenario import load_scenarios
-
     tasks = {name: tasks_of(load_scenarios(name)) for name in _SCENARIOS}
     flat = [task for group in tasks.values() for task in group]
     bar = (progress or Progress()).bar("simulating", len(flat))
@@ -212,3 +215,30 @@ def _mixed_load(cells: Sequence[Cell]) -> Iterator[str]:
         "refused",
     ]
     yield from _table("`tiers`: mixed load, ours / printed", header, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--output", type=Path, metavar="DIR", help="write DIR/reproduction.md (default: stdout)")
+    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate all scenarios and print or write the report; always 0."""
+    started = time.perf_counter()
+    results = run_scenarios(args.workers, show_progress(args.quiet))
+    seconds = time.perf_counter() - started
+    text = "\n".join(report(results))
+    if args.output is None:
+        print(text)
+    else:
+        (args.output / "reproduction.md").write_text(text + "\n", encoding="utf-8")
+    cells = sum(map(len, results.values()))
+    print(f"{cells} cells in {seconds:.0f} s on {args.workers} process(es)")
+    return 0
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

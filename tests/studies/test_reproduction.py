@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reproduction
+from reproduction import PRINTED, report, run_scenarios
 
-from vllm_semantic_sched.bench.reproduction import PRINTED, report, run_scenarios
-from vllm_semantic_sched.sim import scenario as scenario_module
 from vllm_semantic_sched.sim.predictor import mistaken
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import load_scenarios
@@ -66,13 +66,11 @@ def test_clipping_halves_the_mistakes_at_the_ends() -> None:
 
 
 def test_report_has_every_figure_and_table(monkeypatch) -> None:
-    load = scenario_module.load_scenarios
-
     def small(name: str, changes: dict[str, Any] | None = None) -> Any:
         less: dict[str, Any] = {"repeats": 1, "workload.requests": 12}
-        return load(name, less | (changes or {}))
+        return load_scenarios(name, less | (changes or {}))
 
-    monkeypatch.setattr(scenario_module, "load_scenarios", small)
+    monkeypatch.setattr(reproduction, "load_scenarios", small)
     text = "\n".join(report(run_scenarios(workers=1)))
     for name in ("table1", "table1-script", "table2", "table2-script"):
         assert f"`paper-{name}`" in text

@@ -1,10 +1,13 @@
-"""Generates the tables of docs/reference.md: policy keys, refusal codes and metrics."""
+"""Update the tables of docs/reference.md: policy keys, refusal codes and metrics.
+
+python scripts/reference.py docs/reference.md
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-import textwrap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +16,7 @@ import yaml
 
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import Key, Section, keys_of
+from vllm_semantic_sched.policy.facts.section import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
 
@@ -66,16 +69,6 @@ def effect_of(key: str) -> Effect:
             if name in _effects():
                 return _effects()[name]
     raise KeyError(key)
-
-
-def describe_keys(model: type[Section] = Policy) -> str:
-    """All keys of a kind of file as text: name, default, valid values and meaning."""
-    lines = []
-    for key in keys_of(model):
-        valid = f"   ({key.valid})" if key.valid else ""
-        lines.append(f"{key.name}: {key.default}{valid}".rstrip())
-        lines += textwrap.wrap(key.meaning, 96, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines) + "\n"
 
 
 def insert(path: Path) -> None:
@@ -141,3 +134,9 @@ def _yaml(default: str) -> str:
     if default.startswith("(") and default.endswith(")") and "," in default:
         return f"[{default[1:-1]}]"
     return _YAML_WORDS.get(default, default)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
+        sys.exit(__doc__)
+    insert(Path(sys.argv[1]))

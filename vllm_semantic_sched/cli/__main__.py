@@ -1,0 +1,5 @@
+import sys
+
+from vllm_semantic_sched.cli import main
+
+sys.exit(main())
