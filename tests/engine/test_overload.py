@@ -42,7 +42,7 @@ def add(scheduler, *names: str, extra=None, **fields) -> None:
 
 
 def step(scheduler) -> dict[str, Code]:
-    """One engine step; who was told of a refusal in it, and its code."""
+    """Run one engine step; returns the code of each refusal by request."""
     arranged = scheduler.schedule()
     outputs = scheduler.update_from_output(arranged, model_output(scheduler, arranged))
     told = {}
