@@ -128,8 +128,8 @@ class LoadMonitor:
         self._recent.advance(now)
         policy = self._policy
         self.pressure.observe(self.use(), policy.pressure, now)
-        nobody_presses = self.pressure.present is PressureLevel.NONE
-        calm = nobody_presses and self._account.all.requests < self._seats
+        no_pressure = self.pressure.present is PressureLevel.NONE
+        calm = no_pressure and self._account.all.requests < self._seats
         self.shedder.observe(self._broken(now), calm, policy.shedding, self.tiers, now)
 
     # Derived state
