@@ -1,4 +1,4 @@
-"""Drives the simulated engine with requests of one's own choice."""
+"""Runs the simulated engine with given requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -23,6 +23,6 @@ def make_job(level: int = 2, **fields) -> Job:
 
 
 def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:
-    """One step of the core without an engine: virtual time moves on, estimates are revised."""
+    """Advance the core by one step without an engine, and revise estimates."""
     core.tick()
     return core.revise(observe, now)

@@ -1,4 +1,4 @@
-"""What a server's /metrics page says, and waiting until it says something."""
+"""Reads a server's /metrics page and waits for conditions."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def page_value(server: VllmServer, name: str, **labels: str) -> float:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Ask until the answer is yes; fails after so many seconds."""
+    """Poll until the condition holds; fails after a time limit in seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

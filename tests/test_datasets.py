@@ -1,4 +1,4 @@
-"""The data readers on small files of their own, and the split that must never change."""
+"""The data readers on small files, and the stability of the split."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_triage_visits_start_at_level_zero_and_drop_outliers(tmp_path):
     assert visit.reasons == ("Chest pain",)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(datasets.DataNotFound, match=r"medquad\.jsonl"):
         list(datasets.medical_questions(tmp_path))
     with pytest.raises(datasets.DataNotFound, match="nhamcs_ed_triage"):

@@ -110,7 +110,7 @@ def numbers_in(text: str) -> list[str]:
     return re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text)
 
 
-def test_readme_figures_stand_in_the_measurements() -> None:
+def test_readme_figures_match_the_measurements() -> None:
     """Each row's figures occur in the pages that it links, or in the comparison of schedulers."""
     checked = 0
     for row in re.findall(r"^\| .+ \|$", text_of(ROOT / "README.md"), re.MULTILINE):

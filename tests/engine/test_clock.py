@@ -1,4 +1,4 @@
-"""Time that counts for requests."""
+"""The clock of the scheduler, which stops during pauses."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_pausing_vllm_stops_the_clock(tmp_path, state) -> None:
 
 
 def test_no_decision_reads_the_time_of_day() -> None:
-    """It jumps; the monotonic clock does not. The event log's stamps are for people."""
+    """It can jump, unlike the monotonic clock. Only the event log uses it."""
     package = Path(vllm_semantic_sched.__file__).parent
     for folder in ("policy", "engine", "predict"):
         for path in package.joinpath(folder).rglob("*.py"):

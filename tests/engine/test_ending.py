@@ -1,4 +1,4 @@
-"""AnswerEnd requests from inside the scheduler, without a model."""
+"""Refusal of requests inside the scheduler, without a model."""
 
 import pytest
 from vllm.v1.engine import FinishReason
@@ -105,14 +105,14 @@ def test_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     assert len(step(scheduler)) == 1
 
 
-def test_request_aborted_by_its_client_is_not_answered(scheduler) -> None:
+def test_request_aborted_by_its_client_gets_no_answer(scheduler) -> None:
     scheduler.add_request(make_request("r"))
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     assert not scheduler.refuse("r", FULL)
     assert step(scheduler) == {}
 
 
-def test_a_session_with_streamed_input_is_not_refused(scheduler) -> None:
+def test_session_with_streamed_input_is_not_refused(scheduler) -> None:
     request = make_request("r")
     request.resumable = True
     scheduler.add_request(request)

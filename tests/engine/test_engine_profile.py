@@ -1,4 +1,4 @@
-"""The engine profile in the scheduler: what is said about it, and how steps correct it."""
+"""The engine profile in the scheduler: warnings, and correction by measured steps."""
 
 import logging
 
@@ -63,13 +63,13 @@ def measured(longest: int) -> dict:
     }
 
 
-def test_unmeasured_profile_is_warned_about_once_with_the_remedy(build) -> None:
+def test_unmeasured_profile_gives_one_warning_with_the_remedy(build) -> None:
     _, said = build()
     assert len(said) == 1
     assert "semsched profile" in said[0] and "--additional-config" in said[0]
 
 
-def test_profile_shorter_than_the_context_is_warned_about_once(build) -> None:
+def test_profile_shorter_than_the_context_gives_one_warning(build) -> None:
     scheduler, said = build(**measured(300))
     assert len(said) == 1
     assert "300" in said[0] and str(scheduler.max_model_len) in said[0]

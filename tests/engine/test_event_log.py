@@ -1,4 +1,4 @@
-"""The event log: every transition once, in order, whatever the disk does."""
+"""The event log: every transition once and in order, and failures of the disk."""
 
 import json
 import logging

@@ -133,7 +133,7 @@ def test_background_is_served_under_permanent_premium_load(build) -> None:
         assert scheduler.counters.total("policy_errors") == 0
 
 
-def test_a_flood_of_one_tenant_leaves_the_next_seat_to_another(build) -> None:
+def test_flood_of_one_tenant_leaves_the_next_seat_to_another(build) -> None:
     for fair in (True, False):
         scheduler = build({"base": "priority", "tenants": {"fair": fair}}, max_num_seqs=2)
         add(scheduler, *(f"f{n}" for n in range(40)), urgency=2, tenant="flood", output_tokens=4)
@@ -173,9 +173,7 @@ events = st.lists(
 
 @settings(max_examples=40)
 @given(events, st.booleans())
-def test_random_traffic_with_all_features_leaves_nothing_behind(
-    tmp_path_factory, events, ahead
-) -> None:
+def test_random_traffic_with_all_features_frees_everything(tmp_path_factory, events, ahead) -> None:
     path = tmp_path_factory.mktemp("policy") / "policy.yaml"
     policy = yaml.safe_load(ALL_FEATURES.read_text())
     tiers = policy["tiers"]

@@ -1,4 +1,4 @@
-"""Aging, tenants and reservations in a real `vllm serve`, as clients meet them."""
+"""Aging, tenants and reservations in a real `vllm serve`."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def server(serve, tmp_path_factory):
 
 
 def complete(server, urgency=2, headers=None, **body) -> tuple[float, float]:
-    """When a request began and ended."""
+    """Send a request; returns its start and end times."""
     body = {
         "model": "bench", "prompt": "hello", "max_tokens": 60, "ignore_eos": True,
         "vllm_xargs": {"urgency": urgency},
@@ -65,7 +65,7 @@ def metric(server, name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize("by", ["user", "header"])
-def test_a_flood_of_one_tenant_does_not_delay_another(server, by) -> None:
+def test_flood_of_one_tenant_does_not_delay_another(server, by) -> None:
     def as_tenant(name):
         return {"user": name} if by == "user" else {"headers": {"X-Semsched-Tenant": name}}
 

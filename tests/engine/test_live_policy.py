@@ -1,4 +1,4 @@
-"""Reloading the policy file of a scheduler at work, without a model."""
+"""Reloading the policy file of a running scheduler, without a model."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def add(scheduler, *names: str, **fields) -> None:
 
 
 def reload(scheduler) -> dict:
-    """As an API server does it."""
+    """Reload in the same way as an API server."""
     commands.run(scheduler, "load_policy").result(timeout=10)
     return commands.run(scheduler, "adopt_policy")
 
@@ -86,7 +86,7 @@ def test_unusable_file_leaves_the_old_policy_in_force(scheduler, file, text, wor
     assert reload(scheduler)["result"] == "adopted"
 
 
-def test_exception_while_adopting_is_not_reported_as_success(scheduler, file, monkeypatch) -> None:
+def test_exception_while_switching_policy_is_reported(scheduler, file, monkeypatch) -> None:
     def fail(*args):
         raise RuntimeError("injected")
 
@@ -188,7 +188,7 @@ def test_sighup_reloads_only_without_a_terminal(terminal) -> None:
 
     pid, screen = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent process may ignore it
         os.execv(command[0], command)
     shown = b""
     try:

@@ -42,7 +42,7 @@ def add(scheduler, *names: str, extra=None, **fields) -> None:
 
 
 def step(scheduler) -> dict[str, Code]:
-    """One engine step; who was told of a refusal in it, and its code."""
+    """Run one engine step; returns the code of each refusal by request."""
     arranged = scheduler.schedule()
     outputs = scheduler.update_from_output(arranged, model_output(scheduler, arranged))
     told = {}
@@ -121,7 +121,7 @@ def test_pressure_shedding_and_promises_are_reported(build) -> None:
     add(scheduler, "a", "b", "c", "d", urgency=0)
     step(scheduler)
     step(scheduler)
-    gauges = scheduler.overload.gauges()
+    gauges = scheduler.gauges()
     assert gauges["resource_use"]["seats"] == 4.0
     assert gauges["slo_compliance"] == {"premium": 1.0}
     assert 0.5 < gauges["slo_headroom"]["premium"] <= 1.0

@@ -65,7 +65,7 @@ def finish_all(scheduler, limit: int = 5000) -> int:
 
 
 def assert_clean(scheduler) -> None:
-    """Nothing is left: no request, no job, no block."""
+    """No request, job or block is left."""
     run_step(scheduler)
     assert not scheduler.requests and not scheduler.jobs
     assert not scheduler.core.waiting and not len(scheduler.core.running)
@@ -124,7 +124,7 @@ def test_victim_is_protected_after_the_maximum_of_preemptions(policy) -> None:
 
 
 def test_the_tail_of_running_is_the_least_urgent(policy) -> None:
-    """vLLM takes its own victims there when KV runs short."""
+    """vLLM takes its victims there when KV runs short."""
     scheduler = build(policy(), max_num_seqs=8)
     for level in (3, 0, 4, 1, 2):
         add(scheduler, f"level{level}", urgency=level, output_tokens=30)
@@ -145,7 +145,7 @@ def test_kv_shortage_preempts_the_least_urgent(policy) -> None:
     assert_clean(scheduler)
 
 
-def test_an_urgent_decode_caps_less_urgent_prefills(policy) -> None:
+def test_urgent_decode_caps_less_urgent_prefills(policy) -> None:
     for mode, bound in (("cap", 1 + 90), ("gate", 1), ("off", 8192)):
         scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_seqs=8)
         add(scheduler, "urgent", urgency=0, output_tokens=20)
@@ -177,7 +177,7 @@ def test_running_prefill_yields_to_an_urgent_request(policy, mode, beside_the_de
 
 
 @pytest.mark.parametrize("urgency", ["abc", 99, -1, {"a": 1}, [0], 1.5, True])
-def test_an_invalid_hint_is_counted_and_the_request_served(policy, urgency) -> None:
+def test_invalid_hint_is_counted_and_the_request_served(policy, urgency) -> None:
     scheduler = build(policy())
     add(scheduler, "a", urgency=urgency)
     assert scheduler.jobs["a"].level == 2
@@ -414,7 +414,7 @@ events = st.lists(
 
 @settings(max_examples=40)
 @given(events, st.sampled_from([0, 1]), st.sampled_from(["cap", "gate"]))
-def test_random_traffic_leaves_nothing_behind(tmp_path_factory, events, ahead, mode) -> None:
+def test_random_traffic_frees_everything(tmp_path_factory, events, ahead, mode) -> None:
     """Asynchronous scheduling runs one step ahead of the outputs."""
     path = tmp_path_factory.mktemp("policy") / "p.yaml"
     path.write_text(f"{HINTS_ONLY}stage: {{mode: {mode}}}\n")

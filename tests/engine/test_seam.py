@@ -56,13 +56,13 @@ def foreign_private_names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_only_the_seam_imports_vllm_or_uses_its_private_names(path) -> None:
+def test_only_vllm_api_imports_vllm_or_uses_its_private_names(path) -> None:
     tree = ast.parse(path.read_text("utf-8"))
     assert not [name for name in imported_modules(tree) if name.partition(".")[0] == "vllm"]
     assert foreign_private_names(path) == []
 
 
-def test_foreign_private_names_are_found(tmp_path) -> None:
+def test_private_names_of_other_modules_are_found(tmp_path) -> None:
     module = tmp_path / "module.py"
     module.write_text(
         "class A(Scheduler):\n"

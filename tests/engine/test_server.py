@@ -54,8 +54,7 @@ def complete(server, prompt="hello", headers=None, path="/v1/completions", **bod
 
 
 class Background:
-    """Long requests of little urgency on all seats, and more waiting; begins when it is so, and
-    ends with their clients going away."""
+    """Long, less urgent requests on all seats and in the queue, until their clients disconnect."""
 
     def __init__(self, server, count=10) -> None:
         self._server = server
@@ -139,7 +138,7 @@ def test_metrics_page_shows_what_happened(semantic) -> None:
 
 
 @pytest.mark.parametrize("urgency", ["abc", 99, -1, [0, 1], 1.5])
-def test_an_invalid_hint_is_counted_and_served_at_the_predicted_level(semantic, urgency) -> None:
+def test_invalid_hint_is_counted_and_the_predicted_level_used(semantic, urgency) -> None:
     before = metric(semantic, "semsched:invalid_hints_total")
     assert complete(semantic, vllm_xargs={"urgency": urgency})[0] == 200
     assert metric(semantic, "semsched:invalid_hints_total") == before + 1
@@ -182,7 +181,7 @@ def test_unusual_input_gets_the_same_answer_as_from_vllm(semantic, stock, body) 
     ],
     ids=["garbage", "100,000 characters", "emoji", "right to left", "surrogates", "injection"],
 )
-def test_no_text_stalls_a_request_the_engine_or_the_predictor(semantic, prompt) -> None:
+def test_unusual_text_stalls_neither_engine_nor_predictor(semantic, prompt) -> None:
     failed = metric(semantic, "semsched:failed_predictions_total")
     status, answer, seconds = complete(semantic, prompt)
     assert status in (200, 400) and seconds < 30
@@ -224,7 +223,7 @@ def test_answers_equal_stock_vllm_despite_preemptions(semantic, stock) -> None:
         assert complete(stock, **body)[1]["choices"][0]["text"] == answers[number]
 
 
-def test_disconnected_client_leaves_nothing_behind(semantic) -> None:
+def test_disconnect_of_a_client_frees_everything(semantic) -> None:
     for _ in range(5):
         with pytest.raises(TimeoutError):
             request = urllib.request.Request(

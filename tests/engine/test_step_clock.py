@@ -1,4 +1,4 @@
-"""How long steps take, also with several in flight."""
+"""Measured step times, also with several steps in flight."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ def output(**scheduled: int) -> Any:
     )
 
 
-def test_a_step_lasts_from_schedule_to_its_output(clock) -> None:
+def test_step_lasts_from_schedule_to_its_output(clock) -> None:
     step, batch = output(a=1), Batch(decodes=1)
     clock.scheduled(step, batch, 10.0)
     assert clock.finished(step, 10.5) == (batch, 0.5)

@@ -1,4 +1,4 @@
-"""The scripts explain themselves, reject bad input with a message and pass settings on."""
+"""The scripts print help, reject bad input with a message and pass settings on."""
 
 import importlib.util
 import os

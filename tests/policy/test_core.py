@@ -1,4 +1,4 @@
-"""The core as the engine drives it: random lives of many jobs under every base policy."""
+"""The core under random events of many jobs, with every base policy."""
 
 import pytest
 from hypothesis import given
@@ -97,7 +97,7 @@ def test_order_under_each_base_policy() -> None:
     assert order("sjf") == ["routine-short", "urgent-short", "urgent-long"]
 
 
-def test_a_hint_has_the_last_word_and_a_prediction_moves_a_job_wherever_it_is() -> None:
+def test_hint_overrides_prediction_and_prediction_moves_any_job() -> None:
     core = make_core()
     hinted, unread, other = arrive(core, "a", 3), arrive(core, "b", unread=True), arrive(core, "c")
     assert core.waiting.buffered == 1
@@ -112,7 +112,7 @@ def test_a_hint_has_the_last_word_and_a_prediction_moves_a_job_wherever_it_is() 
     assert {job.level for job in core.running.by_eviction()} == {0}
 
 
-def test_a_prediction_for_more_levels_than_the_policy_has_is_clipped() -> None:
+def test_prediction_for_more_levels_than_the_policy_is_clipped() -> None:
     core = make_core(levels=3, default_level=1, decision={"rule": "most_likely"})
     job = arrive(core, "a", unread=True)
     core.predicted(job, Prediction(LEVELS[1]))
@@ -120,7 +120,7 @@ def test_a_prediction_for_more_levels_than_the_policy_has_is_clipped() -> None:
 
 
 @pytest.mark.parametrize(("base", "worth"), [("semantic", True), ("sjf", False)])
-def test_preemption_is_for_urgency_only(base: str, worth: bool) -> None:
+def test_only_more_urgent_jobs_preempt(base: str, worth: bool) -> None:
     core = make_core(base)
     routine = arrive(core, "a", 4)
     core.start(core.waiting.pop())
@@ -131,7 +131,7 @@ def test_preemption_is_for_urgency_only(base: str, worth: bool) -> None:
         assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
 
 
-def test_nobody_is_preempted_for_ever() -> None:
+def test_number_of_preemptions_is_bounded() -> None:
     core = make_core()
     routine = arrive(core, "a", 4)
     urgent = arrive(core, "b", 0)
@@ -145,7 +145,7 @@ def test_nobody_is_preempted_for_ever() -> None:
     assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
 
 
-def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
+def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     tiers = [{"name": str(level), "preemptible": level != 4} for level in range(5)]
     core = make_core(tiers=tiers)
     batch, routine = arrive(core, "batch", 4), arrive(core, "routine", 3)
@@ -157,7 +157,7 @@ def test_a_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     assert batch in core.running
 
 
-def test_the_clients_own_limit_bounds_the_expected_length() -> None:
+def test_limit_of_the_client_bounds_the_expected_length() -> None:
     core = make_core()
     job = arrive(core, "a", 1)
     assert core.estimates.output_tokens(job) == core.policy.length.default_tokens
@@ -165,7 +165,7 @@ def test_the_clients_own_limit_bounds_the_expected_length() -> None:
     assert core.estimates.output_tokens(job) == 7
 
 
-def test_an_overdue_job_gets_a_new_estimate() -> None:
+def test_job_that_outlives_its_estimate_gets_a_new_one() -> None:
     core = make_core()
     job = arrive(core, "a", 1)
     core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
@@ -210,7 +210,7 @@ def test_estimates_follow_how_finished_jobs_ended(calibrate, ending, tokens, lon
     assert (core.estimates.length_ratio is None) == (ending is AnswerEnd.ABORTED)
 
 
-def test_jobs_without_a_predicted_length_teach_nothing() -> None:
+def test_jobs_without_a_predicted_length_change_no_estimate() -> None:
     core = make_core()
     finish_with(core, 40, AnswerEnd.STOPPED, unread=True)
     assert core.estimates.buckets == BUCKETS and core.estimates.length_ratio is None
@@ -240,9 +240,7 @@ def seat(core: SchedulingCore, job: Job) -> None:
         ("priority", 4.0, False),
     ],
 )
-def test_a_much_longer_job_of_the_same_level_gives_way_if_the_policy_says_so(
-    base, shorter, yields
-) -> None:
+def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter, yields) -> None:
     core = make_core(base, preemption={"shorter": shorter, "max_per_request": 1})
     running = [of_length(core, name, 100) for name in ("long", "long as well")]
     for job in running:

@@ -1,4 +1,4 @@
-"""Times, tallies and listeners, over random lives of many jobs."""
+"""Times, counters and listeners over random events of many jobs."""
 
 import itertools
 
@@ -52,7 +52,7 @@ actions = st.lists(
 
 
 @given(actions)
-def test_times_add_up_and_tallies_are_those_of_a_count(actions) -> None:
+def test_times_add_up_and_counters_match_a_recount(actions) -> None:
     lifecycle, recorder, clock = make_lifecycle()
     jobs: list[Job] = []
     for action, pick, state, seconds in actions:

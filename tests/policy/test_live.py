@@ -58,12 +58,12 @@ def order(core) -> list[str]:
         ({"predictor": {"model": "/other"}}, "predictor.model"),
     ],
 )
-def test_what_needs_a_restart_is_refused_by_name(change, key) -> None:
+def test_changes_that_need_a_restart_are_rejected_by_name(change, key) -> None:
     with pytest.raises(PolicyError, match=rf"{key}: .* -> .* needs a restart: \w+"):
         check_live_change(policy(), policy(**change))
 
 
-def test_what_needs_a_restart_is_a_key_or_a_section() -> None:
+def test_restart_list_holds_only_keys_and_sections() -> None:
     assert {key.split(".")[0] for key in NEEDS_RESTART} <= set(Policy.model_fields)
 
 
@@ -76,7 +76,7 @@ def test_changes_are_named_and_change_the_fingerprint() -> None:
     assert changed_keys(old, policy()) == []
 
 
-def test_limits_count_at_once() -> None:
+def test_new_limits_apply_at_once() -> None:
     core = core_of()
     running = arrive(core, "routine", level=4)
     core.waiting.remove(running)
@@ -87,7 +87,7 @@ def test_limits_count_at_once() -> None:
     assert not core.eviction.worth_preempting(urgent)
 
 
-def test_predicted_and_default_levels_are_decided_anew_and_hints_stay() -> None:
+def test_predicted_and_default_levels_change_and_hints_stay() -> None:
     core = core_of(decision={"rule": "most_likely"})
     prediction = Prediction((0.3, 0.1, 0.1, 0.1, 0.4), (1.0, 0.0))
     predicted = arrive(core, "predicted", prediction=prediction)
@@ -100,7 +100,7 @@ def test_predicted_and_default_levels_are_decided_anew_and_hints_stay() -> None:
     assert order(core) == ["predicted", "hinted", "unread"]
 
 
-def test_a_running_jobs_new_order_is_reported() -> None:
+def test_running_jobs_with_a_new_order_are_reported() -> None:
     core = core_of()
     job = arrive(core, "a")
     core.waiting.remove(job)
@@ -110,7 +110,7 @@ def test_a_running_jobs_new_order_is_reported() -> None:
     assert core.running.order(job)[0] == 4
 
 
-def test_waiting_jobs_that_get_another_level_are_reported() -> None:
+def test_waiting_jobs_with_another_level_are_reported() -> None:
     """Their tier's queue may be full."""
     core = core_of()
     job = arrive(core, "a")
@@ -119,7 +119,7 @@ def test_waiting_jobs_that_get_another_level_are_reported() -> None:
     assert step(core, lambda job: None, 0.0) == [job]
 
 
-def test_the_buffer_keeps_arrival_order_when_the_default_level_changes() -> None:
+def test_buffer_keeps_arrival_order_after_a_new_default_level() -> None:
     core = core_of()
     arrive(core, "old", awaited=True)
     core.adopt(policy(default_level=1), PROFILE)
@@ -130,7 +130,7 @@ def test_the_buffer_keeps_arrival_order_when_the_default_level_changes() -> None
     assert [core.waiting.pop().request_id for _ in range(2)] == ["old", "new"]
 
 
-def test_no_step_ranks_more_than_a_bounded_number_anew() -> None:
+def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
     core = core_of()
     for number in range(2000):
         arrive(core, str(number), level=number % 5)
@@ -158,7 +158,7 @@ events = st.lists(
 
 @settings(max_examples=150)
 @given(events)
-def test_after_any_changes_the_order_is_that_of_the_policy_in_force(events) -> None:
+def test_order_follows_the_policy_in_force_after_any_changes(events) -> None:
     core = core_of()
     jobs = []
     for number, (kind, a, b) in enumerate(events):

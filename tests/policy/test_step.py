@@ -37,7 +37,7 @@ def arrive(core, engine, index: int, urgency: int | None = None, prediction=None
     return run
 
 
-def test_parts_run_in_order_and_an_error_skips_its_own_part_only() -> None:
+def test_parts_run_in_order_and_an_error_skips_only_its_part() -> None:
     core, engine = make_world({}, seats=2)
     failed: list[str] = []
     step = SchedulingStep(core, on_error=failed.append)
@@ -74,7 +74,7 @@ def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
     assert background.job.preemptions == 0 and background.job.state is JobState.RUNNING
 
 
-def test_a_prediction_is_used_by_the_same_step_that_makes_room() -> None:
+def test_prediction_is_applied_before_room_is_made() -> None:
     core, engine = make_world({}, seats=1)
     background = arrive(core, engine, 0, urgency=4)
     engine.begin_step(0.0)
@@ -88,7 +88,7 @@ def test_a_prediction_is_used_by_the_same_step_that_makes_room() -> None:
     assert background.job.preemptions == 1
 
 
-def test_a_level_that_becomes_known_is_judged_by_its_tiers_bound() -> None:
+def test_predicted_level_is_judged_by_the_bound_of_its_tier() -> None:
     tiers = [{"name": str(n)} for n in range(4)] + [{"name": "4", "queue": {"requests": 1}}]
     core, engine = make_world({"tiers": tiers}, seats=1)
     for index in range(2):  # one runs, one waits: tier 4 is full
@@ -102,7 +102,7 @@ def test_a_level_that_becomes_known_is_judged_by_its_tiers_bound() -> None:
     assert unread.refused == "over_capacity"
 
 
-def test_a_tier_that_may_be_dropped_is_in_a_simulation_too() -> None:
+def test_simulation_drops_requests_of_a_tier_with_drop() -> None:
     tiers = [{"name": "0"}, {"name": "1", "drop": True}]
     policy = {
         "levels": 2,

@@ -1,4 +1,4 @@
-"""Bounds and shares, over whole runs of the simulated engine under the engine's own policy core."""
+"""Bounds and shares over whole runs of the simulated engine."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from vllm_semantic_sched.sim.request import Run, SimRequest
 
 
 def premium_load(rng: random.Random, levels: int, seats: int, count: int = 220):
-    """More of level 0 than the engine can serve, for as long as it lasts."""
+    """More requests of level 0 than the engine can serve."""
     longest = rng.choice([8, 30])
     rate = rng.choice([1.5, 4.0]) * seats / (longest * PROFILE.gamma2)
     requests, now = [], 0.0
@@ -124,7 +124,7 @@ def saturate(levels: int, count: int, tenants: str = "a") -> list[SimRequest]:
     [((0.5, 0.3, 0.2), 3.0), ((0.2, 0.3, 0.5), 3.0), ((0.1, 0.1, 0.8), 4.0), ((0.1, None), 3.0)],
 )
 def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> None:
-    """Within three percentage points; and what is charged is what the engine did."""
+    """Within three percentage points; charged time equals engine time."""
     policy = {
         "base": "priority",
         "levels": len(shares),
@@ -147,7 +147,7 @@ def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> 
         assert served / sum(share.served) == pytest.approx(target, abs=0.03)
 
 
-def test_a_share_that_is_not_asked_for_is_used_by_the_others() -> None:
+def test_unused_share_goes_to_the_others() -> None:
     tiers = [{"name": "a", "share": 0.9}, {"name": "b", "share": 0.1}]
     policy = {
         "base": "priority", "levels": 2, "default_level": 0, "tiers": tiers,
@@ -159,7 +159,7 @@ def test_a_share_that_is_not_asked_for_is_used_by_the_others() -> None:
     assert [run.finish for run in runs] == [run.finish for run in plain]
 
 
-def test_shares_do_not_take_back_and_forth_what_they_gave() -> None:
+def test_shares_do_not_make_tiers_preempt_each_other() -> None:
     shares = (0.2, 0.3, 0.5)
     policy = {
         "base": "priority", "levels": 3, "default_level": 0,
@@ -173,7 +173,7 @@ def test_shares_do_not_take_back_and_forth_what_they_gave() -> None:
 
 
 def test_counters_of_two_backlogged_tenants_stay_within_the_bound() -> None:
-    """One tenant asks for long answers and more of them, the other for short ones."""
+    """One tenant has more and longer requests than the other."""
     rng = random.Random(3)
     seats, requests = 6, []
     for index in range(500):
@@ -203,7 +203,7 @@ def test_counters_of_two_backlogged_tenants_stay_within_the_bound() -> None:
     assert 0.5 < served["heavy"] / served["light"] < 2
 
 
-def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+def test_flood_of_one_tenant_does_not_delay_another() -> None:
     requests = [SimRequest(index, 0.0, 2, 50, 30, tenant="flood") for index in range(300)]
     requests += [
         SimRequest(300 + index, 1.0 + index, 2, 50, 30, tenant="other") for index in range(10)
@@ -248,7 +248,7 @@ def test_hard_reservations_hold_in_every_step(seed: int) -> None:
     assert max(used) > 0
 
 
-def test_a_soft_reservation_is_used_by_others_and_given_back_at_once() -> None:
+def test_soft_reservation_is_lent_and_returned_at_once() -> None:
     tiers = [{"name": "a", "reserve": {"seats": 2, "mode": "soft"}}, {"name": "b"}]
     policy = {
         "levels": 2, "default_level": 1, "tiers": tiers, "base": "priority",

@@ -1,4 +1,4 @@
-"""What holds in every simulation, whatever the load, the engine and the policy."""
+"""Properties of every simulation, for any load, engine and policy."""
 
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> Non
         }
     )
 )
-def test_no_urgent_request_waits_while_a_lesser_one_has_its_seat(scenario: Scenario) -> None:
+def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: Scenario) -> None:
     def check(engine: Engine) -> None:
         waiting = engine.core.waiting.peek()
         if waiting is None or waiting.level > 0:
@@ -128,14 +128,14 @@ def test_no_urgent_request_waits_while_a_lesser_one_has_its_seat(scenario: Scena
     simulate(scenario, "it", before_step=check)
 
 
-def test_a_request_that_never_fits_is_refused(scenario) -> None:
+def test_request_that_never_fits_is_rejected(scenario) -> None:
     with pytest.raises(RequestTooLarge, match="request 0 needs"):
         simulate(scenario(engine__kv_blocks=2, workload__prompt={"value": 500}), "semantic")
 
 
 @given(scenarios())
 @settings(max_examples=60)
-def test_steps_taken_at_once_come_to_the_same_as_one_by_one(scenario: Scenario) -> None:
+def test_skipping_steps_gives_the_same_result(scenario: Scenario) -> None:
     one_by_one = simulate(scenario, "it", before_step=lambda engine: None)
     at_once = simulate(scenario, "it")
     assert at_once.steps == one_by_one.steps

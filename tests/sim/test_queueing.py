@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
 
+from vllm_semantic_sched.sim.blocks import BlockPool
+from vllm_semantic_sched.sim.decoding import Decoding
+from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 
@@ -69,13 +75,28 @@ def test_single_request_takes_the_time_of_the_profile(scenario) -> None:
 
 def test_step_cost_counts_all_contexts_of_the_batch(scenario) -> None:
     engine = {"kind": "vllm", "seats": 8, "batch": {"step": 0.01, "per_context_token": 1e-5}}
-    seen = []
+    burst = {"arrivals": "bursts", "max_burst": 30, "requests": 8}
+    lengths = {"prompt": {"value": 50}, "output": {"value": 11}}
+    runs = simulate(scenario(engine=engine, workload=burst | lengths), "semantic").runs
+    together = [run for run in runs if run.first_token == runs[0].first_token]
+    assert len(together) > 1
+    context = len(together) * sum(range(51, 61))
+    assert runs[0].finish - runs[0].first_token == pytest.approx(10 * 0.01 + 1e-5 * context)
 
-    def note(engine) -> None:
-        decoding = [run for run in engine._runs.values() if run in engine._decoding]
-        for run in decoding:
-            engine._decoding.observe(run)
-        seen.append(engine._decoding.context == sum(run.job.tokens for run in decoding))
 
-    simulate(scenario(engine=engine), "semantic", before_step=note)
-    assert seen and all(seen)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(2, 9), st.booleans()), max_size=40))
+def test_context_is_the_sum_over_the_decoding_sequences(arrivals) -> None:
+    decoding = Decoding(BlockPool(None, 16), find_longest=False)
+    runs = []
+    for prompt, output, leaves in arrivals:
+        job = make_job(prompt_tokens=prompt)
+        job.generated = 1
+        runs.append(Run(SimRequest(len(runs), 0.0, 0, prompt, output), job, None))
+        decoding.add(runs[-1])
+        if leaves:
+            decoding.discard(runs[len(runs) // 2])
+        decoding.advance()
+        alive = [run for run in runs if run in decoding]
+        for run in alive:
+            decoding.observe(run)
+        assert decoding.context == sum(run.job.tokens for run in alive)

@@ -1,4 +1,4 @@
-"""Several engines: where requests go."""
+"""Routing of requests to several engines."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 
 
-def test_routings_choose_the_engine_that_they_name() -> None:
+def test_each_routing_chooses_the_expected_engine() -> None:
     turns = Router("round_robin", 2, 3)
     assert [turns.choose(0) for _ in range(4)] == [0, 1, 0, 1]
 

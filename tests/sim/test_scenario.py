@@ -43,7 +43,7 @@ def test_scenarios_of_the_paper_are_shipped() -> None:
         ("predictor.confusion_report", "no.json", ["predictor.confusion_report", "no.json"]),
     ],
 )
-def test_invalid_scenarios_are_refused_with_the_key(field, value, words) -> None:
+def test_invalid_scenarios_are_rejected_with_the_key(field, value, words) -> None:
     with pytest.raises(PolicyError) as refusal:
         parse_scenarios(SMALL, "my.yaml", {field: value})
     for word in words:

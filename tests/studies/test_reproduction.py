@@ -1,4 +1,4 @@
-"""The paper's figures and tables in shape, and the report that sets them beside the printed
+"""The shape of the paper's figures and tables, and the report that compares them with the printed
 numbers."""
 
 from typing import Any

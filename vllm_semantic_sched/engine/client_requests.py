@@ -1,4 +1,4 @@
-"""Requests on their way in and out: deduplication keys, the parts of one client request, gauges."""
+"""Requests on their way in and out: deduplication keys, and the parts of one client request."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 
-from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -36,13 +35,11 @@ class ClientRequests:
     def __init__(
         self,
         core: SchedulingCore,
-        control: OverloadControl,
         refuse: Callable[[str, Refusal], bool],
         counters: Counters,
         logger: logging.Logger,
     ) -> None:
         self._core = core
-        self._control = control
         self._refuse = refuse
         self._counters = counters
         self._logger = logger
@@ -63,35 +60,6 @@ class ClientRequests:
         self._refuse(job.request_id, refusal)
         if answer := _ANSWER.fullmatch(job.request_id):
             self._end_other_answers(answer["parent"], refusal)
-
-    def gauges(self) -> Gauges:
-        """Pressure, shedding and promises."""
-        control, names = self._control, self._core.policy.tier_names
-        load = control.load
-        use = load.use()
-        levels = range(len(names))
-        # Where nothing was measured of late, nothing was broken.
-        promised = [level for level in levels if load.slo.promises(level)]
-        compliance = {level: load.slo.compliance(level) for level in promised}
-        headroom = {level: load.slo.headroom(level) for level in promised}
-        return {
-            "pressure": float(load.pressure.level),
-            "resource_use": {
-                name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
-            },
-            "shed_tiers": float(sum(map(load.is_shed, levels))),
-            "queued_tokens": {
-                name: round(control.account.level(level).tokens) for level, name in enumerate(names)
-            },
-            "slo_compliance": {
-                names[level]: 1.0 if share is None else round(share, 4)
-                for level, share in compliance.items()
-            },
-            "slo_headroom": {
-                names[level]: 1.0 if room is None else round(room, 4)
-                for level, room in headroom.items()
-            },
-        }
 
     def _end_other_answers(self, parent: str, refusal: Refusal) -> None:
         """vLLM tells the client of the refusal when all answers have ended: end the others too,

@@ -19,7 +19,11 @@ from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.kv.preemption import Preemptions
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
-from vllm_semantic_sched.engine.metrics.requests import RequestMetrics, report_fairness
+from vllm_semantic_sched.engine.metrics.requests import (
+    RequestMetrics,
+    report_fairness,
+    report_overload,
+)
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
@@ -114,7 +118,7 @@ class SemanticScheduler(HookedScheduler):
         self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
         core.lifecycle.listeners.append(GuardedListener(self.overload, self.guard))
         core.adopters.append(self.overload)
-        self._clients = ClientRequests(core, self.overload, self.refuse, self.counters, logger)
+        self._clients = ClientRequests(core, self.refuse, self.counters, logger)
         self.step_clock = StepClock()
         self.preemptions = Preemptions(self, core, self.counters, logger)
         self.predictions = PredictionFeed(
@@ -357,7 +361,7 @@ class SemanticScheduler(HookedScheduler):
             self._event_log.report(self.counters)
         gauges = {
             **self._request_metrics.gauges(),
-            **self._clients.gauges(),
+            **report_overload(self.overload, core.policy.tier_names),
             **self.predictions.gauges(),
             **report_fairness(core, self.counters),
             **self.preemptions.gauges(),

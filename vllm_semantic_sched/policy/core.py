@@ -1,6 +1,6 @@
-"""The state of all jobs and the decisions about them, as the engine and the simulator call them.
+"""State of all jobs and the decisions about them, for the engine and the simulator.
 
-`step.py` says in which order a scheduling step takes the decisions.
+`step.py` has the order of the decisions in a scheduling step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
-# Jobs ranked anew per step after the policy has changed: about a millisecond of work, so that a
-# queue of 10,000 is in its new order after 100 steps and no step is held up.
+# Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
+# is in its new order after 100 steps.
 _RERANKED_PER_STEP = 100
 
 
@@ -39,9 +39,8 @@ class AdoptsPolicy(Protocol):
 
 
 class SchedulingCore:
-    """State of all jobs and the policy's answers about them. Nothing here reads a clock, and
-    nothing but `WaitingQueue.ordered` and `RunningSet.by_eviction` looks at more than O(log n)
-    jobs.
+    """State of all jobs and decisions by the policy. Everything except `WaitingQueue.ordered` and
+    `RunningSet.by_eviction` visits at most O(log n) jobs.
 
     Args:
         buckets: length buckets of the predictor; set later if it is still starting.
@@ -49,7 +48,7 @@ class SchedulingCore:
 
     Attributes:
         version: changes whenever a job comes, goes, moves or gets another rank.
-        adopters: told of a new policy after the core's own parts.
+        adopters: get a new policy after the core's own parts.
     """
 
     def __init__(
@@ -72,23 +71,18 @@ class SchedulingCore:
         self.version = 0
         self.adopters: list[AdoptsPolicy] = []
         self._sequence = itertools.count()
-        self._outdated: list[Job] = []  # ranked by a policy that is no longer in force
+        self._outdated: list[Job] = []  # ranked by the previous policy
 
     def check(self, policy: Policy) -> None:
-        """Reject a policy that this engine is too small for.
-
-        Raises:
-            PolicyError: naming what does not fit.
-        """
+        """Raise PolicyError if the engine is too small for the reservations of a policy."""
         self.fairness.reservation.check(policy.all_tiers)
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy. What `policy.live.check_live_change` rejects must not differ.
+        """Switch to a new policy that `policy.live.check_live_change` accepts.
 
-        Every decision uses the new policy at once. The jobs that are queued or running keep their
-        frozen keys and get new ones in the coming steps, a bounded number in each, so the heaps
-        stay consistent; only the list of them is taken now. Levels that came from a hint stay,
-        those that were predicted or are the default one are decided anew.
+        Every decision uses the new policy at once. Queued and running jobs keep their frozen keys
+        and get new ones over the coming steps, a bounded number in each. Levels from hints stay;
+        predicted and default levels are decided again.
         """
         self.fairness.adopt(policy, profile)
         self.policy = policy
@@ -96,17 +90,17 @@ class SchedulingCore:
         parts: list[AdoptsPolicy] = [self.estimates, self.running, self.eviction]
         for part in [*parts, *self.adopters]:
             part.adopt(policy, profile)
-        # Taken from the end, so running jobs, which hold the seats, come first.
+        # Popped from the end, so that running jobs come first.
         self._outdated = [*self.waiting, *self.running]
 
     @property
     def holdings(self) -> Holdings:
-        """What jobs with a seat hold."""
+        """Seats and KV blocks of running jobs."""
         return self.fairness.holdings
 
     @property
     def profile(self) -> EngineProfile:
-        """What engine work costs, as corrected by the steps observed."""
+        """The engine profile, corrected by measured steps."""
         return self.estimates.profile
 
     @property
@@ -119,7 +113,7 @@ class SchedulingCore:
         self.fairness.set_capacity(capacity, tokens_per_step)
 
     def new_queue(self) -> WaitingQueue:
-        """A waiting queue in the order of ranks alone: no tenants, no limits."""
+        """A waiting queue ordered by rank alone, without tenants or limits."""
         return self._make_queue(QueueRules(by_level=self.policy.uses_urgency))
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
@@ -136,7 +130,7 @@ class SchedulingCore:
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
     ) -> Job:
-        """A job for a request that has just arrived; it is in no queue yet."""
+        """Create a job for a new request, without queueing it."""
         level = self.policy.default_level if hint.level is None else hint.level
         job = Job(
             request_id=request_id,
@@ -157,10 +151,10 @@ class SchedulingCore:
     # Queueing
 
     def enqueue(self, job: Job, queue: WaitingQueue) -> None:
-        """Queue a job: into the unsorted buffer while its level is open, else by rank.
+        """Queue a job: in the unsorted buffer until its level is known, else by rank.
 
-        A job that comes back (skipped, preempted) has waited before and is ranked with what is
-        known by now, so the buffer stays in arrival order.
+        A job that returns (skipped, preempted) is ranked at once, so that the buffer stays in
+        arrival order.
         """
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self.running.discard(job)
@@ -176,15 +170,15 @@ class SchedulingCore:
             self.requeue(job, queue)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
-        """Queue a job that was taken and could not be admitted in this step, or was preempted."""
+        """Queue a job again that could not be admitted in this step or was preempted."""
         self.version += 1
         queue.push(job, self.rank(job))
         if queue is self.waiting:
             self.fairness.wait(job)
 
     def take(self, job: Job, queue: WaitingQueue) -> None:
-        """The engine takes what `queue.peek` returned, to give it a seat. It starts, or is
-        queued again in the same step."""
+        """Take the job that `queue.peek` returned out of the queue. It starts or is queued again
+        in the same step."""
         self.version += 1
         if queue is self.waiting:
             self.fairness.take(job)
@@ -192,8 +186,8 @@ class SchedulingCore:
             queue.remove(job)
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
-        """A prediction has come back, or is known not to come (None). Moves the job, wherever it
-        is, to its new rank. The level of a hint stays."""
+        """Apply a prediction, or its failure (None), and move the job to its new rank. The level
+        of a hint stays."""
         self.version += 1
         job.awaits_prediction = False
         job.prediction = prediction
@@ -206,7 +200,8 @@ class SchedulingCore:
             self._store_running(job)
 
     def set_level(self, job: Job, level: int) -> None:
-        """Change a job's level: the only way. Its rank follows when the caller stores it again."""
+        """Change a job's level. Only this method does; the caller stores the job again to update
+        its rank."""
         before = job.level
         if level != before:
             job.level = level
@@ -216,7 +211,7 @@ class SchedulingCore:
     # Running
 
     def start(self, job: Job) -> None:
-        """A job got its seat; its `computed` is up to date."""
+        """Record that a job got a seat; its `computed` is up to date."""
         self.version += 1
         self.fairness.start(job)
         job.swapped = 0
@@ -226,23 +221,20 @@ class SchedulingCore:
     def plan_preemption(
         self, job: Job, host: HostRoom | None = None, can_drop: bool = False
     ) -> PreemptionPlan:
-        """What preempting a running job would do and cost.
+        """Plan the preemption of a running job.
 
         Args:
-            host: what the host can take of its KV; None where it can take none.
-            can_drop: whether the caller can end requests; the job's tier has to allow it too.
+            host: room for its KV on the host; None without a host pool.
+            can_drop: whether the caller can end requests; the job's tier must allow it too.
         """
         may_drop = can_drop and self.policy.tier(job.level).drop
         return plan_preemption(job, self.profile, self.policy.retention, host, may_drop)
 
     def preempt(self, job: Job, plan: PreemptionPlan, reason: str = "") -> bool:
-        """Take a running job's seat; the caller queues it again, or ends it if that is the plan.
-
-        Args:
-            reason: for the record (`policy.lifecycle.Transition`).
+        """Take a running job's seat; the caller queues it again, or ends it if the plan says so.
 
         Returns:
-            Whether it is thrashing: it got few new tokens since it lost its seat last.
+            Whether the job is thrashing: it got few new tokens since its last preemption.
         """
         thrashed = (
             job.preemptions > 0
@@ -261,7 +253,7 @@ class SchedulingCore:
         return thrashed
 
     def lose_copy(self, job: Job) -> None:
-        """The KV that a waiting job had on the host is gone."""
+        """Record that the host copy of a waiting job's KV is lost."""
         if job.state is not JobState.SWAPPED:
             return
         self.version += 1
@@ -271,7 +263,7 @@ class SchedulingCore:
             self.waiting.push(job, self.rank(job))
 
     def first_token(self, job: Job) -> bool:
-        """A running job's first token is there: what a near deadline gained it is spent.
+        """Record a job's first token, and end its deadline boost.
 
         Returns:
             Whether its place among the running jobs may have changed.
@@ -293,12 +285,10 @@ class SchedulingCore:
         state: JobState = JobState.COMPLETED,
         reason: str = "",
     ) -> None:
-        """A job ended; its `generated` is up to date, and later estimates learn from it.
+        """Record the end of a job whose `generated` is up to date; estimates learn from it.
 
         Args:
-            end: what its length says about its prediction.
-            state: its end state.
-            reason: for the record (`policy.lifecycle.Transition`).
+            end: how far its length can be compared with its prediction.
         """
         self.version += 1
         self.waiting.remove(job)
@@ -310,7 +300,7 @@ class SchedulingCore:
     # Steps, in the order that `step.py` says
 
     def tick(self) -> None:
-        """One engine step has passed: virtual time moves on."""
+        """Advance virtual time by one engine step."""
         self.running.tick()
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
@@ -321,8 +311,8 @@ class SchedulingCore:
             now: seconds, on the clock of `Job.arrival`.
 
         Returns:
-            Running jobs whose order changed, as they outlived their estimate and got a new one or
-            as a new policy ranks them otherwise; waiting jobs that it puts at another level.
+            Running jobs with a new rank (after outliving their estimate or a change of policy) and
+            waiting jobs that a new policy puts at another level.
         """
         running, waiting = self._rerank_some()
         running = [*self.running.outlived(), *running]
@@ -337,26 +327,26 @@ class SchedulingCore:
         return [*running, *waiting]
 
     def uneventful_steps(self) -> int:
-        """Coming steps in which `tick` and `revise` do nothing but count, if no job comes, goes or
-        is predicted until then."""
+        """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
+        goes or is predicted."""
         if self._outdated or not self.fairness.timeless:
             return 0
         return self.running.steps_to_outlived
 
     def skip_steps(self, steps: int) -> None:
-        """So many engine steps have passed, `uneventful_steps` at most."""
+        """Advance by at most `uneventful_steps` engine steps."""
         self.running.skip(steps)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
-        """Continue what `adopt` began: running jobs, which are not stored yet, and waiting ones
-        that got another level."""
+        """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and
+        waiting jobs with another level."""
         running, waiting = [], []
         for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
             job = self._outdated.pop()
             level = job.level
             self.set_level(job, self._decided_level(job))
             if job in self.waiting:
-                self.fairness.wait(job)  # its timers may have other intervals now
+                self.fairness.wait(job)  # intervals of its timers may have changed
                 self.waiting.rerank(job, self.rank(job))
                 if job.level != level:
                     waiting.append(job)
@@ -367,7 +357,7 @@ class SchedulingCore:
     # Levels and ranks
 
     def rank(self, job: Job) -> Rank:
-        """Where a job stands by what is known of it now."""
+        """The current rank of a job."""
         seconds = self.estimates.rank_seconds(job)
         return rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
 
@@ -380,7 +370,7 @@ class SchedulingCore:
         return job.level
 
     def _capped(self, job: Job, level: int) -> int:
-        """`level`, or the next one that the tenant's share of the top levels leaves the job."""
+        """`level`, or the next one that the tenant's cap on top levels allows."""
         lowest = self.policy.levels - 1
         allowed = self.fairness.top_levels.level(job.tenant, level, lowest, job.arrival)
         if allowed != level:
@@ -396,6 +386,5 @@ class SchedulingCore:
         self.running.add(job, rank, seconds)
 
     def _default_rank(self, job: Job) -> Rank:
-        # Not job.level: buffered jobs are at the default level, and a change of the policy must not
-        # leave two kinds of them in the buffer.
+        # Not job.level: after a change of policy all buffered jobs must have the same level.
         return rank_of(self.policy.base, self.policy.default_level, float("inf"), job.sequence)

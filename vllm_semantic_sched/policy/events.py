@@ -1,6 +1,4 @@
-"""The event log: a JSON line for every transition of every request (point O6: never on the
-scheduling thread).
-"""
+"""Lines of the event log: one JSON object per transition of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from vllm_semantic_sched.policy.lifecycle import Transition
 
 
 class Event(NamedTuple):
-    """A transition, as it was when it happened: a job goes on changing."""
+    """A copy of a transition's data, because the job changes later."""
 
     time: float  # Unix time
     request: str
@@ -27,12 +25,8 @@ class Event(NamedTuple):
 
     @classmethod
     def of(cls, transition: Transition, now: float) -> Event:
-        """What the log keeps of a transition. The policy's clock stands still while the engine is
-        paused, the log's does not.
-
-        Args:
-            now: Unix time.
-        """
+        """Copy a transition that happened at Unix time `now`. Unlike the policy's clock, Unix time
+        does not stop while the engine is paused."""
         job, before, state, time, reason, plan = transition
         return cls(
             now,
@@ -50,7 +44,7 @@ class Event(NamedTuple):
         )
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
-        """What stands in the log."""
+        """The JSON object; empty fields are left out."""
         line: dict[str, Any] = {
             "time": round(self.time, 6),
             "engine": engine,

@@ -1,7 +1,7 @@
-"""State changes of jobs with their times, and how long jobs wait (O4, I1).
+"""Records state changes of jobs (`facts/job.py`) and waiting times.
 
-The state machine is the job's own (`facts/job.py`). Every change goes through here, so that it has
-a time, is counted, and reaches the listeners: overload control, metrics, event log.
+Every state change goes through `Lifecycle`, which stamps and counts it and notifies the listeners:
+overload control, metrics, event log.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 
 
 class Transition(NamedTuple):
-    """A job came from `before` (None: it has just arrived) into `state`.
+    """A change from state `before` (None: the job has just arrived) to `state`.
 
     Attributes:
         time: seconds on the policy's clock.
-        reason: why, in a word of a bounded vocabulary; empty where the states say it.
-        plan: what happened to the KV of a preempted job; empty for all others.
+        reason: one of a fixed set of words; empty if the states explain the change.
+        plan: kind of plan for a preempted job's KV; else empty.
     """
 
     job: Job
@@ -32,26 +32,23 @@ class Transition(NamedTuple):
 
 
 class Listener(Protocol):
-    """Is told of state changes. Must not raise, block, or change a job's state itself."""
+    """Receives state changes. Must not raise, block, or change a job's state."""
 
     def moved(self, transition: Transition) -> None:
-        """A job arrived or changed state."""
+        """Called when a job arrived or changed state."""
 
     def first_token(self, job: Job) -> None:
-        """A job's first token is there; `job.first_token` is its time."""
+        """Called after a job's first token, at the time `job.first_token`."""
 
 
 class Lifecycle:
     """Moves jobs through their states. O(log n) per move.
 
-    Args:
-        clock: seconds; the one that `Job.arrival` is read from.
-
     Attributes:
-        listeners: told of every transition, after it.
-        transitions: how often each edge (before, after) was taken.
-        starting: jobs that have had a seat and no token yet.
-        clock: as given.
+        clock: seconds, the same clock as that of `Job.arrival`.
+        listeners: called after every transition.
+        transitions: number of transitions by edge (before, after).
+        starting: jobs that have had a seat but no token yet.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -62,7 +59,7 @@ class Lifecycle:
         self._waiting: dict[int, AddressableHeap[Job]] = {}
 
     def arrive(self, job: Job) -> None:
-        """A new job waits."""
+        """Record that a new job waits."""
         job.entered = job.arrival
         self._push(job)
         self._tell(job, None, job.arrival)
@@ -71,7 +68,7 @@ class Lifecycle:
         """Change a job's state; see `Transition` for the arguments.
 
         Raises:
-            IllegalTransition: the state machine has no such edge; nothing has changed.
+            IllegalTransition: no such edge; nothing has changed.
         """
         before, now = job.state, self.clock()
         job.move_to(state, now)
@@ -86,7 +83,7 @@ class Lifecycle:
         self._tell(job, before, now, reason, plan)
 
     def first_token(self, job: Job) -> None:
-        """A job's first token is there."""
+        """Record the time of a job's first token."""
         if job.first_token is None:
             self.starting.pop(job, None)
             job.first_token = self.clock()
@@ -94,17 +91,17 @@ class Lifecycle:
                 listener.first_token(job)
 
     def relevel(self, job: Job, before: int) -> None:
-        """The level of a job was `before` and is `job.level` now."""
+        """Move a waiting job from level `before` to `job.level`."""
         if self._heap(before).discard(job):
             self._push(job)
 
     def waiting(self, level: int) -> int:
-        """Jobs of a level that wait for a seat, wherever their KV is."""
+        """Number of jobs of a level that wait for a seat, swapped ones included."""
         return len(self._waiting[level]) if level in self._waiting else 0
 
     def longest_wait(self, level: int) -> float:
-        """Seconds for which the job of a level that waits longest has been without a seat, since
-        it arrived or lost its seat; 0 if none waits."""
+        """Longest time in seconds that a waiting job of a level has been without a seat; 0 if
+        none waits."""
         oldest = self._waiting[level].peek() if level in self._waiting else None
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 

@@ -1,4 +1,4 @@
-"""A policy that changes while the server runs: what may change, and which version is in force."""
+"""Policy changes while the server runs: which keys may change, and the version in force."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
-# Key, or group of keys: what was built from it when the server started.
+# Key or group of keys: why it cannot change.
 NEEDS_RESTART = {
     "base": "the queues were built for it",
     "tenants.fair": "the queues were built for it",
-    "levels": "the predictor and every request in the queue know that many",
+    "levels": "the predictor and all queued requests use that number of levels",
     "predictor": "the predictor process was started with it",
     "events": "the log was opened with it",
 }
@@ -24,12 +24,11 @@ NEEDS_RESTART = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """Which policy is in force.
+    """The version of the policy in force.
 
     Attributes:
-        number: 1 for the policy that the server started with, one more for each that replaced it.
-        fingerprint: twelve hexadecimal digits that depend on every value of policy and profile;
-            equal on all engines that obey the same rules.
+        number: 1 at the start of the server, plus 1 for each replacement.
+        fingerprint: twelve hexadecimal digits, a hash of all values of policy and profile.
     """
 
     number: int
@@ -37,7 +36,7 @@ class PolicyVersion:
 
     @property
     def as_number(self) -> float:
-        """The fingerprint as a number that a metric can carry without rounding."""
+        """The fingerprint as a number that fits a metric without rounding."""
         return float(int(self.fingerprint, 16))
 
 
@@ -49,15 +48,15 @@ def fingerprint(policy: Policy, profile: EngineProfile) -> str:
 
 
 def changed_keys(old: Policy, new: Policy) -> list[str]:
-    """Keys whose values differ, in the order of `semsched policy keys`."""
+    """Keys with different values, in the order of `semsched policy keys`."""
     return [key for key, _, _ in _differences(old.model_dump(), new.model_dump(), "")]
 
 
 def check_live_change(old: Policy, new: Policy) -> None:
-    """Refuse a policy that the running server cannot take over.
+    """Reject a policy that needs a restart.
 
     Raises:
-        PolicyError: with one line per key that needs a restart, naming both values and why.
+        PolicyError: with one line per key: both values and the reason.
     """
     problems = []
     for key, before, after in _differences(old.model_dump(), new.model_dump(), ""):

@@ -1,17 +1,13 @@
-"""KV blocks: how many are free, how many a sequence needs."""
+"""The pool of KV blocks."""
 
 from __future__ import annotations
 
-# Stands for "as many as anybody wants" where the engine's memory is not modelled.
+# Number of blocks if the engine's memory is not modelled.
 UNLIMITED = 1 << 60
 
 
 class BlockPool:
-    """A number of KV blocks of `block_size` tokens each.
-
-    Args:
-        blocks: None where memory never runs out.
-    """
+    """KV blocks of `block_size` tokens each; `blocks` None: unlimited."""
 
     def __init__(self, blocks: int | None, block_size: int) -> None:
         self.limited = blocks is not None
@@ -21,15 +17,15 @@ class BlockPool:
 
     @property
     def use(self) -> float:
-        """Share of the blocks that is taken."""
+        """Share of the blocks in use."""
         return (self.total - self.free) / self.total if self.limited else 0.0
 
     def needed(self, tokens: int) -> int:
-        """Blocks for the KV of that many tokens."""
+        """Blocks for the KV of this many tokens."""
         return -(-tokens // self.block_size)
 
     def take(self, blocks: int) -> bool:
-        """Take blocks; False, and nothing is taken, if there are not enough."""
+        """Take blocks; False, without taking any, if there are not enough."""
         if blocks > self.free:
             return False
         self.free -= blocks

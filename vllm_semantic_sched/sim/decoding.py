@@ -1,4 +1,4 @@
-"""Decoding sequences, advanced all at once."""
+"""The decoding sequences, advanced together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from vllm_semantic_sched.sim.request import Run
 
 
 class Decoding:
-    """Sequences that get one token a step.
+    """Sequences that get one token per step.
 
-    A tick counts the steps. What a sequence has generated follows from the tick, and so do the KV
-    blocks that it holds: it needs another one every `block_size` ticks, so sequences are grouped
-    by the tick, modulo that, at which they do. A step costs as much as changes in it and not as
-    much as the batch is large.
+    The tick counts the steps; a sequence's tokens and KV blocks follow from it. A sequence needs
+    another block every `block_size` ticks, so sequences are grouped by that tick modulo
+    `block_size`. The work of a step depends on the changes in it, not on the size of the batch.
 
     Args:
-        find_longest: whether anybody wants to know the longest.
+        find_longest: whether `longest_context` is used.
 
     Attributes:
         tick: steps so far.
@@ -29,7 +28,7 @@ class Decoding:
         self._tokens = 0  # of all sequences at tick 0
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
         self._ends: AddressableHeap[Run] = AddressableHeap()
-        # Empty where blocks never run out: none are counted then.
+        # Empty if blocks are unlimited, because none are counted then.
         phases = pool.block_size if pool.limited else 0
         self._phases: list[dict[Run, None]] = [{} for _ in range(phases)]
         self._grown = -1  # the last tick for which sequences have got their blocks
@@ -42,19 +41,19 @@ class Decoding:
 
     @property
     def context(self) -> int:
-        """Tokens of all sequences together."""
+        """Total tokens of all sequences."""
         return self._tokens + self._count * self.tick
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest sequence, 0 if there is none or nobody wants to know."""
+        """Tokens of the longest sequence; 0 if there is none or `find_longest` is off."""
         if self._longest is None or (run := self._longest.peek()) is None:
             return 0
         return self.tick - int(self._longest.key(run))
 
     def add(self, run: Run) -> None:
-        """A sequence whose prefill is complete; `job.generated` is up to date, and its blocks are
-        those of the tokens that it had before the newest."""
+        """Add a sequence with a complete prefill; `job.generated` is up to date, and its blocks
+        cover all tokens but the newest."""
         run.offset = run.job.generated - self.tick
         tokens = run.job.prompt_tokens + run.offset
         self._count += 1
@@ -66,13 +65,13 @@ class Decoding:
             self._phases[self._phase(run)][run] = None
 
     def observe(self, run: Run) -> None:
-        """Bring `generated` and `computed` of a decoding sequence's job up to date."""
+        """Update `generated` and `computed` of a decoding sequence's job."""
         if run.offset is not None:
             run.job.generated = run.offset + self.tick
             run.job.computed = run.job.tokens - 1  # the newest token has no KV yet
 
     def discard(self, run: Run) -> None:
-        """A sequence stops decoding, if it does; its job stays as `observe` left it."""
+        """Remove a sequence; no-op if it does not decode. Its job stays as `observe` left it."""
         if self._ends.discard(run):
             self._stop(run)
 
@@ -100,7 +99,7 @@ class Decoding:
         return list(self._phases[self.tick % len(self._phases)]) if self._phases else []
 
     def growth(self, steps: int) -> int:
-        """Blocks that the sequences need for so many coming steps."""
+        """Blocks that the sequences need for this many coming steps."""
         phases = self._phases
         if not phases:
             return 0
@@ -111,11 +110,11 @@ class Decoding:
         return blocks
 
     def grow(self) -> None:
-        """All sequences have got the blocks that they need for the coming step."""
+        """Record that all sequences have their blocks for the coming step."""
         self._grown = self.tick
 
     def _phase(self, run: Run) -> int:
-        # It needs a block when its tokens are one more than blocks hold.
+        # It needs a block when it has one token more than its blocks hold.
         assert run.offset is not None
         return (1 - run.job.prompt_tokens - run.offset) % self._pool.block_size
 
@@ -123,17 +122,17 @@ class Decoding:
 
     @property
     def uneventful_steps(self) -> int:
-        """Coming steps in which no sequence ends."""
+        """Number of coming steps in which no sequence ends."""
         first = self._ends.peek()
         return 0 if first is None else self._ends.key(first) - self.tick - 1
 
     def skip(self, steps: int) -> None:
-        """So many steps have passed, `uneventful_steps` at most, and sequences have grown."""
+        """Advance by at most `uneventful_steps` steps, with their blocks."""
         self.tick += steps
         self._grown = self.tick - 1
 
     def advance(self) -> list[Run]:
-        """One step has passed; the sequences that are complete by it, which stop decoding."""
+        """Advance by one step; removes and returns the sequences that it completes."""
         self.tick += 1
         ended = list(self._ends.pop_until(self.tick, len(self)))
         for run in ended:

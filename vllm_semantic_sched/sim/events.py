@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 
 class Order(enum.IntEnum):
-    """What goes first among events of the same moment: the engine looks last, so that a step
-    sees all that has arrived and been predicted by then."""
+    """Order of simultaneous events: the engine is last, so that a step sees all arrivals and
+    predictions until then."""
 
     ARRIVAL = 0
     PREDICTOR = 1
@@ -19,13 +19,10 @@ class Order(enum.IntEnum):
 
 
 class EventQueue:
-    """Actions at moments of virtual time.
+    """Actions at moments of virtual time (`now`, in seconds).
 
-    Events are ordered by time, then `Order`, then by when they were scheduled: two runs that
-    schedule the same events run them in the same order.
-
-    Attributes:
-        now: seconds of virtual time.
+    Events are ordered by time, then `Order`, then the order of scheduling, so that runs are
+    reproducible.
     """
 
     def __init__(self) -> None:
@@ -34,17 +31,13 @@ class EventQueue:
         self._numbers = itertools.count()
 
     def at(self, time: float, order: Order, action: Callable[[], None]) -> None:
-        """Schedule an action.
-
-        Raises:
-            ValueError: `time` has passed.
-        """
+        """Schedule an action. ValueError if `time` has passed."""
         if time < self.now:
             raise ValueError(f"event at {time} s, but it is {self.now} s already")
         heapq.heappush(self._heap, (time, order, next(self._numbers), action))
 
     def advance(self, time: float) -> bool:
-        """Move the clock to `time`, unless something is to happen until then; whether it moved."""
+        """Move the clock to `time` unless an event comes first; returns whether it moved."""
         if self._heap and self._heap[0][0] <= time:
             return False
         self.now = time

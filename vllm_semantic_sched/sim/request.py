@@ -1,4 +1,4 @@
-"""A request in the simulation: what is true of it, and what became of it."""
+"""A request in the simulation: its true properties and its results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """What only the simulator knows. `arrival` in seconds, lengths in tokens, `level` true."""
+    """True properties of a request: `arrival` in seconds, lengths in tokens."""
 
     index: int
     arrival: float
@@ -22,7 +22,7 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Seat:
-    """Time in a seat, in seconds; `end_kind` is finish, recompute or swap (how it was lost)."""
+    """Time in a seat, in seconds; `end_kind`: finish, recompute or swap."""
 
     start: float
     end: float
@@ -34,18 +34,17 @@ class Run:
     """A request on its way through the engine.
 
     Attributes:
-        job: the policy core's view of it.
-        prediction: what the predictor will say.
+        job: the request in the policy core.
+        prediction: the coming prediction.
         blocks: KV blocks held, while it does not decode (`Decoding.blocks`).
-        offset: output tokens less the engine's decode tick while it decodes, else None. All
-            decoding requests gain one token a step, so none has to be touched for that.
+        offset: output tokens less the engine's decode tick while it decodes, else None.
         loading: tokens that its next step loads from the host first.
-        seated: when it got the seat that it has.
+        seated: time at which it got its current seat.
         started, first_token, finish: seconds; first time of each.
-        recomputes, swaps: preemptions by what happened to the KV.
-        seats: times in a seat, where they are recorded.
-        engine: which of several engines it was sent to.
-        refused: why the policy ended it, the code of a refusal; empty if it did not.
+        recomputes, swaps: preemptions by kind of plan.
+        seats: times in a seat, if recorded.
+        engine: number of its engine.
+        refused: code of its refusal; else empty.
     """
 
     request: SimRequest

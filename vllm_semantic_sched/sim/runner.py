@@ -1,4 +1,4 @@
-"""Runs all cells of a scenario, over as many processes as wanted, with the same result."""
+"""Runs all cells of a scenario in any number of processes, with the same result."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run sends back.
+    """Result of one run.
 
     Attributes:
         levels: metrics by level, see `metrics.Recorder`.
-        depth: queue depth over time, see `DepthHistory.points`; of the first repeat alone.
-        spans: when each request had a seat; empty for all but small runs.
+        depth: queue depth over time, see `DepthHistory.points`; only of the first repeat.
+        spans: times in seats; only of small runs.
     """
 
     levels: dict[str, dict[str, float]]
@@ -98,16 +98,12 @@ def run_task(task: Task) -> Outcome:
 
 @contextmanager
 def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[Iterator[R]]:
-    """The results of the tasks, in their order, whichever is done first.
-
-    Args:
-        work: can be pickled, and so can its argument.
-        workers: processes.
-    """
+    """The results of the tasks in their order, computed by `workers` processes. `work` and the
+    tasks must be picklable."""
     if workers == 1 or len(tasks) == 1:
         yield map(work, tasks)
         return
-    # Spawned, not forked: a worker starts from the same state on every platform.
+    # Spawn instead of fork, so that workers start from the same state on every platform.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
         try:
@@ -118,7 +114,7 @@ def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator
 
 
 def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
-    """Repeats put together."""
+    """Merge the repeats of each cell."""
     groups: dict[tuple[int, str], list[Outcome]] = {}
     scenarios: dict[int, Scenario] = {}
     for task, outcome in zip(tasks, results, strict=True):

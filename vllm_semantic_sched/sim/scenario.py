@@ -21,7 +21,7 @@ from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 @dataclass(frozen=True)
 class Scenario:
-    """One cell of the sweep: all that its runs depend on.
+    """One cell of the sweep: all inputs of its runs.
 
     Attributes:
         point: swept fields and their values.

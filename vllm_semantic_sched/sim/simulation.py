@@ -24,8 +24,7 @@ _WORKLOAD_STREAM, _PREDICTOR_STREAM = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of all requests, in order of arrival, unless they went elsewhere, and how many
-    steps the engines took."""
+    """Requests in order of arrival, unless `finished` got them, and the engines' steps."""
 
     runs: list[Run]
     steps: int
@@ -43,11 +42,11 @@ def simulate(
     """Run one scheduler on one draw of the workload. All schedulers get the same draw.
 
     Args:
-        repeat: which of the scenario's repeats.
-        keep_seats: record when each request had a seat.
+        repeat: number of the repeat.
+        keep_seats: record each request's times in seats.
         before_step: called when an engine has decided on a step, for checks.
-        finished: gets each request when it is finished or refused; then none is kept.
-        depth: records how many requests wait.
+        finished: gets each finished or refused request; then none is kept.
+        depth: records the number of waiting requests.
 
     Raises:
         TraceError: a trace cannot be read.
@@ -75,12 +74,8 @@ def simulate(
 
 
 class _Simulation:
-    """Lets the requests arrive, sends each to an engine, and sees the engines through.
-
-    Attributes:
-        steps: taken by all engines.
-        finished, before_step, depth: see `simulate`.
-    """
+    """Generates arrivals, routes them to engines and runs the events. For the attributes see
+    `simulate`; `steps` counts those of all engines."""
 
     def __init__(
         self,
@@ -116,7 +111,7 @@ class _Simulation:
         self.events.run()
 
     def decided(self, engine: Engine) -> None:
-        """An engine has decided on a step."""
+        """Record that an engine has decided on a step."""
         self.steps += 1
         self.note_depth()
         if self.before_step is not None:
@@ -124,15 +119,15 @@ class _Simulation:
 
     @property
     def skips_steps(self) -> bool:
-        """Whether steps in which nothing happens may be taken all at once."""
+        """Whether engines may skip uneventful steps."""
         return self.before_step is None
 
     def skipped(self, steps: int) -> None:
-        """An engine has taken so many steps at once."""
+        """Record that an engine has taken several steps at once."""
         self.steps += steps
 
     def note_depth(self) -> None:
-        """Somebody began or ceased to wait."""
+        """Record the number of waiting requests if it has changed."""
         if self.depth is None:
             return
         depths = [
@@ -143,7 +138,7 @@ class _Simulation:
             self.depth.record(self.events.now, depths)
 
     def done(self, run: Run) -> None:
-        """A request is finished or refused."""
+        """Record that a request is finished or refused."""
         self._router.leave(run.engine, self._routed_level.pop(run.request.index))
         self.finished(run)
 

@@ -29,7 +29,7 @@ LEVEL = 2
 
 @pytest.fixture(scope="module")
 def weights(model, tmp_path_factory):
-    """A copy of the model, as its weights are changed."""
+    """A copy of the model with other weights."""
     folder = tmp_path_factory.mktemp("served") / "model"
     shutil.copytree(model, folder)
     return folder / "model.safetensors"
@@ -70,7 +70,7 @@ def command(server, *words: str) -> int:
     return main([*words, "--server", server.url, "--api-key", KEY])
 
 
-def test_reload_takes_effect_and_a_bad_file_does_not(server, policy, capsys) -> None:
+def test_reload_applies_a_valid_file_and_rejects_a_bad_one(server, policy, capsys) -> None:
     text = policy.read_text()
     policy.write_text(text + "preemption: {max_per_request: 1}\n")
     assert command(server, "policy", "reload") == 0
@@ -111,7 +111,7 @@ def test_sighup_reloads(server, policy, whom) -> None:
     ("key", "header", "status"),
     [(None, {}, 401), (KEY, {"X-Forwarded-For": "1.2.3.4"}, 403), (KEY, {"Origin": "null"}, 403)],
 )
-def test_requests_without_key_or_from_elsewhere_are_rejected(server, key, header, status) -> None:
+def test_requests_without_key_or_from_remote_are_rejected(server, key, header, status) -> None:
     headers = header | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(server.url + "/v1/semsched/pause", b"{}", headers)
     with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -120,7 +120,7 @@ def test_requests_without_key_or_from_elsewhere_are_rejected(server, key, header
     assert not admin(server).status()[0]["paused"]
 
 
-class Crowd:
+class ManyRequests:
     """Long requests on all seats and more in the queue."""
 
     def __init__(self, server, tokens: int = STORY_TOKENS) -> None:
@@ -150,7 +150,7 @@ class Crowd:
 
 @pytest.fixture(scope="module")
 def calm(server) -> dict[int, str]:
-    """What the crowd's requests are answered when nothing disturbs them."""
+    """The answers to the same requests without maintenance."""
     with ThreadPoolExecutor(server.config.seats) as clients:
         prompts = [f"story number {number}" for number in range(CROWD)]
         answers = clients.map(lambda prompt: complete(server, prompt, STORY_TOKENS), prompts)
@@ -159,7 +159,7 @@ def calm(server) -> dict[int, str]:
 
 @pytest.mark.parametrize("running", ["finish", "keep"])
 def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
-    with Crowd(server) as crowd:
+    with ManyRequests(server) as requests:
         maintain = ("maintenance", "--action", "pause", "--running", running)
         assert command(server, *maintain) == 0
         state = admin(server).status()[0]
@@ -168,7 +168,7 @@ def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
         time.sleep(1)
         assert admin(server).status()[0] == state
         assert command(server, "maintenance", "--action", "resume") == 0
-    assert crowd.texts == calm
+    assert requests.texts == calm
     assert "paused: " in capsys.readouterr().out
 
 
@@ -182,7 +182,7 @@ def test_weights_can_change_while_requests_wait(server, weights, running) -> Non
     tensors = load_file(weights)
     save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, weights)
     action = ("maintenance", "--action", "reload-weights", "--running", running)
-    with Crowd(server, SHORT_STORY_TOKENS):
+    with ManyRequests(server, SHORT_STORY_TOKENS):
         assert command(server, *action) == 0
     other = complete(server, "what is rain", 30)
     assert other != before
@@ -192,8 +192,8 @@ def test_weights_can_change_while_requests_wait(server, weights, running) -> Non
 
 
 def test_sleep_and_wake_keep_the_queue(server) -> None:
-    """The CPU platform has no memory to give back; the order of things is the same."""
-    with Crowd(server, SHORT_STORY_TOKENS):
+    """The CPU platform frees no memory, but the sequence of actions is the same."""
+    with ManyRequests(server, SHORT_STORY_TOKENS):
         assert command(server, "maintenance", "--action", "sleep") == 0
         assert admin(server).status()[0]["paused"]
         assert command(server, "maintenance", "--action", "wake") == 0

@@ -1,4 +1,4 @@
-"""Who may use the operator's endpoints, without an engine."""
+"""Access to the operator's endpoints, without an engine."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def test_only_local_requests_are_answered(host, headers, status) -> None:
     assert reply.status_code == status
 
 
-def test_a_reload_is_refused_if_any_engine_refuses_it() -> None:
+def test_reload_is_rejected_if_any_engine_rejects_it() -> None:
     fine = {"result": "adopted", "version": 2}
     refused = {"result": "refused", "reason": "levels: 5 -> 4 needs a restart", "version": 1}
     good = client("::1", fine, fine)

@@ -1,4 +1,4 @@
-"""The middleware around an invented application: heads held back, refusals in their place."""
+"""The middleware around a fake application: it delays response starts and inserts refusals."""
 
 import asyncio
 import json
@@ -88,12 +88,12 @@ def assert_refused(status, headers, pieces) -> None:
     assert json.loads(pieces[0])["error"]["code"] == "over_capacity"
 
 
-def test_a_stream_that_is_refused_before_its_first_token_gets_a_status() -> None:
+def test_stream_refused_before_its_first_token_gets_a_status() -> None:
     engine = Engine(REFUSED)
     assert_refused(*answer(engine, streaming(engine)))
 
 
-def test_a_plain_answer_is_replaced() -> None:
+def test_refusal_replaces_a_plain_answer() -> None:
     engine = Engine(REFUSED)
 
     async def app(scope, receive, send):
@@ -116,7 +116,7 @@ def test_refusal_in_another_task_is_seen() -> None:
     assert_refused(*answer(engine, app))
 
 
-def test_a_stream_refused_later_ends_with_the_error_and_its_code() -> None:
+def test_stream_refused_later_ends_with_the_error_and_its_code() -> None:
     engine = Engine(output(), output(), REFUSED)
     status, headers, pieces = answer(engine, streaming(engine))
     assert status == 200 and b"retry-after" not in headers
@@ -151,14 +151,14 @@ def test_errors_of_vllm_keep_their_status() -> None:
     assert answer(engine, app)[0] == 500
 
 
-def test_an_engine_client_is_wrapped_once() -> None:
+def test_engine_client_is_wrapped_once() -> None:
     engine = Engine(REFUSED)
     for _ in range(3):
         assert_refused(*answer(engine, streaming(engine)))
     assert engine.closed == 3
 
 
-def test_an_answer_without_a_body_is_sent() -> None:
+def test_answer_without_a_body_is_sent() -> None:
     async def app(scope, receive, send):
         await head(send, status=204)
 

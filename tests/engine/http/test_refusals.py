@@ -1,4 +1,4 @@
-"""Overload on real servers: what clients get, with the middleware and without."""
+"""Overload on real servers: responses to clients with and without the middleware."""
 
 import http.client
 import json
@@ -67,8 +67,8 @@ def ask(server, path=COMPLETIONS, stream=False, tier=1, max_tokens=4, key=None, 
     return Answer(status, names, text, time.monotonic() - begin)
 
 
-class Asking:
-    """Requests under way, each in a thread of its own."""
+class PendingRequests:
+    """Requests in progress, each in its own thread."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -87,23 +87,23 @@ class Asking:
 
 @contextmanager
 def full_seats(server, waiting: int = 0):
-    """All seats are taken, and so many requests of tier 1 wait; those are answered after."""
+    """Take all seats and let `waiting` requests of tier 1 wait; they are answered afterwards."""
     wait_until(lambda: not page_value(server, "vllm:num_requests_running"))
     holders = [open_stream(server) for _ in range(SEATS)]
-    asking = Asking()
+    pending = PendingRequests()
     for _ in range(waiting):
-        asking.ask(server, tier=1)
+        pending.ask(server, tier=1)
     wait_until(lambda: page_value(server, "vllm:num_requests_waiting") == waiting)
     try:
         yield
     finally:
         for holder in holders:
             holder.close()
-    assert [answer.status for answer in asking.join()] == [200] * waiting
+    assert [answer.status for answer in pending.join()] == [200] * waiting
 
 
 def open_stream(server) -> http.client.HTTPConnection:
-    """A long request of tier 0 whose first token is there; ends when the connection is closed."""
+    """A long request of tier 0 with its first token; ends when the connection is closed."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"model": "bench", "prompt": "x", "stream": True, "max_tokens": 1000, "ignore_eos": True}
     connection.request(
@@ -150,7 +150,7 @@ def assert_refused(answer: Answer, status: int, code: str) -> None:
     assert error["retry_after"] == int(answer.headers["retry-after"])
 
 
-def test_full_queue_answers_429_at_once_streamed_or_not(server) -> None:
+def test_full_queue_returns_429_at_once_with_and_without_streaming(server) -> None:
     with full_seats(server, waiting=2):
         answers = [ask(server, path, stream) for path, stream in WAYS for _ in range(2)]
         for answer in answers:
@@ -161,8 +161,8 @@ def test_full_queue_answers_429_at_once_streamed_or_not(server) -> None:
         assert ask(server, path, stream).status == 200
 
 
-def test_more_urgent_request_replaces_the_least_urgent_in_a_full_queue(server) -> None:
-    lesser, urgent = Asking(), Asking()
+def test_full_queue_replaces_the_least_urgent_by_a_more_urgent_request(server) -> None:
+    lesser, urgent = PendingRequests(), PendingRequests()
     with full_seats(server, waiting=2):
         for _ in range(2):
             lesser.ask(server, tier=2, stream=True)
@@ -174,18 +174,18 @@ def test_more_urgent_request_replaces_the_least_urgent_in_a_full_queue(server) -
     assert sorted(answer.status for answer in lesser.join()) == [200, 429]
 
 
-def test_queue_timeout_answers_408(server) -> None:
-    asking = Asking()
+def test_queue_timeout_returns_408(server) -> None:
+    pending = PendingRequests()
     with full_seats(server):
         for path, stream in WAYS:
-            asking.ask(server, path=path, stream=stream, tier=3)
-        for answer in asking.join():
+            pending.ask(server, path=path, stream=stream, tier=3)
+        for answer in pending.join():
             assert_refused(answer, 408, "queue_timeout")
             assert 2.0 <= answer.seconds < 6.0
 
 
-def test_a_newer_request_supersedes_a_waiting_one(server) -> None:
-    older, newer = Asking(), Asking()
+def test_newer_request_supersedes_a_waiting_one(server) -> None:
+    older, newer = PendingRequests(), PendingRequests()
     with full_seats(server):
         older.ask(server, key="page 7", stream=True)
         wait_until(lambda: page_value(server, "vllm:num_requests_waiting") == 1)
@@ -205,8 +205,8 @@ def test_several_answers_to_one_prompt_end_together(server) -> None:
             assert_refused(ask(server, stream=stream, n=3), 429, "over_capacity")
 
 
-def test_flood_is_answered_completely_and_service_recovers(server) -> None:
-    flood = Asking()
+def test_every_request_of_a_flood_is_answered_and_service_recovers(server) -> None:
+    flood = PendingRequests()
     for number in range(80):
         path, stream = WAYS[number // 4 % 4]
         flood.ask(server, path=path, stream=stream, tier=number % 4, max_tokens=60)
@@ -232,7 +232,7 @@ def test_refusals_are_counted_over_all_api_servers(server) -> None:
     )
 
 
-def test_without_the_middleware_a_refusal_is_an_error_500_or_an_error_in_the_stream(bare) -> None:
+def test_refusal_without_the_middleware_is_a_500_or_a_stream_error(bare) -> None:
     with full_seats(bare, waiting=2):
         for path, stream in WAYS:
             answer = ask(bare, path, stream)

@@ -1,4 +1,4 @@
-"""Tenants on their way from an HTTP request into `vllm_xargs`."""
+"""Tenant names from HTTP requests in `vllm_xargs`."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 
 def pass_through(body, headers=(), path="/v1/chat/completions", pieces=1, leave=False):
-    """What the application behind the middleware receives: scope and body."""
+    """Scope and body that the application behind the middleware receives."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = max(1, -(-len(raw) // pieces))
     parts = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]

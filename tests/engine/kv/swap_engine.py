@@ -18,7 +18,7 @@ WORDS = [f"{a}{b}" for a in ("river", "stone", "green", "door") for b in ("a", "
 
 
 class SwapEngine:
-    """An offline engine whose requests lose their seats at random."""
+    """An offline engine that preempts random requests."""
 
     def __init__(self, model: str, policy: str, options: dict) -> None:
         from vllm import LLM
@@ -136,7 +136,7 @@ class SwapEngine:
 
     @contextmanager
     def poisoning(self):
-        """Poison what nobody holds, after the saves of each step and before its loads."""
+        """Poison free blocks after the saves of each step and before its loads."""
         handle = self.worker.handle_preemptions
 
         def handle_and_poison(metadata) -> None:

@@ -1,4 +1,4 @@
-"""Copies of KV blocks: bytes arrive, whatever the layout; CUDA's order of events, faked."""
+"""Copies of KV blocks in every layout, and the order of events with a fake CUDA."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_copies_work_in_and_outside_inference_mode(allocating, copying) -> None:
 
 
 def test_layers_within_a_block_are_distinguished() -> None:
-    """All layers' pages of a block side by side: blocks of a layer are not adjacent."""
+    """The pages of all layers of a block are adjacent, so blocks of one layer are not."""
     stored = torch.randn(BLOCKS, 3, HEADS, TOKENS, SIZE)
     before = stored.clone()
     copies = CpuCopies(block_regions(stored.unbind(1), BLOCKS), slots=2)
@@ -72,7 +72,7 @@ def test_non_contiguous_block_is_rejected() -> None:
         block_regions([layer_cache("HBNC")], BLOCKS)
 
 
-def test_a_load_beside_steps_is_reported_once() -> None:
+def test_load_beside_steps_is_reported_once() -> None:
     cache = layer_cache("BHNC")
     copies = CpuCopies(block_regions([cache], BLOCKS), slots=2)
     copies.load_beside("a", [1], [range(0, 1)])
@@ -108,7 +108,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """Stands for torch.cuda; copies are carried out at once, by address."""
+    """Replaces torch.cuda; copies by address at once."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -139,8 +139,8 @@ class FakeCuda:
             ctypes.memmove(target, source, size)
 
 
-def test_cuda_copies_wait_for_compute_and_compute_for_them() -> None:
-    """With a fake stream; not a proof of anything on hardware."""
+def test_cuda_copies_and_compute_wait_for_each_other() -> None:
+    """With a fake stream, so it proves nothing about real hardware."""
     cuda, pinned = FakeCuda(), []
     caches = [layer_cache("BHNC"), layer_cache("BNHC")]
     before = [cache.clone() for cache in caches]

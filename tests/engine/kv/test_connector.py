@@ -1,4 +1,4 @@
-"""KV swap on the real engine: answers are those of an engine that never preempts."""
+"""KV swap on the real engine gives the same answers as an engine without preemption."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_answers_equal_those_without_preemption(reports, engine, name) -> None:
 
 
 @pytest.mark.parametrize(("engine", "name"), UNHARMED)
-def test_every_token_held_is_loaded_found_or_recomputed(reports, engine, name) -> None:
+def test_every_held_token_is_loaded_cached_or_recomputed(reports, engine, name) -> None:
     counters = reports[engine][name]["counters"]
 
     def tokens(what: str) -> float:
@@ -136,7 +136,7 @@ def test_every_token_held_is_loaded_found_or_recomputed(reports, engine, name) -
 
 
 @pytest.mark.parametrize("engine", ["plain", "caching"])
-def test_requests_cancelled_while_swapped_leave_nothing_behind(reports, engine) -> None:
+def test_requests_cancelled_while_swapped_free_everything(reports, engine) -> None:
     run = reports[engine]["aborts"]
     assert run["cancelled"] >= 3
     assert run["answers"].count(None) == run["cancelled"]
@@ -146,7 +146,7 @@ def test_requests_cancelled_while_swapped_leave_nothing_behind(reports, engine) 
 
 
 @pytest.mark.parametrize("engine", ["plain", "caching"])
-def test_cache_reset_loses_copies_but_no_answer(reports, engine) -> None:
+def test_cache_reset_loses_copies_but_not_answers(reports, engine) -> None:
     run = reports[engine]["resets"]
     assert run["lost"] > 0
     assert run["counters"]["recomputed_tokens"] > 0

@@ -1,4 +1,4 @@
-"""The host pool: no slot twice, none lost, runs as long as can be had."""
+"""The host pool: no slot is allocated twice or lost, and runs are as long as possible."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def _slots(held: list[list[range]]) -> list[list[int]]:
     return [[slot for run in taken for slot in run] for taken in held]
 
 
-def test_shortest_sufficient_run_is_allocated_before_several_runs() -> None:
+def test_shortest_sufficient_run_is_preferred_to_several_runs() -> None:
     pool = HostPool(20)
     first, second, third = pool.take(4), pool.take(6), pool.take(8)
     assert (first, second, third) == ([range(4)], [range(4, 10)], [range(10, 18)])

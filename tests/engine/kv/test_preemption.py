@@ -157,7 +157,7 @@ def make_requests(chance: random.Random, count: int = 12, shared: int = 0) -> li
 
 
 def expected(request: Request, window: int | None = None) -> list[int]:
-    """The answer on a device that never forgets."""
+    """The answer on a device that keeps all KV."""
     tokens = list(request.prompt_token_ids)
     for _ in range(request.max_tokens):
         seen = [hash(tuple(tokens[: position + 1])) for position in range(len(tokens))]
@@ -195,7 +195,7 @@ def build(tmp_path):
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("max_stall", [1e9, 0.0, 0.3])
 @pytest.mark.parametrize("host_blocks", [100, 7])
-def test_answers_do_not_depend_on_preemptions(
+def test_preemptions_do_not_change_answers(
     build, asynchronous, caching, max_stall, host_blocks
 ) -> None:
     scheduler = build(
@@ -232,7 +232,7 @@ def test_answers_do_not_depend_on_preemptions(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_cancelling_swapped_or_loading_requests_leaves_nothing_behind(build, asynchronous) -> None:
+def test_cancelling_swapped_or_loading_requests_frees_everything(build, asynchronous) -> None:
     scheduler = build(max_stall=0.0, async_scheduling=asynchronous)
     ledger = scheduler.preemptions.connector.ledger
     chance = random.Random(3)
@@ -338,12 +338,12 @@ def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
             scheduler.evict(scheduler.requests[name], "urgent")
 
 
-def test_a_mistyped_pool_size_is_named() -> None:
+def test_mistyped_pool_size_is_reported() -> None:
     with pytest.raises(PolicyError, match=r"kv_connector_extra_config.*host_gb.*'host_gib'"):
         build_scheduler(SemanticScheduler, kv_transfer_config=swap_config(host_gb=4))
 
 
-def test_a_reset_cache_forgets_all_copies(build) -> None:
+def test_cache_reset_discards_all_copies(build) -> None:
     scheduler = build()
     add_and_preempt(scheduler, "a", times=1)
     job = scheduler.jobs["a"]
@@ -357,7 +357,7 @@ def test_a_reset_cache_forgets_all_copies(build) -> None:
 
 
 def test_requests_for_prompt_logprobs_are_recomputed(build) -> None:
-    """vLLM forbids them to read any cache."""
+    """vLLM does not let them read a cache."""
     scheduler = build()
     request = make_request("a", output_tokens=50)
     request.skip_reading_prefix_cache = True

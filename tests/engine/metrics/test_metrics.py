@@ -1,4 +1,4 @@
-"""Counts, histograms and gauges on their way from the scheduler to the metrics page."""
+"""Counters, histograms and gauges from the scheduler to the metrics page."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def published(engine: str, name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"semsched:{name}", {"engine": engine, **labels})
 
 
-def test_each_message_holds_only_what_is_new() -> None:
+def test_each_message_holds_only_new_values() -> None:
     counters = Counters()
     counters.add("invalid_hints")
     counters.add("requests", "hint", 2)
@@ -54,7 +54,7 @@ def test_each_message_holds_only_what_is_new() -> None:
     assert counters.total("requests") == 3 and counters.total("predictor_restarts") == 5
 
 
-def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
+def test_busy_engine_reports_at_intervals_and_idle_one_at_once() -> None:
     counters = Counters()
 
     def sent(now, idle):
@@ -74,7 +74,7 @@ def test_a_busy_engine_reports_at_intervals_and_an_idle_one_at_once() -> None:
     st.lists(st.integers(0, 40), max_size=4),
 )
 def test_histogram_equals_a_prometheus_histogram_of_the_same_values(values, cuts) -> None:
-    """However the values are spread over messages and over API servers."""
+    """For any distribution of the values over messages and API servers."""
     engine = str(next(_engines))
     counters, name = Counters(), "time_to_first_token_seconds"
     servers = [SemanticStatLogger(None, int(engine)) for _ in range(2)]
@@ -208,8 +208,8 @@ fair_share: {enabled: true}
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")
 
 
-def test_every_panel_and_rule_reads_series_that_the_scheduler_reports(tmp_path) -> None:
-    """All the series, with their labels; test_monitoring.py asks a real server."""
+def test_panels_and_rules_use_series_that_the_scheduler_reports(tmp_path) -> None:
+    """All series with their labels; test_monitoring.py checks a real server."""
     path = tmp_path / "policy.yaml"
     path.write_text(EVERYTHING)
     scheduler = build_scheduler(

@@ -1,4 +1,4 @@
-"""What an operator sees of a real server with two API servers: event log, metrics, dashboard."""
+"""Event log, metrics and dashboard of a real server with two API servers."""
 
 import contextlib
 import itertools
@@ -189,7 +189,7 @@ def test_metrics_match_the_requests_sent(observed) -> None:
     assert {labels["engine"] for labels, _ in page["semsched:tier_info"]} == {"0"}
 
 
-def test_every_panel_and_rule_reads_existing_series(observed) -> None:
+def test_panels_and_rules_use_existing_series(observed) -> None:
     page = observed.page()
     for title, query in [*panel_queries(), *rule_queries()]:
         for name, labels in selectors(query):
@@ -200,7 +200,7 @@ def test_every_panel_and_rule_reads_existing_series(observed) -> None:
                 )
 
 
-def test_no_label_value_comes_from_a_client(observed) -> None:
+def test_label_values_never_come_from_clients(observed) -> None:
     for name, samples in observed.page().items():
         if name.startswith("semsched:"):
             for labels, _ in samples:
@@ -209,7 +209,7 @@ def test_no_label_value_comes_from_a_client(observed) -> None:
                     assert "cmpl" not in value
 
 
-def test_metrics_page_is_read_within_50_milliseconds(observed) -> None:
+def test_metrics_page_responds_within_50_milliseconds(observed) -> None:
     times = []
     for _ in range(10):
         begin = time.perf_counter()

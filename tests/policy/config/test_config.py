@@ -1,4 +1,4 @@
-"""Policy files: what is refused, and what the refusal says."""
+"""Policy files: validation and error messages."""
 
 import pytest
 import yaml
@@ -22,7 +22,7 @@ def test_every_shipped_profile_is_valid(name: str) -> None:
     assert 0.001 < load_profile(name).prefill(0, 100) < 0.3
 
 
-def test_the_issue_names_are_shipped() -> None:
+def test_documented_policies_are_shipped() -> None:
     wanted = {"ems", "tiers", "latency", "throughput", "fairness", "fcfs", "priority", "sjf"}
     assert wanted <= set(shipped_names("policy"))
     assert len(shipped_names("profile")) >= 4
@@ -48,7 +48,7 @@ def test_the_issue_names_are_shipped() -> None:
         ("text", ["mapping"]),
     ],
 )
-def test_invalid_policies_are_refused_by_name_value_and_choice(data, words) -> None:
+def test_error_names_key_value_and_valid_choices(data, words) -> None:
     with pytest.raises(PolicyError) as refusal:
         parse_policy(data, source="my.yaml")
     for word in ["my.yaml", *words]:
@@ -61,20 +61,20 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(str(refusal.value).splitlines()) == 2
 
 
-def test_an_unknown_name_lists_the_shipped_ones() -> None:
+def test_error_for_an_unknown_name_lists_the_shipped_ones() -> None:
     with pytest.raises(PolicyError, match=r"Did you mean 'ems'.*fairness"):
         load_policy("emms")
 
 
 @pytest.mark.parametrize("text", ["a: [", "\xff\xfe", "? [1, 2]\n: 3"])
-def test_files_that_are_not_policies(tmp_path, text: str) -> None:
+def test_files_that_are_not_policies_are_rejected(tmp_path, text: str) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(PolicyError, match=r"p\.yaml"):
         load_policy(path)
 
 
-def test_off_is_a_word_and_an_empty_file_is_the_default(tmp_path) -> None:
+def test_off_is_a_string_and_an_empty_file_gives_the_defaults(tmp_path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("stage:\n  mode: off\npredictor:\n  enabled: true\n")
     assert load_policy(path).stage.mode == "off"

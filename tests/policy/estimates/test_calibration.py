@@ -42,7 +42,7 @@ def expected(calibration, probabilities, estimate="mean") -> float:
 
 
 @given(histories)
-def test_means_stay_positive_ordered_and_within_what_was_seen_and_edges_increase(history) -> None:
+def test_means_stay_ordered_and_within_bounds_and_edges_increase(history) -> None:
     means, edges = after(history).buckets.means, after(history).buckets.edges
     assert means[0] >= 1 and list(means) == sorted(means)
     assert means[-1] <= max([TRAINED.means[-1], *(tokens for _, tokens, _ in history)])
@@ -50,7 +50,7 @@ def test_means_stay_positive_ordered_and_within_what_was_seen_and_edges_increase
 
 
 @given(histories, distributions, st.integers(1, 100_000), distributions)
-def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> None:
+def test_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> None:
     calibration = after(history)
     kinds = ("mean", "median", "p90")
     before = [expected(calibration, asked, kind) for kind in kinds]
@@ -60,7 +60,7 @@ def test_a_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> 
 
 
 @given(histories, distributions, st.integers(1, 100_000))
-def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen, tokens) -> None:
+def test_answer_moves_the_expectation_towards_its_length(history, seen, tokens) -> None:
     calibration = after(history)
     before = expected(calibration, seen)
     calibration.learn(seen, tokens, NO_LIMIT, AnswerEnd.STOPPED)
@@ -68,7 +68,7 @@ def test_an_answer_brings_the_expectation_of_its_like_nearer_to_it(history, seen
 
 
 @given(histories, distributions, st.integers(1, 100_000))
-def test_aborted_requests_teach_nothing(history, seen, tokens) -> None:
+def test_aborted_requests_change_nothing(history, seen, tokens) -> None:
     calibration = after(history)
     before = calibration.buckets, calibration.ratio
     calibration.learn(seen, tokens, NO_LIMIT, AnswerEnd.ABORTED)
@@ -76,7 +76,7 @@ def test_aborted_requests_teach_nothing(history, seen, tokens) -> None:
 
 
 def true_lengths(seed: int, factor: float, count: int):
-    """Requests of a model whose answers are `factor` times as long as the trained buckets say:
+    """Requests of a model with answers `factor` times as long as in the trained buckets:
     (predicted distribution, length)."""
     generator = random.Random(seed)
     for _ in range(count):
@@ -100,7 +100,7 @@ def test_expectations_follow_a_model_with_longer_or_shorter_answers(factor, seed
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_under_a_limit_expectations_become_those_of_the_length_under_it(seed) -> None:
+def test_expectations_converge_to_lengths_under_a_common_limit(seed) -> None:
     limit = 200
     calibration = LengthCalibration(TRAINED)
     seen = []
@@ -112,7 +112,7 @@ def test_under_a_limit_expectations_become_those_of_the_length_under_it(seed) ->
     assert sum(expectations) == pytest.approx(sum(tokens for _, tokens in seen[-500:]), rel=0.15)
 
 
-def test_limits_that_nothing_reaches_beyond_leave_longer_expectations_alone() -> None:
+def test_limits_do_not_lower_longer_expectations() -> None:
     calibration = LengthCalibration(TRAINED)
     for _ in range(500):  # a client that wants one word
         calibration.learn((0.0, 0.0, 0.1, 0.2, 0.3, 0.4), 1, 1, AnswerEnd.CUT)
@@ -120,7 +120,7 @@ def test_limits_that_nothing_reaches_beyond_leave_longer_expectations_alone() ->
     assert calibration.ratio == pytest.approx(1.0)
 
 
-def test_the_ratio_is_kept_where_lengths_are_not_to_be_calibrated() -> None:
+def test_ratio_is_measured_without_calibration() -> None:
     calibration = LengthCalibration(TRAINED, adapt=False)
     assert calibration.ratio is None
     for probabilities, tokens in true_lengths(1, 3.0, 300):
@@ -129,7 +129,7 @@ def test_the_ratio_is_kept_where_lengths_are_not_to_be_calibrated() -> None:
     assert calibration.ratio == pytest.approx(3.0, rel=0.25)
 
 
-def test_edges_keep_their_places_between_the_means() -> None:
+def test_edges_keep_their_relative_places_between_means() -> None:
     calibration = LengthCalibration(LengthBuckets(edges=(20, 60), means=(10.0, 40.0, 100.0)))
     for _ in range(3000):
         for bucket, tokens in enumerate((30, 120, 300)):
@@ -139,13 +139,13 @@ def test_edges_keep_their_places_between_the_means() -> None:
     assert calibration.buckets.edges == pytest.approx((60, 180), abs=2)
 
 
-def test_a_prediction_for_other_buckets_is_refused() -> None:
+def test_prediction_with_another_number_of_buckets_raises() -> None:
     with pytest.raises(ValueError):
         LengthCalibration(TRAINED).learn((0.5, 0.5), 10, NO_LIMIT, AnswerEnd.STOPPED)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=12))
-def test_the_nearest_ordered_sequence(values) -> None:
+def test_nearest_non_decreasing_sequence(values) -> None:
     nearest = nearest_non_decreasing(values)
     assert len(nearest) == len(values)
     assert all(low <= high + 1e-6 for low, high in itertools.pairwise(nearest))

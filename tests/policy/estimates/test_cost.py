@@ -1,4 +1,4 @@
-"""The cost model: formulas of the paper, corrected (DESIGN: eq. 3 is printed reversed)."""
+"""The cost model: formulas of the paper, with eq. 3 corrected."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_remaining_time_by_stage() -> None:
     assert remaining_seconds(swapped, 50, PROFILE) == rest
 
 
-def test_starting_over_costs_what_was_done() -> None:
+def test_cost_of_starting_over_is_the_work_done() -> None:
     started = make_job(prompt_tokens=200, computed=120)
     assert starting_over_seconds(started, PROFILE) == PROFILE.prefill(0, 120)
     decoding = make_job(prompt_tokens=200, computed=209, generated=10)
@@ -51,7 +51,7 @@ def test_starting_over_costs_what_was_done() -> None:
     assert starting_over_seconds(decoding, PROFILE) == work
 
 
-def test_a_profile_is_validated_like_a_policy() -> None:
+def test_profile_is_validated_like_a_policy() -> None:
     good = PROFILE.model_dump()
     for bad, word in ((good | {"gama1": 1}, "'gamma1'"), (good | {"gamma2": 0}, "gamma2")):
         with pytest.raises(PolicyError, match=word):

@@ -1,4 +1,4 @@
-"""Hints are untrusted: they can be anything."""
+"""Untrusted hints of any type and value."""
 
 import math
 
@@ -19,26 +19,26 @@ anything = st.recursive(
 
 
 @given(anything, anything)
-def test_no_hint_can_raise_or_leave_the_range(urgency, priority) -> None:
+def test_hints_never_raise_or_leave_the_range(urgency, priority) -> None:
     for extra_args in (urgency, {"urgency": urgency}):
         hint = read_hints(extra_args, priority, DEFAULT.hints, DEFAULT.levels)
         assert hint.level is None or 0 <= hint.level < DEFAULT.levels
 
 
 @pytest.mark.parametrize("urgency", ["abc", 99, -1, None, {"a": 1}, [0], True, 1.5, math.nan, "٣"])
-def test_what_is_not_a_level_is_named_and_left_to_the_prediction(urgency) -> None:
+def test_invalid_level_is_reported_and_ignored(urgency) -> None:
     hint = read_hints({"urgency": urgency}, 0, DEFAULT.hints, DEFAULT.levels)
     assert hint.level is None and hint.source is LevelSource.DEFAULT
     assert hint.problem is not None and "0 to 4" in hint.problem and len(hint.problem) < 150
 
 
 @pytest.mark.parametrize("urgency", [0, 3, 3.0, "3"])
-def test_a_level_is_taken(urgency) -> None:
+def test_valid_level_is_used(urgency) -> None:
     hint = read_hints({"urgency": urgency}, 7, DEFAULT.hints, DEFAULT.levels)
     assert (hint.level, hint.source, hint.problem) == (int(urgency), LevelSource.HINT, None)
 
 
-def test_a_priority_counts_when_there_is_no_urgency_and_it_is_not_zero() -> None:
+def test_nonzero_priority_counts_without_an_urgency_hint() -> None:
     assert read_hints(None, 0, DEFAULT.hints, DEFAULT.levels).level is None
     assert read_hints(None, 1, DEFAULT.hints, DEFAULT.levels).level == 1
     assert read_hints(None, 1000, DEFAULT.hints, DEFAULT.levels).level == 4
@@ -46,7 +46,7 @@ def test_a_priority_counts_when_there_is_no_urgency_and_it_is_not_zero() -> None
     assert read_hints({"urgency": "abc"}, 3, DEFAULT.hints, DEFAULT.levels).level == 3
 
 
-def test_the_policy_can_cap_or_ignore_them() -> None:
+def test_policy_can_cap_or_ignore_hints() -> None:
     cap = parse_policy({"hints": {"urgency": "cap", "priority": "cap", "most_urgent_level": 2}})
     assert read_hints({"urgency": 0}, 0, cap.hints, cap.levels).level == 2
     assert read_hints({"urgency": 3}, 0, cap.hints, cap.levels).level == 3

@@ -1,4 +1,4 @@
-"""From bucket probabilities to a number of tokens, and on to the next bucket."""
+"""Expected output length from bucket probabilities and generated tokens."""
 
 import pytest
 from hypothesis import given
@@ -16,21 +16,21 @@ estimates = st.sampled_from(["mean", "median", "p90"])
 
 
 @given(weights, st.integers(0, 5000), estimates)
-def test_a_running_request_never_looks_finished(weights, generated, estimate) -> None:
+def test_estimate_stays_above_the_generated_tokens(weights, generated, estimate) -> None:
     total = sum(weights)
     probabilities = [weight / total for weight in weights]
     assert expected_output_tokens(probabilities, BUCKETS, generated, estimate) > generated
 
 
 @given(weights, st.integers(0, 20))
-def test_nor_where_calibration_left_the_buckets_no_room(weights, generated) -> None:
+def test_estimate_stays_above_them_with_equal_bucket_means(weights, generated) -> None:
     crowded = LengthBuckets(edges=(6, 7, 8), means=(5.0, 5.0, 5.0, 5.0))
     probabilities = [weight / sum(weights) for weight in weights]
     assert expected_output_tokens(probabilities, crowded, generated, "mean") > generated
 
 
 @given(st.integers(1, 1000), st.integers(0, 5000))
-def test_nor_does_one_without_a_prediction(default, generated) -> None:
+def test_estimate_stays_above_them_without_a_prediction(default, generated) -> None:
     assert expected_without_prediction(default, generated) > generated
 
 
@@ -39,12 +39,12 @@ def test_outlived_buckets_drop_out() -> None:
     assert expected_output_tokens(probabilities, BUCKETS, 0, "mean") == 0.9 * 5 + 0.1 * 120
     # past the first bucket's edge only the third is left
     assert expected_output_tokens(probabilities, BUCKETS, 20, "mean") == 120
-    # past everything predicted: the next bucket in line, then half as much again
+    # beyond all predicted lengths: the next bucket, then half as many tokens again
     assert 200 < expected_output_tokens(probabilities, BUCKETS, 250, "mean") == 400
     assert expected_output_tokens(probabilities, BUCKETS, 1000, "mean") == 1500
 
 
-def test_no_bucket_stands_for_more_than_the_limit() -> None:
+def test_limit_applies_to_each_bucket() -> None:
     def expected(probabilities, kind="mean"):
         return expected_output_tokens(probabilities, BUCKETS, 0, kind, limit=100)
 
@@ -55,7 +55,7 @@ def test_no_bucket_stands_for_more_than_the_limit() -> None:
 
 
 @given(weights, st.integers(0, 5000), estimates, st.integers(1, 500))
-def test_an_estimate_lies_between_what_there_is_and_the_limit(
+def test_estimate_lies_between_generated_tokens_and_limit(
     weights, generated, estimate, room
 ) -> None:
     probabilities = [weight / sum(weights) for weight in weights]
@@ -64,7 +64,7 @@ def test_an_estimate_lies_between_what_there_is_and_the_limit(
     assert generated < found <= limit + 1e-9 * limit
 
 
-def test_quantiles_are_lengths_that_such_a_share_stays_below() -> None:
+def test_quantiles_match_the_predicted_distribution() -> None:
     def estimate(probabilities, kind, generated=0):
         return expected_output_tokens(probabilities, BUCKETS, generated, kind)
 
@@ -78,7 +78,7 @@ def test_quantiles_are_lengths_that_such_a_share_stays_below() -> None:
 
 
 @given(weights, st.integers(0, 5000))
-def test_the_median_is_never_above_p90(weights, generated) -> None:
+def test_median_never_exceeds_p90(weights, generated) -> None:
     probabilities = [weight / sum(weights) for weight in weights]
     median, p90 = (
         expected_output_tokens(probabilities, BUCKETS, generated, estimate)

@@ -1,4 +1,4 @@
-"""Online correction: it finds the engine's speed, whatever single steps say."""
+"""Online correction: it finds the engine's speed despite outliers."""
 
 import math
 import random
@@ -36,9 +36,7 @@ factors = st.floats(0.05, 20.0)
 
 @settings(max_examples=40)
 @given(factors, factors, factors, st.integers(0, 99))
-def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
-    prefill, decode, load, seed
-) -> None:
+def test_scales_converge_despite_noise_and_outliers(prefill, decode, load, seed) -> None:
     rng = random.Random(seed)
     truth, scale = PROFILE.scaled(prefill, decode, load), ProfileScale(PROFILE)
     errors = []
@@ -53,7 +51,7 @@ def test_each_kind_converges_to_the_engine_among_noise_and_outliers(
 
 
 @given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 9), st.floats()), max_size=80))
-def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
+def test_scales_stay_bounded_for_any_measurement(observed) -> None:
     scale = ProfileScale(PROFILE)
     for tokens, decodes, seconds in observed * 20:
         batch = Batch(decodes=decodes, context=decodes * 10)
@@ -65,7 +63,7 @@ def test_scales_stay_bounded_whatever_is_observed(observed) -> None:
         assert 0.0099 < factor < 101 and math.isfinite(factor)
 
 
-def test_the_bound_is_reached_and_held() -> None:
+def test_scale_stops_at_its_bound() -> None:
     scale = ProfileScale(PROFILE)
     for _ in range(1000):
         scale.observe_step(Batch(decodes=1, context=10), 1e9)
@@ -73,7 +71,7 @@ def test_the_bound_is_reached_and_held() -> None:
     assert scale.prefill == scale.load == 1.0
 
 
-def test_one_interrupted_step_changes_next_to_nothing() -> None:
+def test_one_interrupted_step_hardly_changes_the_scale() -> None:
     scale = ProfileScale(PROFILE)
     scale.observe_step(Batch(decodes=1, context=10), 1e6)
     assert scale.profile is PROFILE
@@ -110,7 +108,7 @@ def new_job(subject: SchedulingCore, prompt: int):
     )
 
 
-def test_remaining_times_and_plans_follow_the_engine_and_old_ranks_stay_comparable() -> None:
+def test_estimates_follow_the_scale_and_ranks_stay_comparable() -> None:
     subject = core()
     shorter, longer = new_job(subject, 200), new_job(subject, 400)
     before, rank = subject.estimates.remaining(shorter), subject.rank(shorter)
@@ -125,13 +123,13 @@ def test_remaining_times_and_plans_follow_the_engine_and_old_ranks_stay_comparab
     assert subject.rank(shorter).remaining == pytest.approx(rank.remaining, rel=0.15)
 
 
-def test_the_correction_can_be_switched_off() -> None:
+def test_correction_can_be_switched_off() -> None:
     subject = core(correct_profile=False)
     observe(subject, 8.0)
     assert subject.profile is PROFILE
 
 
-def test_what_was_learned_outlives_another_policy_but_not_another_profile() -> None:
+def test_scale_survives_a_new_policy_but_not_a_new_profile() -> None:
     subject = core()
     observe(subject, 8.0)
     subject.adopt(parse_policy({"base": "sjf"}), load_profile("a100-qwen1.5-7b"))

@@ -1,4 +1,4 @@
-"""Plans of a preemption: never dearer than need be, never more than the host can take."""
+"""Preemption plans: minimal cost within the host pool."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def victims(draw):
 
 
 def feasible_ends(held: int, host: HostRoom) -> set[int]:
-    """Every token up to which KV could be kept: the slow way to say it."""
+    """All numbers of first tokens that can be kept, by exhaustive search."""
     ends = {
         end
         for end in range(host.on_device, held + 1)
@@ -72,7 +72,7 @@ def feasible_ends(held: int, host: HostRoom) -> set[int]:
 
 @settings(max_examples=300)
 @given(victims(), profiles, seconds(0, 20))
-def test_optimal_is_what_trying_all_ends_finds(victim, profile, max_stall) -> None:
+def test_optimal_matches_exhaustive_search(victim, profile, max_stall) -> None:
     job, host = victim
     held = job.computed
     best = min(
@@ -86,7 +86,7 @@ def test_optimal_is_what_trying_all_ends_finds(victim, profile, max_stall) -> No
 
 @settings(max_examples=300)
 @given(victims(), profiles, seconds(0, 20))
-def test_plans_keep_to_the_pool_and_none_beats_optimal(victim, profile, max_stall) -> None:
+def test_plans_fit_the_pool_and_none_beats_optimal(victim, profile, max_stall) -> None:
     job, host = victim
     held = job.computed
     plans = {
@@ -110,13 +110,13 @@ def test_plans_keep_to_the_pool_and_none_beats_optimal(victim, profile, max_stal
     assert plans["recompute"].saved == plans["none"].saved == 0
 
 
-def test_without_a_host_everything_is_computed_again() -> None:
+def test_without_a_host_pool_all_tokens_are_recomputed() -> None:
     for mode in MODES:
         plan = plan_preemption(make_job(computed=500), A100, Retention(mode=mode), None)
         assert (plan.kind, plan.recomputed) == (PreemptionKind.RECOMPUTE, 500)
 
 
-def test_a_small_pool_keeps_the_beginning() -> None:
+def test_small_pool_keeps_the_first_tokens() -> None:
     profile = make_profile()  # copies cost a fifth of computing
     plan = plan_preemption(make_job(computed=500), profile, Retention(), HostRoom(16, 20))
     assert (plan.kind, plan.saved, plan.recomputed) == (PreemptionKind.PARTIAL, 320, 180)
@@ -135,7 +135,7 @@ def test_a_small_pool_keeps_the_beginning() -> None:
     seconds(1e-6, 1e-2),
     seconds(0, 1e-5),
 )
-def test_paper_mode_minimises_the_papers_own_cost(prompt, decoded, beta, gamma2, gamma1) -> None:
+def test_paper_mode_minimises_the_cost_of_the_paper(prompt, decoded, beta, gamma2, gamma1) -> None:
     """Equations 3 and 5, by trying every number of tokens."""
     profile = make_profile(alpha1=1e-6, alpha2=1e-3, beta_load=beta, gamma1=gamma1, gamma2=gamma2)
     job = make_job(prompt_tokens=max(prompt, 1), computed=prompt + decoded, generated=decoded + 1)
@@ -157,7 +157,7 @@ def test_paper_mode_minimises_the_papers_own_cost(prompt, decoded, beta, gamma2,
     assert equation_5(plan.saved - prompt) <= best + slack + abs(gamma2 - beta)
 
 
-def test_what_stays_on_the_device_while_blocks_abound_is_not_saved() -> None:
+def test_tokens_expected_to_stay_on_the_device_are_not_saved() -> None:
     assert tokens_left_on_device(64, 320, 0.6, Retention()) == 320
     assert tokens_left_on_device(64, 320, 0.5, Retention()) == 64
     assert tokens_left_on_device(64, 320, 1.0, Retention(survival=1.0)) == 64
@@ -202,7 +202,7 @@ def preempted_core(**policy) -> tuple[SchedulingCore, object]:
     return core, job
 
 
-def test_the_place_in_the_queue_follows_the_plan() -> None:
+def test_rank_of_a_victim_follows_its_plan() -> None:
     core, job = preempted_core()
     before = core.estimates.remaining(job)
     plan = core.plan_preemption(job, HostRoom(16, 10))
@@ -217,7 +217,7 @@ def test_the_place_in_the_queue_follows_the_plan() -> None:
     assert core.estimates.remaining(job) == pytest.approx(before + core.profile.prefill(0, 410))
 
 
-def test_preempted_again_soon_is_thrashing() -> None:
+def test_second_preemption_after_few_tokens_is_thrashing() -> None:
     core, job = preempted_core(retention={"thrash_tokens": 4})
     thrashed = []
     for new_tokens in (0, 3, 4):
@@ -236,7 +236,7 @@ def drop_policy(mode: str = "optimal") -> dict:
     }
 
 
-def test_a_job_is_dropped_once_preempting_it_costs_more_than_starting_over() -> None:
+def test_job_is_dropped_if_preemption_costs_more_than_starting_over() -> None:
     # Computing 409 tokens takes 41 ms; starting over takes the prompt's 40 ms and ten steps of
     # 10 ms: the fourth time would be too much.
     for level, can_drop, mode in itertools.product((1, 2), (True, False), ("recompute", "none")):

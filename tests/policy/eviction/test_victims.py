@@ -1,4 +1,4 @@
-"""Victim choice: least urgent first, never in vain, never too often."""
+"""Victim choice: least urgent first, only if it suffices, only a few times each."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def test_victims(jobs, level, seats, blocks, gap, max_victims) -> None:
         assert len(eligible) < seats or sum(eligible.values()) < blocks, "gave up too early"
 
 
-def test_the_least_urgent_goes_and_several_go_if_needed() -> None:
+def test_least_urgent_jobs_are_victims_and_several_if_needed() -> None:
     jobs = [make_job(level) for level in (1, 4, 3, 4)]
     one = choose_victims(0, Need(1, 0), run(jobs), Preemption(), 8, lambda job: 5)
     assert one == [jobs[3]]  # of equals, the one that came last
@@ -63,7 +63,7 @@ def test_the_least_urgent_goes_and_several_go_if_needed() -> None:
     assert choose_victims(4, Need(1, 0), run(jobs), Preemption(), 8, lambda job: 5) == []
 
 
-def test_cost_decides_among_equals_and_rank_without_it() -> None:
+def test_cost_decides_within_a_level_and_rank_without_it() -> None:
     jobs = [make_job(level, computed=tokens) for level, tokens in ((4, 10), (4, 30), (3, 5))]
     limits = Preemption(victim="cost")
     seconds = {job: float(job.computed) for job in jobs}.__getitem__

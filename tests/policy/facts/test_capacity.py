@@ -1,4 +1,4 @@
-"""What jobs hold, in the one record of it."""
+"""Holdings of jobs, levels and tenants."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ actions = st.lists(
 
 
 @given(actions)
-def test_totals_are_those_of_the_jobs_that_hold_something(actions) -> None:
+def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
     holdings = Holdings(LEVELS)
     holdings.capacity = EngineCapacity(seats=8, blocks=100, block_size=16)
     blocks, expected = {}, {}
@@ -62,7 +62,7 @@ def test_totals_are_those_of_the_jobs_that_hold_something(actions) -> None:
         assert all(holdings.blocks(job) == count for job, count in blocks.items())
 
 
-def test_jobs_hold_no_blocks_while_the_capacity_is_unknown() -> None:
+def test_jobs_hold_no_blocks_without_a_known_capacity() -> None:
     holdings = Holdings(LEVELS)
     job = make_job(1, tenant="a")
     holdings.hold(job, 100)

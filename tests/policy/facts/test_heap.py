@@ -1,5 +1,7 @@
 """The addressable heap against a sorted list."""
 
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_it_behaves_like_a_sorted_list(operations) -> None:
+def test_heap_behaves_like_a_sorted_list(operations) -> None:
     heap: AddressableHeap[int] = AddressableHeap()
     model: dict[int, tuple[int, int]] = {}
     for tick, (operation, item, key) in enumerate(operations):
@@ -33,12 +35,18 @@ def test_it_behaves_like_a_sorted_list(operations) -> None:
         assert len(heap) == len(model) and set(heap) == set(model)
 
 
-def test_dead_entries_do_not_pile_up() -> None:
+def test_dead_entries_are_dropped() -> None:
+    class Key(float):
+        """A key that can be referenced weakly."""
+
     heap: AddressableHeap[int] = AddressableHeap()
-    heap.push(0, 0)
-    for key in range(10_000):
-        heap.push(1, -key)
-    assert len(heap._entries) < 200
+    heap.push(0, Key(0))
+    stored: weakref.WeakSet[Key] = weakref.WeakSet()
+    for number in range(10_000):
+        key = Key(-number)
+        stored.add(key)
+        heap.push(1, key)
+    assert len(stored) < 200
 
 
 def test_items_are_never_compared() -> None:

@@ -19,7 +19,7 @@ EDGES = {
 
 
 @given(st.lists(st.sampled_from(list(JobState)), max_size=20))
-def test_only_the_edges_of_the_diagram_can_be_taken(walk) -> None:
+def test_only_legal_transitions_are_possible(walk) -> None:
     job = make_job()
     for time, state in enumerate(walk, 1):
         before, entered = job.state, job.entered

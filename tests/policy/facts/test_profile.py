@@ -47,7 +47,7 @@ MEASURED = PLAIN.model_copy(
 )
 
 
-def test_a_step_is_the_sum_of_its_terms() -> None:
+def test_step_time_is_the_sum_of_its_terms() -> None:
     batch = Batch()
     batch.add_prefill(100, 300)
     batch.add_decode(50)
@@ -60,12 +60,12 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     )
     expected += MEASURED.prefill(100, 300) + MEASURED.load(40)
     assert MEASURED.step(batch) == pytest.approx(expected)
-    # Without batch terms a step takes gamma2, whoever decodes in it.
+    # Without batch terms a decode step takes gamma2.
     assert PLAIN.step(Batch(decodes=9, context=900)) == PLAIN.gamma2
 
 
 @given(st.integers(1, 9000))
-def test_a_prefill_alone_is_the_sum_of_its_steps(tokens) -> None:
+def test_prefill_alone_is_the_sum_of_its_steps(tokens) -> None:
     budget, seconds = 2048, 0.0
     for start in range(0, tokens, budget):
         batch = Batch()
@@ -74,7 +74,7 @@ def test_a_prefill_alone_is_the_sum_of_its_steps(tokens) -> None:
     assert MEASURED.prefill_alone(tokens) == pytest.approx(seconds)
 
 
-def test_longer_sequences_than_measured_are_told_with_both_figures() -> None:
+def test_warning_about_longer_sequences_names_both_lengths() -> None:
     (doubt,) = MEASURED.doubts(32_768)
     assert "4000" in doubt and "32768" in doubt
     assert MEASURED.doubts(4096) == []
@@ -82,13 +82,13 @@ def test_longer_sequences_than_measured_are_told_with_both_figures() -> None:
     assert "semsched profile" in unmeasured and "A100" in unmeasured
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path) -> None:
+def test_written_profile_is_read_back_unchanged(tmp_path) -> None:
     for profile in (PLAIN, MEASURED):
         write_profile(profile, tmp_path / "p.yaml")
         assert load_profile(tmp_path / "p.yaml") == profile
 
 
-def test_scaling_scales_all_terms_of_a_kind() -> None:
+def test_scaling_multiplies_all_terms_of_a_kind() -> None:
     batch = Batch(decodes=3, context=99, saves=1, saved=50)
     batch.add_prefill(0, 80)
     batch.add_load(30)

@@ -1,4 +1,4 @@
-"""Promotion by waiting time, and how often it may overtake."""
+"""Promotion by waiting time, and limits on overtaking."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ knobs = st.builds(
 
 
 @given(knobs, st.integers(0, 4), st.lists(st.floats(0.001, 5.0), max_size=60))
-def test_level_falls_by_steps_of_waiting_time_down_to_overdue(knobs, level, pauses) -> None:
+def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pauses) -> None:
     promotions, job, now = Promotions(knobs), make_job(level), 0.0
     promotions.wait(job)
     for pause in pauses:
@@ -38,7 +38,7 @@ def test_level_falls_by_steps_of_waiting_time_down_to_overdue(knobs, level, paus
     assert job.overdue or seconds is None or now <= seconds + 1e-6
 
 
-def test_each_promotion_fires_once_and_time_in_a_seat_does_not_count() -> None:
+def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
     promotions = Promotions(Aging(enabled=True, interval=10.0, step=0.5))
     job = make_job(1)
     promotions.wait(job)
@@ -63,7 +63,7 @@ def test_overtakings_are_a_share_of_the_admissions(share, wishes) -> None:
 
 
 @given(st.floats(0.01, 1.0))
-def test_of_n_admissions_in_a_row_one_may_overtake(share) -> None:
+def test_one_of_n_consecutive_admissions_may_overtake(share) -> None:
     knobs = Aging(enabled=True, share=share)
     overtaking = Overtaking(knobs)
     overtaking.admitted(True)
@@ -74,7 +74,7 @@ def test_of_n_admissions_in_a_row_one_may_overtake(share) -> None:
     assert ordinary + 1 <= knobs.admissions_per_overtaking
 
 
-def test_an_admission_that_is_withdrawn_leaves_no_trace() -> None:
+def test_undoing_an_admission_restores_the_credit() -> None:
     overtaking = Overtaking(Aging(enabled=True, share=0.25))
     change = overtaking.admitted(True)
     assert not overtaking.allowed
@@ -82,7 +82,7 @@ def test_an_admission_that_is_withdrawn_leaves_no_trace() -> None:
     assert overtaking.allowed and overtaking.count == 0
 
 
-def test_the_bound_is_made_of_the_knobs_and_the_pace_of_admissions() -> None:
+def test_wait_bound_follows_the_formula() -> None:
     aging = Aging(enabled=True, interval=10.0, step=2.0, share=0.3)
     assert aging.wait_bound(4, older=2, admission_gap=0.5) == 30.0 + 3 * 4 * 0.5
     assert aging.wait_bound(4, 2, 0.5, seat_seconds=7.0) == 30.0 + 3 * (4 * 0.5 + 7.0)
@@ -109,7 +109,7 @@ def take(core):
     return job
 
 
-def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
+def test_aged_job_gets_the_next_free_seat_without_preempting() -> None:
     core = aged_core(share=0.5)
     running = arrive(core, "standard", 2)
     take(core)
@@ -121,7 +121,7 @@ def test_an_aged_job_takes_the_next_seat_but_nobodys() -> None:
     assert core.running.least_urgent() is running
 
 
-def test_an_aged_job_is_not_preempted_again() -> None:
+def test_aged_job_is_not_preempted_again() -> None:
     core = aged_core()
     aged = arrive(core, "aged", 4)
     step(core, lambda job: None, 5.0)
@@ -131,7 +131,7 @@ def test_an_aged_job_is_not_preempted_again() -> None:
     assert core.running.order(aged)[0] == -1.0
 
 
-def test_urgent_jobs_keep_their_share_when_everybody_is_overdue() -> None:
+def test_urgent_jobs_keep_their_share_when_all_jobs_are_overdue() -> None:
     core = aged_core(share=0.25)
     for number in range(50):
         arrive(core, f"background {number}", 4)
@@ -144,7 +144,7 @@ def test_urgent_jobs_keep_their_share_when_everybody_is_overdue() -> None:
     assert levels[:5] == [4, 0, 0, 0, 4]
 
 
-def test_a_job_that_was_not_ready_is_back_as_if_nothing_had_been() -> None:
+def test_job_that_was_not_ready_returns_unchanged() -> None:
     core = aged_core(share=0.25)
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
     step(core, lambda job: None, 5.0)

@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 
 
-def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:
+def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True, levels=0.5, before=0.25))
     job = make_job(2, arrival=100.0)
     watch.wait(job, Slo(ttft=4.0))
@@ -26,14 +26,14 @@ def test_a_job_is_raised_in_time_and_let_go_when_it_is_too_late() -> None:
     assert watch.due(1000.0) == [] and watch.count == 1
 
 
-def test_a_step_that_comes_too_late_raises_nobody() -> None:
+def test_no_job_is_raised_after_its_deadline() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
     job = make_job(2)
     watch.wait(job, Slo(ttft=4.0))
     assert watch.due(4.0) == [] and not job.deadline_boost
 
 
-def test_whoever_has_a_first_token_or_no_promise_is_not_watched() -> None:
+def test_jobs_with_a_first_token_or_no_promise_are_not_watched() -> None:
     watch = DeadlineWatch(Deadlines(enabled=True))
     resumed, unpromised = make_job(2, generated=3, deadline_boost=0.5), make_job(2)
     watch.wait(resumed, Slo(ttft=1.0))
@@ -41,7 +41,7 @@ def test_whoever_has_a_first_token_or_no_promise_is_not_watched() -> None:
     assert watch.due(0.9) == [] and not resumed.deadline_boost
 
 
-def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
+def test_switching_off_stops_raising_waiting_jobs() -> None:
     watch, job = DeadlineWatch(Deadlines(enabled=True)), make_job(2)
     watch.wait(job, Slo(ttft=4.0))
     watch.knobs = Deadlines()
@@ -49,7 +49,7 @@ def test_switched_off_while_jobs_wait_it_raises_nobody_any_more() -> None:
     assert watch.due(3.0) == [] and not job.deadline_boost
 
 
-def test_others_are_raised_up_to_the_most_urgent_level_and_its_own_beyond_it() -> None:
+def test_jobs_rise_at_most_to_level_0_and_level_0_jobs_above_it() -> None:
     job, urgent = make_job(1, deadline_boost=3.0), make_job(0, deadline_boost=0.5)
     assert job.effective_level == 0.0 and not job.overdue
     assert urgent.effective_level < 0.0 and not urgent.overdue
@@ -68,7 +68,7 @@ def seated(core: SchedulingCore, level: int, first_token: bool, preemptions: int
     return job
 
 
-def insistent_core(**slo) -> SchedulingCore:
+def core_with_slo(**slo) -> SchedulingCore:
     tiers = [{"name": "premium", "slo": {"ttft": 2.0, **slo}}, {"name": "rest"}]
     policy = {"levels": 2, "tiers": tiers, "deadlines": {"enabled": True}, "default_level": 1}
     return SchedulingCore(
@@ -81,8 +81,8 @@ def victims(core: SchedulingCore, job, seats: int = 1) -> list[str]:
     return [victim.request_id for victim in chosen]
 
 
-def test_a_tier_that_insists_takes_a_seat_of_its_own_that_has_its_first_token() -> None:
-    core = insistent_core(takes_seats=True)
+def test_tier_with_takes_seats_preempts_its_own_after_first_token() -> None:
+    core = core_with_slo(takes_seats=True)
     seated(core, 0, first_token=False)
     seated(core, 0, first_token=True, preemptions=2)
     yields = seated(core, 0, first_token=True)
@@ -92,15 +92,15 @@ def test_a_tier_that_insists_takes_a_seat_of_its_own_that_has_its_first_token() 
     step(core, lambda job: None, 1.5)
     assert core.eviction.wants_room and core.eviction.worth_preempting(job)
     assert victims(core, job) == [yields.request_id]
-    assert victims(core, job, seats=2) == []  # nobody in vain
+    assert victims(core, job, seats=2) == []  # two would not suffice
     rest = seated(core, 1, first_token=False)
     assert victims(core, job, seats=2) == [rest.request_id, yields.request_id]
     step(core, lambda job: None, 2.0)  # too late
     assert not core.eviction.worth_preempting(job) or victims(core, job, seats=2) == []
 
 
-def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
-    core = insistent_core()
+def test_tier_without_takes_seats_waits_for_a_seat() -> None:
+    core = core_with_slo()
     seated(core, 0, first_token=True)
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
@@ -108,8 +108,8 @@ def test_a_tier_that_does_not_insist_waits_for_a_seat() -> None:
     assert not core.eviction.wants_room and victims(core, job) == []
 
 
-def test_what_the_deadline_gained_is_spent_with_the_first_token() -> None:
-    core = insistent_core(takes_seats=True)
+def test_deadline_boost_ends_with_the_first_token() -> None:
+    core = core_with_slo(takes_seats=True)
     job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
     core.enqueue(job, core.waiting)
     step(core, lambda job: None, 1.5)
@@ -123,7 +123,7 @@ def test_what_the_deadline_gained_is_spent_with_the_first_token() -> None:
     assert not job.deadline_boost and victims(core, other) == ["late"]
 
 
-def test_in_the_queue_a_near_deadline_goes_first_but_does_not_preempt() -> None:
+def test_near_deadline_goes_first_but_does_not_preempt() -> None:
     tiers = [{"name": "premium"}, {"name": "standard", "slo": {"ttft": 2.0}}, {"name": "rest"}]
     policy = {"levels": 3, "default_level": 1, "tiers": tiers, "deadlines": {"enabled": True}}
     core = SchedulingCore(parse_policy(policy), load_profile("default"))

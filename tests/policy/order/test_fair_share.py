@@ -15,7 +15,7 @@ def tiers(*shares: float | None) -> list[Tier]:
     return [Tier(name=str(place), share=share) for place, share in enumerate(shares)]
 
 
-def test_tiers_without_a_share_divide_what_is_left() -> None:
+def test_tiers_without_a_share_divide_the_rest() -> None:
     assert target_shares(tiers(0.5, None, None)) == [0.5, 0.25, 0.25]
     assert target_shares(tiers(None, None)) == [0.5, 0.5]
     assert target_shares(tiers(1.0, None)) == [1.0, 0.0]
@@ -50,7 +50,7 @@ def test_offsets_are_bounded_and_steer_towards_the_targets(charges, active) -> N
         assert share.offsets[level] == 0
 
 
-def test_use_is_forgotten_and_what_others_do_not_ask_for_is_divided() -> None:
+def test_use_decays_and_unused_shares_are_divided() -> None:
     share = FairShare(KNOBS, tiers(0.5, 0.25, 0.25))
     share.charge(0, 8.0)
     share.charge(1, 1.0)
@@ -65,7 +65,7 @@ def test_use_is_forgotten_and_what_others_do_not_ask_for_is_divided() -> None:
     assert share.offsets[1] == 2.0 and share.offsets[0] == -2.0
 
 
-def test_switched_off_it_changes_nothing() -> None:
+def test_disabled_fair_share_changes_nothing() -> None:
     share = FairShare(FairShareKnobs(), tiers(0.5, 0.5))
     share.charge(0, 8.0)
     share.update(0.0, [0, 1])

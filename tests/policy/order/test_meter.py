@@ -1,4 +1,4 @@
-"""What running jobs use, told ahead."""
+"""Reported KV and charged time of running jobs."""
 
 import pytest
 from hypothesis import given
@@ -15,13 +15,13 @@ PROFILE = load_profile("default")
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 300)), min_size=1, max_size=6),
     st.integers(1, 3),
 )
-def test_what_is_told_is_never_behind_and_settled_in_the_end(lives, per_step) -> None:
+def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> None:
     charged: dict = {}
-    told: dict = {}
+    reported: dict = {}
     meter = Meter(
         PROFILE,
         lambda job, seconds: charged.__setitem__(job, charged.get(job, 0.0) + seconds),
-        told.__setitem__,
+        reported.__setitem__,
     )
     meter.tokens_per_step = per_step
     jobs = [(make_job(computed=100), start, length) for start, length in lives]
@@ -30,21 +30,21 @@ def test_what_is_told_is_never_behind_and_settled_in_the_end(lives, per_step) ->
         for job, start, length in jobs:
             if step == start:
                 meter.start(job)
-            elif step > start and job in told:
+            elif step > start and job in reported:
                 job.generated += per_step
                 job.computed = job.tokens - 1
-                assert job.tokens <= told[job] <= job.tokens + AHEAD + per_step
+                assert job.tokens <= reported[job] <= job.tokens + AHEAD + per_step
                 if job.generated >= length:
                     meter.stop(job)
-                    del told[job]
+                    del reported[job]
     for job, _, _ in jobs:
-        assert job not in told
+        assert job not in reported
         least = PROFILE.gamma1 * job.prompt_tokens * job.generated
         most = (PROFILE.gamma1 * job.tokens + PROFILE.gamma2) * (job.generated + 1)
         assert least - 1e-9 <= charged[job] <= most
 
 
-def test_the_fixed_time_of_a_step_is_shared_by_those_that_run() -> None:
+def test_running_jobs_share_the_fixed_time_of_a_step() -> None:
     charged = {}
     meter = Meter(PROFILE, charged.__setitem__, lambda job, tokens: None)
     first, second = make_job(computed=100), make_job(computed=100)
@@ -56,7 +56,7 @@ def test_the_fixed_time_of_a_step_is_shared_by_those_that_run() -> None:
     assert charged[second] - charged[first] == pytest.approx(10 * PROFILE.gamma2 / 2)
 
 
-def test_a_prefill_that_was_cut_short_is_not_charged_whole() -> None:
+def test_interrupted_prefill_is_charged_in_part() -> None:
     seconds: list[float] = []
     meter = Meter(PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
     job = make_job(prompt_tokens=1000)

@@ -38,7 +38,7 @@ moves = st.lists(
 
 
 @given(st.lists(reserves, min_size=3, max_size=3), moves)
-def test_hard_reservations_hold_for_whatever_is_admitted(reserves, moves) -> None:
+def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
     kept, holdings = reservation(*reserves, NONE)
     held: dict = {}
 
@@ -82,7 +82,7 @@ def test_hard_reservations_hold_for_whatever_is_admitted(reserves, moves) -> Non
             assert (holdings.below(above).seats, holdings.below(above).blocks) == below(above)
 
 
-def test_tiers_may_use_what_they_and_less_urgent_ones_reserve() -> None:
+def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:
     kept, holdings = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
     for _ in range(5):
         holdings.hold(make_job(2), 16)
@@ -94,7 +94,7 @@ def test_tiers_may_use_what_they_and_less_urgent_ones_reserve() -> None:
     assert kept.shortage(2, 16) == Need(1, 0) and kept.shortage(0, 16) == Need(0, 0)
 
 
-def test_one_request_alone_may_exceed_its_blocks_or_it_could_never_run() -> None:
+def test_single_request_may_exceed_its_block_limit() -> None:
     kept, holdings = reservation(Reserve(kv=0.5), NONE)
     assert kept.admits(1, 16 * 90)
     holdings.hold(make_job(1), 16 * 90)
@@ -103,7 +103,7 @@ def test_one_request_alone_may_exceed_its_blocks_or_it_could_never_run() -> None
     assert kept.over_limit() == 0
 
 
-def test_what_is_borrowed_is_named_until_it_is_given_back() -> None:
+def test_borrowers_are_found_until_enough_is_returned() -> None:
     kept, holdings = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
     jobs = [make_job(2) for _ in range(8)]
     for job in jobs:
@@ -118,7 +118,7 @@ def test_what_is_borrowed_is_named_until_it_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("reserve", [Reserve(seats=10), Reserve(seats=11)])
-def test_a_reservation_that_leaves_the_others_nothing_is_refused(reserve) -> None:
+def test_reservation_that_leaves_nothing_for_others_raises(reserve) -> None:
     with pytest.raises(PolicyError, match=r"tiers\.0\.reserve: .*the engine has 10 seats"):
         reservation(reserve, NONE)
     kept, _holdings = reservation(Reserve(seats=1), NONE)
@@ -127,6 +127,6 @@ def test_a_reservation_that_leaves_the_others_nothing_is_refused(reserve) -> Non
     assert kept.limit_below(0, hard=True).seats == 9
 
 
-def test_without_reservations_everything_is_admitted() -> None:
+def test_all_jobs_are_admitted_without_reservations() -> None:
     kept, _holdings = reservation(NONE, NONE)
     assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None

@@ -17,8 +17,8 @@ STEP = 0.5
         max_size=40,
     )
 )
-def test_eviction_order_is_by_level_then_remaining_time_now(starts) -> None:
-    """Jobs start at different times; what counts is what each has left at the end."""
+def test_eviction_order_is_level_then_current_remaining_time(starts) -> None:
+    """Jobs start at different times; the remaining time at the end counts."""
     running = RunningSet(STEP)
     left = {}
     for level, steps, advance in starts:
@@ -41,7 +41,7 @@ def test_eviction_order_is_by_level_then_remaining_time_now(starts) -> None:
     assert sorted(left, key=running.order) == expected[::-1]
 
 
-def test_without_remaining_time_in_the_rank_order_is_by_arrival() -> None:
+def test_ranks_without_remaining_time_are_ordered_by_arrival() -> None:
     running = RunningSet(STEP)
     first, second = make_job(1), make_job(1)
     running.add(second, Rank(1, 0.0, second.sequence), 5.0)

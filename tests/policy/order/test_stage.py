@@ -22,14 +22,14 @@ PROFILE = load_profile("a100-qwen1.5-4b")
         (0, None, "gate", False),
     ],
 )
-def test_when_a_step_is_limited(decoding, prefill, mode, limited) -> None:
+def test_steps_are_limited_beside_a_protected_decode_only(decoding, prefill, mode, limited) -> None:
     limit = prefill_token_limit(decoding, prefill, Stage(mode=mode), PROFILE)
     assert (limit is not None) == limited
     if mode == "gate" and limited:
         assert limit == 0
 
 
-def test_the_cap_keeps_the_step_within_its_slowdown() -> None:
+def test_cap_keeps_the_step_within_max_slowdown() -> None:
     stage = Stage(max_slowdown=2.0, min_prefill_tokens=1)
     limit = prefill_token_limit(0, 4, stage, PROFILE)
     assert limit is not None

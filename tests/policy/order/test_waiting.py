@@ -24,7 +24,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_the_best_of_heap_and_buffer_comes_first_and_nothing_is_lost(steps) -> None:
+def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
     queue = WaitingQueue(default_rank)
     model = {}
     for kind, level, remaining, pick in steps:
@@ -55,7 +55,7 @@ def test_the_best_of_heap_and_buffer_comes_first_and_nothing_is_lost(steps) -> N
         assert list(queue.ordered()) == sorted(model, key=model.__getitem__)
 
 
-def test_a_buffered_job_is_schedulable_when_nothing_better_waits() -> None:
+def test_buffered_job_is_schedulable_without_a_better_one() -> None:
     queue = WaitingQueue(default_rank)
     unread, routine, urgent = make_job(), make_job(4), make_job(0)
     queue.buffer(unread)

@@ -1,5 +1,4 @@
-"""Admission, deduplication, queue timeouts and shedding, together as engine and simulator use
-them."""
+"""Admission, deduplication, queue timeouts and shedding in combination."""
 
 import itertools
 
@@ -24,7 +23,7 @@ TOKENS = 100 + 50  # what a job of `World.arrive` is expected to need
 
 
 class World:
-    """Jobs, a clock that stands still unless told, and the control under test."""
+    """Jobs, a manual clock, and the control under test."""
 
     def __init__(self, policy: Policy | dict, seats: int = 1, kv_tokens: int = 10**9) -> None:
         self.now = 1000.0
@@ -93,7 +92,7 @@ class World:
 
 
 def busy(policy: dict, seats: int = 1, **more) -> World:
-    """All seats are taken."""
+    """A world with all seats taken."""
     world = World({"levels": 3, "default_level": 1} | policy, seats, **more)
     for _ in range(seats):
         world.start(world.arrive(0))
@@ -115,7 +114,7 @@ def test_without_limits_nothing_is_refused() -> None:
     assert not world.refused
 
 
-def test_when_full_a_more_urgent_newcomer_replaces_the_newest_of_the_least_urgent() -> None:
+def test_full_queue_replaces_the_newest_least_urgent_request() -> None:
     world = busy(QUEUE_OF_2)
     first, second = world.arrive(2), world.arrive(2)
     urgent = world.arrive(0)
@@ -123,7 +122,7 @@ def test_when_full_a_more_urgent_newcomer_replaces_the_newest_of_the_least_urgen
     assert world.waiting == [first, urgent]
 
 
-def test_when_full_a_newcomer_no_more_urgent_than_the_rest_is_refused() -> None:
+def test_full_queue_refuses_a_request_that_is_not_more_urgent() -> None:
     world = busy(QUEUE_OF_2)
     world.arrive(1), world.arrive(1)
     equal, lesser = world.arrive(1), world.arrive(2)
@@ -137,13 +136,13 @@ def test_replacing_can_be_turned_off() -> None:
     assert world.refused == {newcomer: Code.OVER_CAPACITY}
 
 
-def test_requests_that_find_a_free_seat_do_not_count_as_waiting() -> None:
+def test_requests_with_a_free_seat_do_not_count_as_waiting() -> None:
     world = World({"levels": 3, "default_level": 1} | QUEUE_OF_2, seats=4)
     jobs = [world.arrive(1) for _ in range(7)]
     assert world.refused == {jobs[6]: Code.OVER_CAPACITY}  # 4 start at once, 2 wait
 
 
-def test_a_queue_bounded_in_tokens_counts_prompts_and_predicted_outputs() -> None:
+def test_token_bound_counts_prompts_and_predicted_outputs() -> None:
     world = busy({"admission": {"queue": {"tokens": 2 * TOKENS}}})
     world.arrive(2), world.arrive(2)
     assert world.control.account.all.tokens == 2 * TOKENS
@@ -151,7 +150,7 @@ def test_a_queue_bounded_in_tokens_counts_prompts_and_predicted_outputs() -> Non
     assert world.refused == {third: Code.OVER_CAPACITY}
 
 
-def test_a_tiers_own_bound_holds_for_it_alone() -> None:
+def test_bound_of_a_tier_holds_for_it_alone() -> None:
     world = busy({"tiers": tiers({}, {}, {"queue": {"requests": 1}})})
     world.arrive(2)
     refused = world.arrive(2)
@@ -160,7 +159,7 @@ def test_a_tiers_own_bound_holds_for_it_alone() -> None:
     assert world.refused == {refused: Code.OVER_CAPACITY}
 
 
-def test_a_tenant_has_a_bound_of_its_own() -> None:
+def test_each_tenant_has_its_own_bound() -> None:
     world = busy({"admission": {"tenant": {"requests": 2}}})
     world.arrive(1, tenant="a"), world.arrive(1, tenant="a")
     refused = world.arrive(0, tenant="a")
@@ -168,14 +167,14 @@ def test_a_tenant_has_a_bound_of_its_own() -> None:
     assert world.refused == {refused: Code.TENANT_OVER_SHARE}
 
 
-def test_keys_count_per_tenant() -> None:
+def test_dedup_keys_are_separate_per_tenant() -> None:
     world = busy({"dedup": {"enabled": True}})
     world.arrive(1, key="k", tenant="a")
     world.arrive(1, key="k", tenant="b")
     assert not world.refused
 
 
-def test_requests_that_had_a_seat_are_never_replaced_and_never_time_out() -> None:
+def test_preempted_requests_are_never_replaced_and_never_time_out() -> None:
     world = busy({"admission": {"queue": {"requests": 1, "timeout": 5.0}}})
     job = world.running[0]
     world.core.preempt(job, world.core.plan_preemption(job), reason="urgent")
@@ -185,7 +184,7 @@ def test_requests_that_had_a_seat_are_never_replaced_and_never_time_out() -> Non
     assert job not in world.refused
 
 
-def test_a_request_without_a_seat_in_time_is_refused_and_a_tier_has_its_own_time() -> None:
+def test_request_without_a_seat_times_out_by_its_tier() -> None:
     policy = {
         "admission": {"queue": {"timeout": 10.0}},
         "tiers": tiers({}, {"queue": {"timeout": 2.0}}, {}),
@@ -200,7 +199,7 @@ def test_a_request_without_a_seat_in_time_is_refused_and_a_tier_has_its_own_time
     assert world.refused[background] is Code.QUEUE_TIMEOUT
 
 
-def test_a_job_whose_level_becomes_known_is_a_newcomer_to_that_tier() -> None:
+def test_job_with_a_new_level_is_judged_by_that_tier() -> None:
     world = busy({"tiers": tiers({}, {}, {"queue": {"requests": 1, "timeout": 5.0}})})
     world.arrive(2)
     job = world.arrive(1)
@@ -209,7 +208,7 @@ def test_a_job_whose_level_becomes_known_is_a_newcomer_to_that_tier() -> None:
     assert world.refused == {job: Code.OVER_CAPACITY}
 
 
-def test_a_newer_request_supersedes_a_waiting_one_with_its_key_and_takes_its_place() -> None:
+def test_newer_request_with_the_same_key_takes_the_place_of_a_waiting_one() -> None:
     world = busy({"dedup": {"enabled": True}} | QUEUE_OF_2)
     old, other = world.arrive(1, key="page 7"), world.arrive(1)
     new = world.arrive(1, key="page 7")
@@ -217,7 +216,7 @@ def test_a_newer_request_supersedes_a_waiting_one_with_its_key_and_takes_its_pla
     assert world.waiting == [other, new]
 
 
-def test_a_newcomer_that_is_refused_supersedes_nothing() -> None:
+def test_refused_request_supersedes_nothing() -> None:
     world = busy({"dedup": {"enabled": True}, "tiers": tiers({}, {}, {"queue": {"requests": 1}})})
     old = world.arrive(1, key="k")
     world.arrive(2)
@@ -227,7 +226,7 @@ def test_a_newcomer_that_is_refused_supersedes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("running", "ended"), [("leave", False), ("end", True)])
-def test_a_running_request_is_superseded_only_if_the_policy_says_so(running, ended) -> None:
+def test_running_request_is_superseded_only_with_running_end(running, ended) -> None:
     world = World({"dedup": {"enabled": True, "running": running}})
     old = world.arrive(1, key="k")
     world.start(old)
@@ -243,7 +242,7 @@ def test_parts_of_one_request_do_not_supersede_each_other() -> None:
     assert set(world.refused) == set(parts)
 
 
-def test_a_tier_over_its_share_is_refused_under_pressure_only() -> None:
+def test_tier_over_its_share_is_refused_only_under_pressure() -> None:
     policy = {
         "admission": {"over_share": "hard"},
         "tiers": tiers({"share": 0.5}, {"share": 0.3}, {"share": 0.2}),
@@ -262,7 +261,7 @@ def test_a_tier_over_its_share_is_refused_under_pressure_only() -> None:
     assert len(world.refused) == 1
 
 
-def test_probabilistic_refusal_grows_with_the_excess_and_can_be_repeated() -> None:
+def test_probabilistic_refusals_grow_with_the_excess_and_are_repeatable() -> None:
     policy = {
         "admission": {"over_share": "probabilistic"},
         "pressure": {"seats": {"warning": 1.0, "critical": 1e9}},
@@ -288,7 +287,7 @@ def test_probabilistic_refusal_grows_with_the_excess_and_can_be_repeated() -> No
     assert refused(6) == a_little
 
 
-def test_background_is_shed_while_premium_waits_too_long_and_served_again_after() -> None:
+def test_background_is_shed_only_while_premium_waits_too_long() -> None:
     policy = {
         "shedding": {"enabled": True},
         "tiers": tiers({"slo": {"ttft": 1.0}}, {"shed_order": 2}, {"shed_order": 1}),
@@ -315,7 +314,7 @@ def test_background_is_shed_while_premium_waits_too_long_and_served_again_after(
     assert world.arrive(2) not in world.refused
 
 
-def test_waiting_requests_of_a_shed_tier_end_if_the_policy_says_so() -> None:
+def test_waiting_requests_of_a_shed_tier_end_with_waiting_end() -> None:
     policy = {
         "shedding": {"enabled": True, "waiting": "end"},
         "tiers": tiers({"slo": {"ttft": 1.0}}, {}, {"shed_order": 1}),
@@ -329,7 +328,7 @@ def test_waiting_requests_of_a_shed_tier_end_if_the_policy_says_so() -> None:
     assert standard in world.control.account
 
 
-def test_retry_after_grows_with_what_waits_and_shrinks_with_the_speed_seen() -> None:
+def test_retry_after_grows_with_the_queue_and_falls_with_throughput() -> None:
     world = busy({"admission": {"max_retry_after": 1e6}})
     few = world.control.retry_after(2)
     for _ in range(500):
@@ -345,7 +344,7 @@ def test_retry_after_grows_with_what_waits_and_shrinks_with_the_speed_seen() -> 
     assert world.control.retry_after(2) == pytest.approx(left / (TOKENS / 0.1), rel=0.3)
 
 
-def test_a_reloaded_policy_is_obeyed_by_the_next_newcomer() -> None:
+def test_reloaded_policy_applies_to_the_next_request() -> None:
     world = busy({})
     world.arrive(1), world.arrive(1), world.arrive(1)
     policy = parse_policy({"levels": 3, "default_level": 1} | QUEUE_OF_2)
@@ -367,8 +366,8 @@ LIMITS = {
 }
 
 
-class Crowd(RuleBasedStateMachine):
-    """Whatever comes, in whatever order: bounds hold, everybody ends exactly once."""
+class RandomRequests(RuleBasedStateMachine):
+    """Random events in any order: bounds hold, and every job ends exactly once."""
 
     @initialize(seats=st.integers(1, 3))
     def open(self, seats) -> None:
@@ -384,7 +383,7 @@ class Crowd(RuleBasedStateMachine):
         if key is not None:
             self.keys[job] = key
         for other in set(world.refused) - before - {job}:
-            assert job not in world.refused  # nobody leaves for somebody who does not come
+            assert job not in world.refused  # a refused job replaces no other
             code = world.refused[other]
             assert code is Code.SUPERSEDED or other.level > level
         assert len(world.waiting) <= max(waiting, 5 + free)
@@ -476,12 +475,12 @@ class Crowd(RuleBasedStateMachine):
         assert not sum(load.outstanding()) and not len(world.core.holdings)
 
 
-Crowd.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
-TestCrowd = Crowd.TestCase
+RandomRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
+TestRandomRequests = RandomRequests.TestCase
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 6))
-def test_accepted_and_refused_are_all_that_were_sent(levels, bound) -> None:
+def test_every_request_is_either_accepted_or_refused(levels, bound) -> None:
     world = busy({"admission": {"queue": {"requests": bound}}})
     for level in levels:
         world.arrive(level)

@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 ON = Dedup(enabled=True)
 
 
-def test_a_key_is_read_where_keys_are_obeyed() -> None:
+def test_key_is_read_only_with_dedup_enabled() -> None:
     assert read_key({"dedup_key": "page 7"}, ON) == "page 7"
     assert read_key({"dedup_key": "page 7"}, Dedup()) is None
     for nothing in (None, {}, {"urgency": 1}, {"dedup_key": None}, "dedup_key"):
@@ -16,6 +16,6 @@ def test_a_key_is_read_where_keys_are_obeyed() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x" * 129, 7, ["a"], {"a": 1}, True])
-def test_a_key_that_cannot_be_used_is_said_to_be_so(key) -> None:
+def test_unusable_key_raises(key) -> None:
     with pytest.raises(BadKey, match="dedup_key"):
         read_key({"dedup_key": key}, ON)

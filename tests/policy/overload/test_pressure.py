@@ -37,7 +37,7 @@ def test_the_scarcest_resource_decides(use, level) -> None:
     assert PressureMonitor().observe(use, RULES, 0.0) is level
 
 
-def test_pressure_falls_only_after_it_has_been_well_below_for_a_while() -> None:
+def test_pressure_falls_only_after_staying_below_the_margin() -> None:
     assert after((0, 1.3), (1, 0.0), (2.9, 0.0)) is CRITICAL
     assert after((0, 1.3), (1, 0.0), (3.0, 0.0)) is NONE
     assert after((0, 1.3), (1, 1.1), (9, 1.1)) is CRITICAL  # not below 1.2 less a tenth
@@ -48,7 +48,7 @@ def test_pressure_falls_only_after_it_has_been_well_below_for_a_while() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.0, 0.85, 0.95, 1.1, 1.3])), max_size=80)
 )
-def test_it_never_falls_within_the_holding_time_of_a_rise(steps) -> None:
+def test_pressure_never_falls_within_hold_of_a_rise(steps) -> None:
     monitor, now, risen = PressureMonitor(), 0.0, float("-inf")
     for pause, kv in steps:
         now += pause
@@ -61,6 +61,6 @@ def test_it_never_falls_within_the_holding_time_of_a_rise(steps) -> None:
             assert now - risen >= RULES.hold
 
 
-def test_marks_in_the_wrong_order_are_refused() -> None:
+def test_marks_in_the_wrong_order_are_rejected() -> None:
     with pytest.raises(PolicyError, match=r"critical: 0\.5 is below warning: 0\.9"):
         parse_policy({"pressure": {"kv": {"warning": 0.9, "critical": 0.5}}})

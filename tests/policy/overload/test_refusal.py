@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 
 
 @pytest.mark.parametrize("code", Code)
-def test_a_refusal_survives_its_text_form(code) -> None:
+def test_refusal_survives_a_round_trip_through_text(code) -> None:
     refusal = Refusal(code, 'the queue is full: 100 of 100, "premium"', 12.0)
     assert Refusal.from_text(refusal.to_text()) == refusal
 
@@ -31,19 +31,19 @@ def test_retry_after_is_whole_seconds_and_at_least_one(seconds, header) -> None:
     assert Refusal(Code.SHED, "busy", seconds).headers() == {"retry-after": header}
 
 
-def test_a_superseded_request_is_not_to_be_retried() -> None:
+def test_superseded_request_is_not_retryable() -> None:
     assert Refusal(Code.SUPERSEDED, "newer").headers()["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(
     "stop_reason", [None, 7, "</s>", "{", "[]", "3", '{"code": "shed"}', '{"code": "x"}']
 )
-def test_other_endings_are_no_refusals(stop_reason) -> None:
+def test_other_stop_reasons_are_not_refusals(stop_reason) -> None:
     answer = SimpleNamespace(finish_reason="error", stop_reason=stop_reason)
     assert refusal_of(SimpleNamespace(outputs=[answer])) is None
 
 
-def test_a_refusal_is_read_off_an_output_and_only_off_an_error() -> None:
+def test_refusal_is_read_only_from_error_outputs() -> None:
     refusal = Refusal(Code.SHED, "busy", 2.0)
     answer = SimpleNamespace(finish_reason="error", stop_reason=refusal.to_text())
     assert refusal_of(SimpleNamespace(outputs=[answer])) == refusal

@@ -25,7 +25,7 @@ def observe(shedder: Shedder, now: float, broken: bool, calm: bool = False) -> l
     return shed(shedder)
 
 
-def test_tiers_go_one_by_one_in_their_order_and_those_without_one_stay() -> None:
+def test_tiers_are_shed_one_by_one_in_shed_order() -> None:
     shedder = Shedder()
     assert observe(shedder, 0.0, broken=True) == ["background"]
     assert observe(shedder, 0.9, broken=True) == ["background"]
@@ -33,7 +33,7 @@ def test_tiers_go_one_by_one_in_their_order_and_those_without_one_stay() -> None
     assert observe(shedder, 99.0, broken=True) == ["standard", "background"]
 
 
-def test_they_come_back_in_reverse_once_promises_are_kept_for_a_while() -> None:
+def test_shed_tiers_return_in_reverse_order_after_recover() -> None:
     shedder = Shedder()
     observe(shedder, 0.0, broken=True)
     observe(shedder, 1.0, broken=True)
@@ -44,7 +44,7 @@ def test_they_come_back_in_reverse_once_promises_are_kept_for_a_while() -> None:
     assert observe(shedder, 6.1, broken=False) == []
 
 
-def test_recovering_too_early_makes_patient() -> None:
+def test_early_recovery_doubles_the_next_wait() -> None:
     shedder = Shedder()
     observe(shedder, 0.0, broken=True)
     observe(shedder, 0.1, broken=False)
@@ -55,7 +55,7 @@ def test_recovering_too_early_makes_patient() -> None:
     assert observe(shedder, 7.4, broken=False) == []
 
 
-def test_a_calm_engine_serves_everybody_again() -> None:
+def test_calm_engine_serves_all_tiers_again() -> None:
     shedder = Shedder()
     for now in range(5):
         observe(shedder, float(now), broken=True)
@@ -63,7 +63,7 @@ def test_a_calm_engine_serves_everybody_again() -> None:
     assert observe(shedder, 7.0, broken=False, calm=True) == []
 
 
-def test_a_tier_benefits_only_if_it_stays() -> None:
+def test_only_tiers_that_stay_benefit() -> None:
     shedder = Shedder()
     assert [tier.name for tier in TIERS if shedder.benefits(tier, TIERS)] == [
         "system",
@@ -72,7 +72,7 @@ def test_a_tier_benefits_only_if_it_stays() -> None:
     ]
 
 
-def test_off_sheds_nothing_and_ends_what_was_shed() -> None:
+def test_switching_off_ends_shedding() -> None:
     shedder = Shedder()
     observe(shedder, 0.0, broken=True)
     shedder.observe(True, False, Shedding(), TIERS, 1.0)
@@ -80,7 +80,7 @@ def test_off_sheds_nothing_and_ends_what_was_shed() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 1.5), st.booleans(), st.booleans()), max_size=100))
-def test_it_steps_by_one_with_pauses_between_and_recovers(steps) -> None:
+def test_shedding_changes_by_one_step_with_pauses_and_recovers(steps) -> None:
     shedder, now, last_rise = Shedder(), 0.0, float("-inf")
     for pause, broken, calm in steps:
         now += pause

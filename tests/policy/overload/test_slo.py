@@ -14,7 +14,7 @@ VALUES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=200)
 
 
 @given(VALUES, st.floats(1, 100))
-def test_percentiles_are_within_two_per_cent(values, percent) -> None:
+def test_percentiles_are_within_two_percent(values, percent) -> None:
     rolling = RollingValues(window=600)
     for place, value in enumerate(values):
         rolling.add(value, True, now=float(place))  # over several slots
@@ -62,7 +62,7 @@ def test_memory_is_bounded() -> None:
     assert kilobytes(4 * 4096) < 1.5 * full < 1500
 
 
-def test_extreme_values_and_a_clock_that_steps_back_count() -> None:
+def test_extreme_values_and_a_clock_stepping_back_are_handled() -> None:
     rolling = RollingValues(window=60)
     for value, now in ((0.0, 100.0), (-1.0, 50.0), (1e12, 100.0)):
         rolling.add(value, False, now)

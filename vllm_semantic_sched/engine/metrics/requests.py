@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.overload.control import OverloadControl
 
 
 class RequestMetrics:
@@ -89,3 +92,32 @@ def report_fairness(core: SchedulingCore, counters: Counters) -> Gauges:
             names[level]: len(core.waiting.queue(level).counters) for level in range(len(names))
         }
     return dict(gauges)
+
+
+def report_overload(control: OverloadControl, names: Sequence[str]) -> Gauges:
+    """Gauges of pressure, shedding and promises; `names` are those of the tiers. O(tiers)."""
+    load = control.load
+    use = load.use()
+    levels = range(len(names))
+    # Where nothing was measured of late, nothing was broken.
+    promised = [level for level in levels if load.slo.promises(level)]
+    compliance = {level: load.slo.compliance(level) for level in promised}
+    headroom = {level: load.slo.headroom(level) for level in promised}
+    return {
+        "pressure": float(load.pressure.level),
+        "resource_use": {
+            name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
+        },
+        "shed_tiers": float(sum(map(load.is_shed, levels))),
+        "queued_tokens": {
+            name: round(control.account.level(level).tokens) for level, name in enumerate(names)
+        },
+        "slo_compliance": {
+            names[level]: 1.0 if share is None else round(share, 4)
+            for level, share in compliance.items()
+        },
+        "slo_headroom": {
+            names[level]: 1.0 if room is None else round(room, 4)
+            for level, room in headroom.items()
+        },
+    }

@@ -86,7 +86,7 @@ COUNTERS = {
     ),
     "promotions": Metric("Promotions of requests by their waiting time."),
     "overtakings": Metric("Admissions of requests that only their age put before others."),
-    "hurried_requests": Metric("Requests raised because the promised time was running out."),
+    "hurried_requests": Metric("Requests raised because their deadline was near."),
     "capped_requests": Metric(
         "Requests served at a lower level because their tenant had its part of the top levels."
     ),

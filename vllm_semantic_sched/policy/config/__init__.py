@@ -1,8 +1,4 @@
-"""The policy file: every key, its default and its meaning, typed and validated.
-
-A policy is YAML. Each default is stated once, beside the text that explains it: in the module of
-this package that has the section's subject.
-"""
+"""The policy file (YAML): every key with its type, default and description."""
 
 from __future__ import annotations
 
@@ -40,11 +36,11 @@ class Policy(Section):
     levels: int = Field(5, ge=1, le=100, description="Urgency levels; 0 is the most urgent.")
     tiers: tuple[Tier, ...] = Field(
         (),
-        description="What each level is called, is promised and may take: one entry per level, "
-        "most urgent first. Empty: levels without names or promises.",
+        description="Name, promises and limits of each level: one entry per level, most urgent "
+        "first. Empty: levels without names or promises.",
     )
     default_level: int = Field(
-        2, ge=0, description="Level of a request that nothing is known about (yet)."
+        2, ge=0, description="Level of a request without a hint or a prediction."
     )
     profile: str = Field(
         "default",
@@ -52,8 +48,8 @@ class Policy(Section):
     )
     correct_profile: bool = Field(
         True,
-        description="Scale the profile's times by what the engine's steps take; each kind "
-        "(prefill, decode, load) by at most 100.",
+        description="Scale the profile's times to match measured steps; each kind (prefill, "
+        "decode, load) by at most 100.",
     )
     hints: Hints = Hints()
     preemption: Preemption = Preemption()
@@ -105,7 +101,7 @@ class Policy(Section):
         return self
 
     def tier(self, level: int) -> Tier:
-        """The tier of a level; one without promises or limits if the policy names none."""
+        """The tier of a level; without promises or limits if the policy has no tiers."""
         return self.all_tiers[level]
 
     @cached_property
@@ -115,7 +111,7 @@ class Policy(Section):
 
     @cached_property
     def tier_names(self) -> tuple[str, ...]:
-        """What each level is called in metrics and messages; its number where it has no name."""
+        """Name of each level in metrics and messages: its number if the policy has no tiers."""
         return tuple(self.tier(level).name for level in range(self.levels))
 
     @property
@@ -129,11 +125,8 @@ class Policy(Section):
         return self.base in ("semantic", "sjf")
 
     def reads(self, hinted: bool) -> bool:
-        """Whether a request's text goes to the predictor.
-
-        Args:
-            hinted: whether a hint states its level; then it is read for its length alone.
-        """
+        """Whether the predictor reads a request's text: for its length alone if `hinted`, that
+        is, if a hint states its level."""
         if not self.predictor.enabled or not (self.uses_urgency or self.uses_length):
             return False
         return self.uses_length or not hinted
@@ -143,14 +136,14 @@ def load_policy(name_or_path: str | Path) -> Policy:
     """Read a policy by the name of a shipped one (`ems`) or by path.
 
     Raises:
-        PolicyError: the file is missing, is not YAML, or says something invalid.
+        PolicyError: the file is missing, is not YAML, or is invalid.
     """
     data, source = read_config(name_or_path, kind="policy")
     return parse_policy({} if data is None else data, source)
 
 
 def parse_policy(data: Any, source: str = "policy") -> Policy:
-    """Validate what a policy file holds. `source` is named in the message.
+    """Validate the content of a policy file. `source` is named in error messages.
 
     Raises:
         PolicyError: with one line per problem.

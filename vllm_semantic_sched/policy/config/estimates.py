@@ -1,4 +1,4 @@
-"""Keys about what is expected of a request: hints, predictor, level decision, length."""
+"""Keys about estimates: hints, predictor, level decision, output length."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_semantic_sched.policy.facts.section import Section
 
 
 class Hints(Section):
-    """What a client may say about its own request: the trust boundary of the scheduler."""
+    """How far the scheduler trusts clients' hints about their own requests."""
 
     urgency: Literal["honour", "cap", "ignore"] = Field(
         "honour",
-        description="`vllm_xargs: {urgency: N}`: use it, use it but no more urgent than "
-        "`most_urgent_level`, or leave it unread.",
+        description="`vllm_xargs: {urgency: N}`: `honour` uses it, `cap` uses it but no more "
+        "urgent than `most_urgent_level`, `ignore` does not read it.",
     )
     priority: Literal["honour", "cap", "ignore"] = Field(
         "honour",
@@ -30,7 +30,7 @@ class Hints(Section):
 
 
 class Predictor(Section):
-    """The model that reads urgency and output length from the prompt, beside the engine."""
+    """The model that predicts urgency and output length from the prompt, in its own process."""
 
     enabled: bool = Field(True, description="Off: levels come from hints only.")
     model: str | None = Field(
@@ -40,14 +40,14 @@ class Predictor(Section):
     )
     mode: Literal["immediate", "full_batching"] = Field(
         "immediate",
-        description="Predict as soon as requests arrive, or wait for a full batch (paper, "
-        "section 4.1).",
+        description="`immediate` predicts as soon as requests arrive, `full_batching` waits for a "
+        "full batch (paper, section 4.1).",
     )
     max_batch: int = Field(16, ge=1, description="Most texts in one forward pass.")
     max_wait: float = Field(
         0.05,
         ge=0,
-        description="`full_batching`: seconds after which an incomplete batch goes anyway.",
+        description="`full_batching`: seconds after which an incomplete batch is predicted.",
     )
     max_queue: int = Field(
         10_000,
@@ -58,38 +58,36 @@ class Predictor(Section):
     cache_size: int = Field(
         4096,
         ge=0,
-        description="Distinct prompts whose predictions are remembered; an identical prompt is "
-        "answered from memory. 0: none.",
+        description="Distinct prompts whose predictions are cached. 0: no cache.",
     )
     timeout: float = Field(
         30.0,
         gt=0,
         description="Seconds for one forward pass after which the predictor process counts as "
-        "stuck and is started anew; its requests run at the default level.",
+        "stuck and is restarted; its requests run at the default level.",
     )
     extra_latency: float = Field(
         0.0,
         ge=0,
-        description="Seconds added to every batch: shows what a slower predictor would cost.",
+        description="Seconds added to every batch, to measure the cost of a slower predictor.",
     )
     threads: int = Field(1, ge=1, description="CPU threads of the predictor process.")
 
 
 class Decision(Section):
-    """From the predicted probabilities of the levels to one level."""
+    """How predicted probabilities of the levels become one level."""
 
     rule: Literal["least_cost", "most_likely", "thresholds"] = Field(
         "least_cost",
         description="`least_cost`: the level with the lowest expected cost, where a mistake costs "
         "the number of levels it is off, times `missed_cost` if the request is more urgent than "
-        "decided. `most_likely`: the most probable level, whatever mistakes cost. `thresholds`: "
-        "the expected level, cut at `thresholds`; agrees best with nurses and finds fewer of the "
-        "most urgent.",
+        "decided. `most_likely`: the most probable level. `thresholds`: the expected level, cut "
+        "at `thresholds`; agrees best with nurses but finds fewer of the most urgent requests.",
     )
     missed_cost: tuple[float, ...] = Field(
         (12.0, 6.0, 1.0),
         min_length=1,
-        description="`least_cost`: what it costs to serve a request one level too late, beside 1 "
+        description="`least_cost`: cost of serving a request one level too late, relative to 1 "
         "for one level too early; one number per true level, the last one for all further levels.",
     )
 
@@ -97,8 +95,9 @@ class Decision(Section):
         (0.56, 1.88, 2.38, 3.05),
         min_length=1,
         description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
-        "distribution) below which a request is of level 0, of level 1, and so on; from the last "
-        "one on it is of the last level. The default fits the shipped model to emergency triage.",
+        "distribution) below which a request gets level 0, level 1, and so on; from the last "
+        "threshold on it gets the last level. The default fits the shipped model to emergency "
+        "triage.",
     )
 
     @field_validator("thresholds")
@@ -121,17 +120,15 @@ Estimate = Literal["mean", "median", "p90"]
 
 
 class Length(Section):
-    """How a predicted distribution over output-length buckets becomes a number of tokens."""
+    """How predicted probabilities of output-length buckets become a number of tokens."""
 
     estimate: Estimate = Field(
         "mean",
-        description="Point estimate of the output length; `p90` is the length that nine requests "
-        "in ten stay below.",
+        description="Point estimate of the output length; `p90` is the 90th percentile.",
     )
     calibrate: bool = Field(
         True,
-        description="Let the lengths that buckets stand for follow the answers of the served "
-        "model.",
+        description="Adjust the mean lengths of the buckets to the answers of the served model.",
     )
     default_tokens: int = Field(
         256, ge=1, description="Output tokens assumed where no prediction is available."

@@ -1,4 +1,4 @@
-"""Keys about what runs next: aging, deadlines, shares, tenants, stages."""
+"""Keys about the order of requests: aging, deadlines, shares, tenants, stages."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ ROUNDING = 1e-9
 
 
 class Aging(Section):
-    """Promotion of requests that wait, so that none starves."""
+    """Promotion of waiting requests, so that none starves."""
 
-    enabled: bool = Field(False, description="Promote at all.")
+    enabled: bool = Field(False, description="Promote waiting requests.")
     interval: float = Field(10.0, gt=0, description="Seconds of waiting per promotion.")
     step: float = Field(
         1.0,
         gt=0,
-        description="Levels per promotion. Fractions order requests of the same level by waiting "
-        "time; whole levels keep the shortest first within a level for longer.",
+        description="Levels per promotion. Fractions order requests of a level by waiting time "
+        "sooner; whole levels keep the shortest first for longer.",
     )
     cap: int | None = Field(
         None,
         ge=1,
-        description="Promotions of one request at most. Unset: until it is overdue, above level "
-        "0, where requests go by arrival. With too small a cap there is no bound on the wait.",
+        description="Most promotions of one request. Unset: until it is overdue, that is, above "
+        "level 0, where requests run by arrival. With too small a cap the wait is unbounded.",
     )
     share: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="Share of the admissions that may go to requests which only their age puts "
-        "before more urgent ones.",
+        description="Most admissions, as a share, in which an aged request overtakes a more "
+        "urgent one.",
     )
 
     def promotions_to_overdue(self, level: int) -> int:
-        """Promotions after which a request of that level is overdue, whatever the cap."""
+        """Promotions after which a request of that level is overdue, without the cap."""
         return math.ceil((level + 1) / self.step - ROUNDING)
 
     def seconds_to_overdue(self, level: int) -> float | None:
@@ -50,25 +50,20 @@ class Aging(Section):
         return self.interval * needed
 
     def most_promotions(self, level: int) -> int:
-        """Promotions that a request of that level can get."""
+        """Most promotions of a request of that level."""
         needed = self.promotions_to_overdue(level)
         return needed if self.cap is None else min(self.cap, needed)
 
     @property
     def admissions_per_overtaking(self) -> int:
-        """N: of so many admissions in a row one can go to the oldest overdue request."""
+        """N: one of N admissions in a row can go to the oldest overdue request."""
         return math.ceil(1.0 / self.share - ROUNDING)
 
     def wait_bound(
         self, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
     ) -> float | None:
-        """Seconds to the first seat at most, see the module; None if there is no bound.
-
-        Args:
-            older: q, older requests that wait on arrival.
-            admission_gap: T.
-            seat_seconds: S, where other tiers have hard reservations.
-        """
+        """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
+        requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
         waited = self.seconds_to_overdue(level)
         if waited is None:
             return None
@@ -80,19 +75,19 @@ class Aging(Section):
 class Deadlines(Section):
     """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
 
-    enabled: bool = Field(False, description="Look at deadlines at all.")
+    enabled: bool = Field(False, description="Raise requests shortly before their deadline.")
     levels: float = Field(
         0.5,
         gt=0,
-        description="Levels gained, up to level 0, whose own requests then go before the others "
-        "of it. Below 1 a request goes before the others of its own level only.",
+        description="Levels gained, at most up to level 0; a request of level 0 moves ahead of "
+        "the rest of level 0. Below 1 a request only moves ahead within its own level.",
     )
     before: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="How long before the deadline, as a share of the promised time. Once it is "
-        "missed the gain is lost: others can still be in time.",
+        description="How long before the deadline the gain begins, as a share of the promised "
+        "time. It ends when the deadline is missed.",
     )
 
 
@@ -101,60 +96,59 @@ class FairShareKnobs(Section):
 
     enabled: bool = Field(False, description="Steer towards the shares.")
     window: float = Field(
-        30.0, gt=0, description="Seconds over which use is remembered, decaying exponentially."
+        30.0, gt=0, description="Time constant in seconds of the exponential decay of past use."
     )
     max_levels: float = Field(
         1.0,
         gt=0,
-        description="Levels that a tier can gain below its share, and lose above it. To reach its "
-        "share under saturation a tier must gain, and the others lose, enough to meet.",
+        description="Most levels that a tier gains below its share or loses above it. Shares are "
+        "reached under saturation only if gain and loss together bridge the gap between levels.",
     )
     tolerance: float = Field(
         0.1,
         gt=0,
-        description="Relative distance from the share at which the whole gain or loss applies.",
+        description="Relative distance from the share at which the full gain or loss applies.",
     )
 
 
 class TopLevelCap(Section):
-    """Most of a tenant's requests that may be at the top levels."""
+    """Limit on the share of a tenant's requests at the top levels."""
 
     share: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of a tenant's own requests in the window. 1: no cap. What exceeds it "
-        "is served at the next level.",
+        description="Most of a tenant's requests in the window, as a share. 1: no cap. Further "
+        "requests are served at the next level.",
     )
     levels: int = Field(1, ge=1, description="Levels that count as top, from 0 on.")
     window: float = Field(60.0, gt=0, description="Seconds of the sliding window.")
     allowance: int = Field(
-        5, ge=0, description="Requests at the top in the window that a tenant may always have."
+        5, ge=0, description="Top-level requests in the window that every tenant may have."
     )
 
 
 class Tenants(Section):
-    """Who a request belongs to (`vllm_xargs: {tenant: NAME}`), and fairness among tenants."""
+    """Fairness among tenants (`vllm_xargs: {tenant: NAME}`)."""
 
     fair: bool = Field(
         False,
-        description="Within a level the tenant that was served least goes first. Requests "
-        "without a tenant share one.",
+        description="Within a level serve the tenant with the least service first. Requests "
+        "without a tenant count as one tenant.",
     )
     seats: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of the seats that one tenant can hold, one at least: what is left is "
-        "free at once for whoever comes next. Needs `fair`; requests without a tenant share one "
-        "bound. 1: no cap.",
+        description="Largest share of the seats that one tenant can hold, at least one seat. The "
+        "rest stays free for other tenants. Needs `fair`. 1: no cap.",
     )
     kv: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="The same of the KV blocks. Requests of a tenant that grow beyond it are "
-        "preempted until one is left. Needs `fair`. 1: no cap.",
+        description="Largest share of the KV blocks that one tenant can hold. Requests that grow "
+        "beyond it are preempted, except the tenant's last one. Needs `fair`. 1: no cap.",
     )
     top: TopLevelCap = TopLevelCap()
 
@@ -167,17 +161,17 @@ class Tenants(Section):
 
 
 class Stage(Section):
-    """Stage awareness (paper, Alg. 2): prefills of less urgent requests beside an urgent decode."""
+    """Limits on less urgent prefills beside an urgent decode (paper, Alg. 2)."""
 
     mode: Literal["cap", "gate", "off"] = Field(
         "cap",
-        description="`cap` bounds the prefill tokens of such a step, `gate` admits none, `off` "
+        description="`cap` limits the prefill tokens of such a step, `gate` allows none, `off` "
         "leaves steps as vLLM builds them.",
     )
     protected_level: int = Field(
         0,
         ge=0,
-        description="Decodes of this level and of more urgent ones are protected.",
+        description="Decodes of this and more urgent levels are protected.",
     )
     max_slowdown: float = Field(
         1.0,
@@ -186,5 +180,5 @@ class Stage(Section):
         "by the engine profile.",
     )
     min_prefill_tokens: int = Field(
-        64, ge=1, description="`cap`: prefill tokens that a step may always have."
+        64, ge=1, description="`cap`: prefill tokens allowed in every step."
     )

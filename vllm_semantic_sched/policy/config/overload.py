@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.facts.tiers import TierQueue
 
 
 class Bound(Section):
-    """How much may wait; what is unset is not limited."""
+    """Limits on waiting requests and tokens; unset: unlimited."""
 
     requests: int | None = Field(None, ge=1, description="Waiting requests.")
     tokens: int | None = Field(
@@ -20,54 +20,54 @@ class Bound(Section):
 
 
 class Admission(Section):
-    """Bounds on what waits for a first seat, besides those of single tiers (`tiers.queue`).
-    Requests that find a free seat are let in whatever the bounds are."""
+    """Bounds on requests waiting for a first seat, besides those of each tier (`tiers.queue`).
+    They do not apply while seats are free."""
 
     queue: TierQueue = Field(
         TierQueue(),
-        description="All tiers together. When full, a more urgent newcomer replaces the least "
-        "urgent request. `timeout` is for tiers that set none.",
+        description="Bounds on all tiers together. When full, a more urgent new request replaces "
+        "the least urgent one. `timeout` applies to tiers that set none.",
     )
     tenant: Bound = Field(
         Bound(),
-        description="Each tenant (see `tenants`). Requests without one share a bound.",
+        description="Bounds on each tenant (see `tenants`). Requests without a tenant share one.",
     )
     replace: bool = Field(
         True,
-        description="Whether a more urgent newcomer replaces the least urgent one; else it is "
-        "refused.",
+        description="When full, replace the least urgent request by a more urgent new one; off: "
+        "refuse the new one.",
     )
     over_share: Literal["off", "probabilistic", "hard"] = Field(
         "off",
-        description="Newcomers of a tier that has more than its share of the predicted work, "
-        "under pressure: `probabilistic` refuses them the more often the further it is over, and "
-        "always under critical pressure; `hard` always. The most urgent tier is not concerned.",
+        description="Under pressure, refuse new requests of a tier with more than its share of "
+        "the predicted work: `probabilistic` more often the further it is over, and always under "
+        "critical pressure; `hard` always. The most urgent tier is exempt.",
     )
     max_retry_after: float = Field(60.0, ge=1, description="Longest Retry-After, seconds.")
 
 
 class Dedup(Section):
-    """Requests with the same `vllm_xargs` `dedup_key`: a newer one supersedes the older."""
+    """A new request supersedes older ones with the same `dedup_key` in `vllm_xargs`."""
 
     enabled: bool = Field(
         False,
-        description="Obey `dedup_key`. Keys count per tenant; without tenants every client can "
-        "supersede the requests of others whose keys it can guess.",
+        description="Read `dedup_key`. Keys are separate per tenant; without tenants a client can "
+        "supersede the requests of others by guessing their keys.",
     )
     running: Literal["leave", "end"] = Field(
         "leave",
-        description="What happens to an older request that has started: it goes on, or ends too.",
+        description="An older request that has started continues (`leave`) or ends (`end`).",
     )
     max_length: int = Field(
-        128, ge=1, description="Longest key in characters; a request with a longer one has none."
+        128, ge=1, description="Longest key in characters; longer keys are ignored."
     )
 
 
 class Threshold(Section):
-    """Two marks on a scale where 1 is all there is."""
+    """Two marks on a scale where 1 means that the resource is used up."""
 
-    warning: float = Field(gt=0, description="From here on `warning`.")
-    critical: float = Field(gt=0, description="From here on `critical`.")
+    warning: float = Field(gt=0, description="Use from which the pressure is `warning`.")
+    critical: float = Field(gt=0, description="Use from which the pressure is `critical`.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Threshold:
@@ -80,67 +80,67 @@ class Threshold(Section):
 
 
 class Pressure(Section):
-    """When resources count as scarce; each scale is 1 when the resource is used up."""
+    """When resources count as scarce."""
 
     kv: Threshold = Field(
         Threshold(warning=0.9, critical=1.2),
-        description="KV blocks: in use, or what running requests are predicted to need in the "
-        "end, whichever is more.",
+        description="KV blocks in use, or predicted to be needed by running requests, whichever "
+        "is more.",
     )
     seats: Threshold = Field(
         Threshold(warning=1.5, critical=4.0),
-        description="Seats: running and waiting requests per seat.",
+        description="Running and waiting requests per seat.",
     )
     queue: Threshold = Field(
         Threshold(warning=0.5, critical=0.9),
-        description="Waiting requests or tokens, by what `admission` lets wait in all.",
+        description="Waiting requests or tokens, relative to the bounds of `admission.queue`.",
     )
     step: Threshold = Field(
         Threshold(warning=0.8, critical=1.0),
-        description="Time of a step, smoothed, by the shortest `tpot` promised to a tier.",
+        description="Smoothed step time, relative to the shortest `tpot` promised to a tier.",
     )
     margin: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Pressure falls once the value is this share below the mark that raised it.",
+        description="Pressure falls once use is this share below the mark that raised it.",
     )
     hold: float = Field(
-        2.0, ge=0, description="Seconds for which it must have been below before pressure falls."
+        2.0, ge=0, description="Seconds that use must stay below before pressure falls."
     )
 
 
 class Shedding(Section):
-    """Refusing whole tiers (`tiers.shed_order`) while more important ones miss their promises."""
+    """Refusal of whole tiers (`tiers.shed_order`) while other tiers miss their promises."""
 
     enabled: bool = Field(False, description="Shed tiers that have a `shed_order`.")
-    window: float = Field(5.0, gt=0, description="Seconds over which promises are judged for this.")
+    window: float = Field(
+        5.0, gt=0, description="Seconds of latencies that are compared with the promises."
+    )
     min_samples: int = Field(
-        5,
-        ge=1,
-        description="Measured requests of a tier in the window below which it is not judged.",
+        5, ge=1, description="Fewest measured requests in the window from which a tier is judged."
     )
     escalate: float = Field(
-        1.0, ge=0, description="Seconds between shedding one tier and the next one."
+        1.0, ge=0, description="Fewest seconds between shedding one tier and the next."
     )
     recover: float = Field(
         2.0,
         gt=0,
-        description="Seconds for which promises must be kept before the tier shed last is served "
-        "again. Doubled, up to eight times, each time that this soon proves to be too early.",
+        description="Seconds that promises must be kept before the tier shed last is served "
+        "again. Doubles, up to eightfold, each time the tier soon has to be shed again.",
     )
     waiting: Literal["keep", "end"] = Field(
         "keep",
-        description="What happens to requests of a shed tier that wait already: they stay, or end "
-        "with the code `shed`.",
+        description="Waiting requests of a shed tier stay (`keep`) or end with the code `shed` "
+        "(`end`).",
     )
 
 
 class SloWindow(Section):
-    """How promises (`tiers.slo`) are watched."""
+    """Measurement of promises (`tiers.slo`)."""
 
     window: float = Field(
-        60.0, gt=0, description="Seconds over which compliance and headroom are taken."
+        60.0, gt=0, description="Seconds over which compliance and headroom are measured."
     )
 
 
@@ -149,16 +149,16 @@ class Events(Section):
 
     path: str | None = Field(
         None,
-        description="File to append a JSON line to for each change of a request's state; unset: "
-        "none. With data parallelism engine N > 0 writes to NAME-N.SUFFIX.",
+        description="File that gets a JSON line for each change of a request's state; unset: no "
+        "log. With data parallelism engine N > 0 writes to NAME-N.SUFFIX.",
     )
     queue: int = Field(
         100_000,
         ge=1,
-        description="Changes that may wait to be written; beyond that they are dropped and "
-        "counted. The engine never waits for the disk.",
+        description="Most changes waiting to be written; further ones are dropped and counted. "
+        "The engine never waits for the disk.",
     )
     max_bytes: int = Field(
         100_000_000, ge=1000, description="Size at which the file is renamed to PATH.1."
     )
-    backups: int = Field(5, ge=1, description="Renamed files kept: PATH.1 is the newest.")
+    backups: int = Field(5, ge=1, description="Renamed files to keep; PATH.1 is the newest.")

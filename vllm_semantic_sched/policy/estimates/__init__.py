@@ -1,1 +1,1 @@
-"""What is expected of a request: urgency, output length, engine time."""
+"""Estimates for a request: urgency, output length, engine time."""

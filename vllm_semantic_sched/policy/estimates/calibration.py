@@ -1,8 +1,8 @@
-"""Lets the predicted lengths follow the answers of the model that is served.
+"""Adjusts predicted lengths to the answers of the served model.
 
-A predictor learned how long other models' answers are. One that is served may answer at twice or
-half that length; which prompts get the longer answers hardly changes. So the predicted
-distribution over buckets is kept, and only the lengths that the buckets stand for move.
+The predictor was trained on the answers of other models. The served model's answers may be twice or
+half as long, but the same prompts get the longer ones. So the predicted probabilities stay, and
+only the mean lengths of the buckets move.
 """
 
 from __future__ import annotations
@@ -14,48 +14,42 @@ from collections.abc import Sequence
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
-# Share of an error that one request corrects: falls from the first to the last of these as
-# requests come in, so that the first ones tell the rough factor and later ones are averaged.
+# Share of an error that one request corrects. It falls with the number of requests: the first ones
+# find the rough factor, later ones are averaged.
 _FIRST_STEP, _LAST_STEP = 1 / 10, 1 / 50
 
-# Requests expected to be shorter than this share of the average bucket correct less than that:
-# a long answer to one of them would otherwise throw all lengths off.
+# Requests expected to be shorter than this share of the average bucket correct less, or one long
+# answer to such a request would distort all lengths.
 _STEADINESS = 0.3
 
-_REMEMBERED = 0.99  # weight of a request in the ratio, per request since: about the last hundred
+_REMEMBERED = 0.99  # decay of the ratio per request: about the last hundred count
 
-_SHORTEST = 1.0  # tokens; an answer has at least one
+_SHORTEST = 1.0  # tokens
 
 
 class AnswerEnd(enum.Enum):
-    """How a request ended, as far as that says something about the length of its answer."""
+    """How an answer ended, and so what its length means."""
 
-    STOPPED = "stopped"  # the model ended its answer: this is the length
-    CUT = "cut"  # by a limit of the client or the engine: the answer is at least that long
-    ABORTED = "aborted"  # the client went, an error, anything else: says nothing
+    STOPPED = "stopped"  # the model ended its answer: the length is known
+    CUT = "cut"  # by a limit of the client or the engine: the length is a lower bound
+    ABORTED = "aborted"  # client disconnected, error, or other: the length is unknown
 
 
 class LengthCalibration:
     """Length buckets that follow finished requests.
 
     The expected length of a request is the sum of bucket probability times bucket mean, so the
-    means are the weights of a linear model, and the normalised least-mean-squares rule fits them
-    to what is seen: O(buckets) per finished request, no history kept. An error is shared out in
-    proportion to each mean, so that all buckets follow a model that is simply wordier, and more
-    of it to the probable ones. The result is projected onto non-decreasing positive means, and
-    each edge stays where it was between its two means.
+    means are the weights of a linear model. The normalised least-mean-squares rule fits them to
+    observed lengths in O(buckets) per finished request. Each mean takes a part of the error in
+    proportion to itself, plus more if its bucket is probable. The result is projected onto
+    non-decreasing positive means, and each edge keeps its relative place between its two means.
 
-    Answers cut by a limit raise an expectation that is below what they had already and never
-    lower one. Where all clients set the same limit, the expectation becomes that of the length
-    under it.
-
-    Args:
-        buckets: what the predictor was trained with.
-        adapt: whether the buckets move; if not, only the ratio is kept.
+    Answers cut by a limit only raise expectations. If all clients set the same limit, the
+    expectation becomes that of the length under the limit.
 
     Attributes:
-        buckets: the calibrated ones, replaced as a whole.
-        adapt: as given; may be changed.
+        buckets: the calibrated buckets, replaced as a whole.
+        adapt: whether the buckets move; if not, only the ratio is measured.
     """
 
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
@@ -73,22 +67,19 @@ class LengthCalibration:
 
     @property
     def ratio(self) -> float | None:
-        """Observed by expected tokens over about the last hundred requests; None before the
-        first. 1 is right, 3 means answers three times as long as expected."""
+        """Observed / expected tokens of about the last hundred requests; None before the first.
+        3 means that answers are three times as long as expected."""
         return self._observed / self._expected if self._expected else None
 
     def learn(
         self, probabilities: Sequence[float], tokens: int, limit: int, end: AnswerEnd
     ) -> None:
-        """Take in a finished request.
+        """Learn from a finished request.
 
         Args:
-            probabilities: what was predicted for it, one per bucket.
-            tokens: output tokens it had.
-            limit: most output tokens that it could have had.
-
-        Raises:
-            ValueError: there are not as many probabilities as buckets.
+            probabilities: its prediction, one per bucket; else ValueError.
+            tokens: its output tokens.
+            limit: its limit of output tokens.
         """
         if end is AnswerEnd.ABORTED or tokens < 1:
             return
@@ -104,7 +95,7 @@ class LengthCalibration:
     def _correct(self, probabilities: Sequence[float], tokens: int, error: float) -> None:
         step = max(_LAST_STEP, 1 / (1 / _FIRST_STEP + self._learned))
         self._learned += 1
-        # No bucket comes to stand for more than was ever seen or trained.
+        # No mean exceeds the longest length seen or trained.
         self._longest = max(self._longest, tokens)
         old = self.buckets.means
         count = len(old)
@@ -119,7 +110,7 @@ class LengthCalibration:
         edges: list[int] = []
         below = 0
         for place, low, high in zip(self._edge_places, means[:-1], means[1:], strict=True):
-            # Where means coincide there is no room between them, and edges must increase.
+            # Edges must increase even if means are equal.
             below = max(below + 1, round(low + place * (high - low)))
             edges.append(below)
         return tuple(edges)
@@ -141,5 +132,5 @@ def nearest_non_decreasing(values: Sequence[float]) -> list[float]:
 
 
 def _place(edge: int, low: float, high: float) -> float:
-    """Where `edge` lies between two means, from 0 to 1."""
+    """Relative place of `edge` between two means, from 0 to 1."""
     return min(1.0, max(0.0, (edge - low) / (high - low))) if high > low else 0.5

@@ -1,4 +1,4 @@
-"""Which urgency level a predicted distribution stands for (Bayes decision)."""
+"""Decides the urgency level from predicted probabilities (Bayes decision)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from vllm_semantic_sched.policy.config.estimates import Decision
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
-    """The level to serve a request at.
+    """The level at which to serve a request. Ties go to the more urgent level.
 
     Args:
         probabilities: one per level, calibrated, level 0 first.
-
-    Returns:
-        Under `least_cost` the level with the lowest expected cost, the more urgent one of two
-        equals; under `most_likely` the most probable level; under `thresholds` the number of
-        thresholds that the expected level has reached, at most the last level.
     """
     levels = range(len(probabilities))
     if decision.rule == "most_likely":
@@ -47,8 +42,8 @@ def expected_cost(probabilities: Sequence[float], level: int, decision: Decision
 
 
 def mistake_cost(true: int, level: int, decision: Decision) -> float:
-    """What it costs to serve a request of level `true` at `level`: levels off, weighted by
-    `missed_cost` where it is served too late."""
+    """Cost of serving a request of level `true` at `level`: levels off, weighted by `missed_cost`
+    if it is served too late."""
     late = level - true
     if late <= 0:
         return float(-late)
@@ -58,7 +53,7 @@ def mistake_cost(true: int, level: int, decision: Decision) -> float:
 
 @functools.lru_cache(maxsize=16)
 def _costs_by_level(missed_cost: tuple[float, ...], levels: int) -> tuple[tuple[float, ...], ...]:
-    """`mistake_cost` of serving at each level, by true level; asked for once per request."""
+    """`mistake_cost` of serving at each level, by true level."""
     decision = Decision(missed_cost=missed_cost)
     return tuple(
         tuple(mistake_cost(true, level, decision) for true in range(levels))

@@ -1,4 +1,4 @@
-"""What is expected of jobs: output length and seconds of work, corrected by what is observed."""
+"""Estimates of output length and seconds of work, corrected by measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 
 class Estimator:
-    """Estimates from the policy, the engine profile and the predictor's length buckets.
-
-    Attributes:
-        scale: the correction of the profile by observed steps, and the profile as given.
-    """
+    """Estimates from the policy, the engine profile and the predictor's length buckets."""
 
     def __init__(self, policy: Policy, profile: EngineProfile) -> None:
         self._policy = policy
@@ -30,22 +26,20 @@ class Estimator:
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new policy and profile."""
         self._policy = policy
-        if profile != self.scale.given:  # else what was learned about the engine stays true
+        if profile != self.scale.given:  # else the measured correction stays valid
             self.scale = ProfileScale(profile)
         if self._calibration is not None:
             self._calibration.adapt = policy.length.calibrate
 
-    # What is expected
-
     @property
     def profile(self) -> EngineProfile:
-        """What engine work costs, as corrected by the steps observed."""
+        """The engine profile, corrected by measured steps."""
         return self.scale.profile
 
     @property
     def buckets(self) -> LengthBuckets | None:
-        """What the predictor's length buckets stand for by now; None if it has none. Assign those
-        that it was trained with."""
+        """The predictor's length buckets, calibrated; None if it has none. Assign those that it
+        was trained with."""
         return self._calibration.buckets if self._calibration else None
 
     @buckets.setter
@@ -55,14 +49,14 @@ class Estimator:
 
     @property
     def length_ratio(self) -> float | None:
-        """Observed by expected output tokens of recently finished jobs; None if there are none."""
+        """Observed / expected output tokens of recently finished jobs; None without any."""
         return self._calibration.ratio if self._calibration else None
 
     def output_tokens(self, job: Job) -> float:
-        """Output tokens expected in all, above what has been generated."""
+        """Expected total output tokens, above those generated so far."""
         length = self._policy.length
         buckets = self.buckets
-        # One more token is the least that can come.
+        # At least one more token will come.
         limit = max(job.max_output_tokens, job.generated + 1)
         if job.prediction is None or job.prediction.length is None or buckets is None:
             return min(expected_without_prediction(length.default_tokens, job.generated), limit)
@@ -71,7 +65,7 @@ class Estimator:
         )
 
     def tokens(self, job: Job) -> float:
-        """Prompt and output tokens expected in all."""
+        """Prompt tokens plus expected total output tokens."""
         return job.prompt_tokens + self.output_tokens(job)
 
     def first_estimate(self, job: Job) -> float | None:
@@ -88,24 +82,22 @@ class Estimator:
         return remaining_seconds(job, self.output_tokens(job), self.profile)
 
     def rank_seconds(self, job: Job) -> float:
-        """`remaining` in decode steps of the profile as given, so that ranks stored before the
-        engine turned out faster or slower stay comparable with those stored after."""
+        """`remaining` on the scale of the uncorrected profile, so that ranks stored before and
+        after a correction stay comparable."""
         return self.remaining(job) / self.scale.decode
 
-    # What is observed
-
     def observe_step(self, batch: Batch, seconds: float) -> None:
-        """An engine step with this batch took so many seconds."""
+        """Learn from the measured duration of an engine step."""
         if self._policy.correct_profile:
             self.scale.observe_step(batch, seconds)
 
     def observe_copies(self, expected: float, seconds: float) -> None:
-        """Copies of KV expected to take `expected` seconds by `profile` took `seconds`."""
+        """Learn from copies of KV that took `seconds`, with `expected` seconds by `profile`."""
         if self._policy.correct_profile:
             self.scale.observe_copies(expected, seconds)
 
     def learn(self, job: Job, end: AnswerEnd) -> None:
-        """A job finished; its `generated` is up to date."""
+        """Learn from a finished job whose `generated` is up to date."""
         predicted = job.prediction.length if job.prediction is not None else None
         if self._calibration is not None and predicted is not None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)

@@ -1,4 +1,4 @@
-"""Urgency hints from clients: untrusted, so parsed without ever raising."""
+"""Reads urgency hints from clients. They are untrusted, so parsing never raises."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm_semantic_sched.policy.facts.job import LevelSource
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a client's hints amount to under the policy.
+    """The result of a client's hints under the policy.
 
     Attributes:
-        level: urgency level, or None if the policy or the client leaves it open.
-        source: which hint it comes from.
-        problem: why the urgency hint was not usable, for the log; None if it was, or was absent.
+        level: urgency level; None if no hint states one or the policy ignores it.
+        source: the hint that states it.
+        problem: why the urgency hint is unusable, for the log; None if it is usable or absent.
     """
 
     level: int | None
@@ -28,12 +28,12 @@ _ABSENT = object()
 
 
 def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
-    """Explicit urgency first, then a nonzero priority (DESIGN: hints before prediction).
+    """Read an explicit urgency, else a nonzero priority.
 
     Args:
-        extra_args: the request's `vllm_xargs`, whatever the client sent there.
+        extra_args: the request's `vllm_xargs`; may be of any type.
         priority: vLLM's request priority; 0 and unset look the same.
-        levels: urgency levels that the policy has.
+        levels: number of urgency levels in the policy.
     """
     problem = None
     sent = extra_args.get("urgency", _ABSENT) if isinstance(extra_args, dict) else _ABSENT
@@ -43,7 +43,7 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
             return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
         problem = f"urgency {_shorten(sent)} is not a level; valid: 0 to {levels - 1}"
     if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
-        # vLLM's priorities are unbounded; the nearest level is what their sender meant.
+        # vLLM's priorities are unbounded: use the nearest level.
         level = min(max(priority, 0), levels - 1)
         level = _capped(level, hints.priority, hints)
         return Hint(level, LevelSource.PRIORITY, problem)
@@ -57,7 +57,7 @@ def _as_level(value: Any) -> int | None:
         return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    # Headers and form fields arrive as text; int() alone would also take "1_0" and other scripts.
+    # Headers and form fields arrive as text; int() would also accept "1_0" and other scripts.
     if isinstance(value, str) and len(value) <= 3 and value.isascii() and value.isdigit():
         return int(value)
     return None

@@ -1,4 +1,4 @@
-"""Expected output length, from bucket probabilities and what has been generated already."""
+"""Expected output length, from bucket probabilities and the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from vllm_semantic_sched.policy.config.estimates import Estimate
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
-# A request that outlived everything expected of it: assume that it needs half as much again as
-# it has had. A constant would make it look almost done for ever.
+# Assume that a request that outlived all buckets needs half as many tokens again. With a constant
+# it would always look almost finished.
 _OVERRUN_FACTOR = 1.5
 
 _SHARE_BELOW = {"median": 0.5, "p90": 0.9}
@@ -24,24 +24,20 @@ def expected_output_tokens(
     estimate: Estimate,
     limit: int = sys.maxsize,
 ) -> float:
-    """Output length given that at least `generated + 1` tokens will come, and `limit` at most.
+    """Output tokens, given that more than `generated` and at most `limit` will come.
 
     Buckets that the request has outlived drop out and the rest is renormalised: the request
     moves on to the next bucket (the supervisor of S3, Jin et al. 2023).
 
     Args:
         probabilities: one per bucket.
-        generated: output tokens so far.
-        estimate: expectation, or a quantile of the lengths, taken as even within a bucket.
-        limit: of tokens; above `generated`. A fact, so that no bucket stands for more: cutting
-            their mean alone would make all requests look alike that are likely to reach it.
-
-    Returns:
-        Tokens, above `generated` and at most `limit`.
+        estimate: mean, or a quantile of lengths that are uniform within a bucket.
+        limit: above `generated`. It applies to each bucket: applied to the mean alone, it would
+            make all requests that are likely to reach it look alike.
     """
     alive = bisect.bisect_right(buckets.edges, generated)
     total = sum(probabilities[alive:])
-    if total <= 0:  # everything it was expected to be is behind it
+    if total <= 0:  # it has outlived all predicted lengths
         return min(_length_within(alive, buckets, generated), float(limit))
     if estimate == "mean":
         lengths = [
@@ -55,7 +51,7 @@ def expected_output_tokens(
 
 
 def expected_without_prediction(default_tokens: int, generated: int) -> float:
-    """Output length where nothing was predicted; always above `generated`."""
+    """Output tokens without a prediction; always above `generated`."""
     if generated < default_tokens:
         return float(default_tokens)
     return _overrun(generated)
@@ -64,11 +60,11 @@ def expected_without_prediction(default_tokens: int, generated: int) -> float:
 def _quantile(
     share: float, probabilities: Sequence[float], buckets: LengthBuckets, generated: int
 ) -> float:
-    """Length that probability `share` of the buckets not yet outlived lies below."""
+    """Length at which the buckets not yet outlived reach probability `share`."""
     low = float(generated)
     for index, probability in enumerate(probabilities):
         last = index == len(buckets.edges)
-        if last:  # it has no upper edge; few answers are twice as long as its mean
+        if last:  # without an upper edge; few answers are twice as long as the mean
             high = 2 * max(low, _length_within(index, buckets, generated))
         else:
             high = float(buckets.edges[index])

@@ -1,4 +1,4 @@
-"""Corrects an engine profile by what the steps of the running engine take."""
+"""Corrects an engine profile by measured steps of the running engine."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 # A scale follows the engine with a memory of about 1/_RATE steps.
 _RATE = 0.05
-# An observation counts as at most this far from what was expected (in logarithms: 35 %), so that
-# a step that was interrupted moves a scale by 1.5 %, however long it took.
+# Deviations are clipped to this logarithm (35 %), so that an interrupted step moves a scale by at
+# most 1.5 %.
 _LARGEST_SURPRISE = 0.3
-# However wrong the profile or the observations are.
+# Limit of a scale, whatever is measured.
 _BOUND = math.log(100.0)
-# A new profile is made when a scale has moved this far from the one in use (5 %).
+# Make a new profile when a scale has moved this far from the one in use (5 %).
 _NOTICEABLE = 0.05
 
 
 class ProfileScale:
     """One factor each for prefill, decode and load, 1 at the start.
 
-    A step is expected to take the sum of its parts. The difference to what it took is
-    attributed to the kinds by their shares of the step, in logarithms, so that twice and half
-    are equally far. O(1) per step.
+    The expected time of a step is the sum of its parts. The logarithm of measured / expected time
+    is attributed to the kinds by their shares of the step. O(1) per step.
 
     Attributes:
-        given: the profile that is corrected.
-        profile: the profile with the factors applied; a new object when they changed noticeably.
+        given: the uncorrected profile.
+        profile: the corrected profile; a new object when factors changed noticeably.
     """
 
     def __init__(self, profile: EngineProfile) -> None:
@@ -42,7 +41,7 @@ class ProfileScale:
 
     @property
     def decode(self) -> float:
-        """Factor on decodes, and on what any step takes, in `profile`."""
+        """Factor on decodes and on the fixed time of steps in `profile`."""
         return math.exp(self._applied[1])
 
     @property
@@ -51,8 +50,7 @@ class ProfileScale:
         return math.exp(self._applied[2])
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
-        """A step with this in it took so long. A step of unknown length (not above zero, not
-        finite) says nothing."""
+        """Learn from a step; `seconds` that are not positive and finite are ignored."""
         given = self.given
         self._observe(
             given.step_prefill(batch),
@@ -62,7 +60,7 @@ class ProfileScale:
         )
 
     def observe_copies(self, expected: float, seconds: float) -> None:
-        """Copies that should take `expected` seconds by `profile` took so long."""
+        """Learn from copies that should take `expected` seconds by `profile`."""
         self._observe(0.0, 0.0, expected / self.load, seconds)
 
     def _observe(self, prefill: float, decode: float, load: float, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""Who has to go for whom, and what becomes of its KV."""
+"""Choice of victims, and plans for their KV."""

@@ -1,8 +1,9 @@
-"""How much of a victim's KV is kept, and where: the plan of a preemption (P6, S2).
+"""Plans how much of a victim's KV is kept on device and host.
 
-A plan keeps the KV of a victim's first tokens and has the rest computed again. vLLM rebuilds a
-request by one prefill over prompt and output, so keeping the first k of L tokens costs
-save(k) + load(k) + prefill(k, L): concave in k, least at an end of what the constraints allow.
+A plan keeps the KV of a victim's first tokens and recomputes the rest. vLLM rebuilds a request by
+one prefill over prompt and output, so keeping the first k of L tokens costs
+save(k) + load(k) + prefill(k, L). This is concave in k: the minimum is at an end of the range that
+the constraints allow.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:
-    """First tokens of a victim that it will probably find on the device again.
+    """Number of a victim's first tokens that will probably still be on the device later.
 
     Args:
         shared: first tokens in blocks that other running jobs hold as well.
-        cached: first tokens in blocks that the prefix cache knows.
-        free_share: share of the KV blocks that nobody holds. The victim's are evicted after them.
+        cached: first tokens in blocks of the prefix cache.
+        free_share: share of free KV blocks, which are evicted before the victim's blocks.
     """
     return cached if free_share > retention.survival else shared
 
@@ -31,21 +32,20 @@ class PreemptionKind(enum.Enum):
     """What happens to a victim and its KV."""
 
     RECOMPUTE = "recompute"
-    SWAP = "swap"  # all of it goes to the host
-    PARTIAL = "partial"  # a first part goes to the host
-    DROP = "drop"  # the request is ended
+    SWAP = "swap"  # save all of it to the host
+    PARTIAL = "partial"  # save the first part to the host
+    DROP = "drop"  # end the request
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """What the host can take of one victim.
+    """Room on the host for one victim.
 
     Attributes:
         block_size: tokens in a block.
         blocks: free blocks of the host pool.
-        on_device: tokens at the victim's start that will be found on the device again; whole
-            blocks.
-        all_or_nothing: whether a part of the KV would be of no use (sliding windows).
+        on_device: first tokens that will still be on the device, in whole blocks.
+        all_or_nothing: whether a part of the KV is useless (sliding windows).
     """
 
     block_size: int
@@ -54,7 +54,7 @@ class HostRoom:
     all_or_nothing: bool = False
 
     def most(self, held: int) -> int:
-        """The last token up to which the host can keep the KV of a victim that holds `held`."""
+        """Number of first tokens whose KV can be kept for a victim with `held` tokens."""
         room = self.on_device + self.blocks * self.block_size
         if held <= room:
             return held
@@ -66,11 +66,10 @@ class PreemptionPlan:
     """How to preempt one job.
 
     Attributes:
-        on_device: first tokens, not saved because they stay on the device.
-        saved: tokens after them whose KV goes to the host, in whole blocks or to the last token.
-        recomputed: tokens after those, to be computed again.
-        save_seconds, resume_seconds: engine time expected for saving and for what comes after
-            the job has a seat again.
+        on_device: first tokens, which stay on the device.
+        saved: tokens after them that are saved to the host, in whole blocks or to the end.
+        recomputed: the other tokens.
+        save_seconds, resume_seconds: expected engine time to save and to restore.
     """
 
     kind: PreemptionKind
@@ -82,7 +81,7 @@ class PreemptionPlan:
 
     @property
     def seconds(self) -> float:
-        """What the preemption costs in all."""
+        """Total cost of the preemption."""
         return self.save_seconds + self.resume_seconds
 
 
@@ -93,12 +92,11 @@ def plan_preemption(
     host: HostRoom | None,
     can_drop: bool = False,
 ) -> PreemptionPlan:
-    """What to do with a victim.
+    """Plan the preemption of a job whose `computed` tokens have valid KV.
 
     Args:
-        job: `job.computed` is the number of tokens with valid KV.
-        host: None where KV cannot go to the host.
-        can_drop: whether the job may be ended. It is, once its preemptions, this one included,
+        host: None without a host pool.
+        can_drop: whether the job may be ended. It is if all its preemptions, this one included,
             cost more than starting over.
     """
     held = job.computed
@@ -125,7 +123,7 @@ def _kept_to(job: Job, profile: EngineProfile, retention: Retention, host: HostR
 
     def cost(kept_to: int) -> tuple[float, int]:
         plan = _plan(host.on_device, kept_to, held, profile, retention.max_stall)
-        return plan.seconds, kept_to  # of equals, the one that takes less of the pool
+        return plan.seconds, kept_to  # among equals, prefer fewer host blocks
 
     return min(_corners(held, profile, retention, host), key=cost)
 
@@ -148,8 +146,8 @@ def _plan(
 
 
 def _corners(held: int, profile: EngineProfile, retention: Retention, host: HostRoom) -> set[int]:
-    """Where the cost can be least: the ends of the two ranges, of loads before a step and of
-    loads beside steps, within which it is concave."""
+    """Candidates for the minimum: the cost is concave in the range of loads before a step and in
+    that of loads beside steps, so these are the ends of both ranges."""
     most, start, block = host.most(held), host.on_device, host.block_size
     if start >= held:
         return {held}
@@ -157,19 +155,19 @@ def _corners(held: int, profile: EngineProfile, retention: Retention, host: Host
     if not host.all_or_nothing:
         stall = retention.max_stall * profile.gamma2 - profile.load_start
         longest = max(0, int(stall / profile.beta_load)) // block
-        # One block more and less, whichever way the division was rounded.
+        # Neighbouring blocks as well, because of rounding.
         for blocks in (1, longest - 1, longest, longest + 1, longest + 2):
             corners.add(start + blocks * block)
     return {end for end in corners if start <= end <= most}
 
 
 def _paper(job: Job, profile: EngineProfile) -> float:
-    """Tokens to keep by eq. 3 to 6. Eq. 3 is printed the wrong way round: keeping n prompt
-    tokens is right when beta n < alpha1 n^2 + alpha2 n. Eq. 6 is not where eq. 5 is least; that
-    is at m* = m' + n + 1/2 + (gamma2 - beta) / gamma1, within 0 and m'."""
+    """Tokens to keep by eq. 3 to 6, corrected. Eq. 3 is printed reversed: keeping n prompt tokens
+    is right if beta n < alpha1 n^2 + alpha2 n. The minimum of eq. 5 is not eq. 6 but
+    m* = m' + n + 1/2 + (gamma2 - beta) / gamma1, clipped to 0 and m'."""
     prompt = min(job.computed, job.prompt_tokens)
     if profile.beta_load * prompt >= profile.prefill(0, prompt):
-        return 0  # KV of later tokens is of no use without the prompt's
+        return 0  # KV of later tokens is useless without that of the prompt
     decoded = job.computed - prompt
     gain = profile.gamma2 - profile.beta_load
     if profile.gamma1 == 0:
@@ -179,7 +177,7 @@ def _paper(job: Job, profile: EngineProfile) -> float:
 
 
 def _whole_blocks(kept_to: float, held: int, host: HostRoom) -> int:
-    """The nearest end at or before `kept_to` that the host can keep."""
+    """The largest number of tokens up to `kept_to` that the host can keep."""
     most = host.most(held)
     if kept_to >= most:
         return most

@@ -1,4 +1,4 @@
-"""Which running jobs are preempted for which waiting ones (paper, Alg. 4; P5)."""
+"""Chooses running jobs to preempt for waiting ones (paper, Alg. 4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
-# Jobs of a level among which the cheapest victim is looked for.
+# Jobs of a level among which the cheapest victim is searched.
 _COMPARED = 16
 
 
@@ -32,22 +32,21 @@ def choose_victims(
     gives_way: Callable[[Job], bool] | None = None,
     among_equals: bool = False,
 ) -> list[Job]:
-    """The victims that make room for a job of `level`.
+    """Choose victims that make room for a new job of `level`.
 
-    They come off the eviction heap, least urgent first, each at least `min_level_gap` levels
-    less urgent than the newcomer and not preempted too often. A job that gives way has neither
-    protection, as long as it is less urgent. Nothing is evicted in vain: if the eligible jobs do
-    not suffice the answer is empty, and a victim that the later ones made unnecessary is spared.
+    Victims come off the eviction heap, least urgent first. Each is at least `min_level_gap` levels
+    less urgent than the new job and was not preempted too often; `gives_way` lifts both
+    protections from less urgent jobs. The result is empty if the eligible jobs do not suffice, and
+    omits victims that later ones made unnecessary.
 
-    What a running job gained by waiting protects it: its effective level counts, and the
-    newcomer's own.
+    The effective level of a running job counts, so what it gained by waiting protects it.
 
     Args:
-        max_victims: how many this call may name.
-        freeable_blocks: KV blocks that come free with a job; None if it cannot be preempted now.
-        preemption_seconds: what preempting a job would cost; needed for `victim: cost`.
-        gives_way: whether a job must yield to the newcomer however near its level is; None: none.
-        among_equals: such jobs may also be as urgent as the newcomer.
+        max_victims: most victims to return.
+        freeable_blocks: KV blocks that a job would free; None if it cannot be preempted now.
+        preemption_seconds: cost of preempting a job; needed for `victim: cost`.
+        gives_way: whether a job has no protection; None: all jobs have it.
+        among_equals: whether jobs that give way may be as urgent as the new job.
     """
     candidates = running.by_eviction()
     if limits.victim == "cost" and preemption_seconds is not None:
@@ -60,7 +59,7 @@ def choose_victims(
         near = job.effective_level < level + limits.min_level_gap
         above = job.effective_level < level or (job.effective_level == level and not among_equals)
         if above or (near and gives_way is None):
-            break  # all that follow are at least as urgent
+            break  # all others are at least as urgent
         protected = near or job.preemptions >= limits.max_per_request
         if protected and (gives_way is None or not gives_way(job)):
             continue
@@ -75,10 +74,10 @@ def choose_victims(
 
 
 def _cheapest_first(jobs: Iterable[Job], cost: Callable[[Job], float]) -> Iterator[Job]:
-    """The first jobs of each level by cost, the later ones as they come; lazily."""
+    """The first jobs of each level by cost, the others in the given order; lazily."""
     for _, same_level in itertools.groupby(jobs, key=lambda job: job.effective_level):
         yield from sorted(itertools.islice(same_level, _COMPARED), key=cost)
-        yield from same_level  # noqa: B031 - those that were not compared
+        yield from same_level  # noqa: B031 - the jobs that were not compared
 
 
 def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
@@ -92,10 +91,10 @@ def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> li
 
 
 class VictimEligibility:
-    """Which running jobs may be preempted for which waiting ones.
+    """Decides which running jobs may be preempted for which waiting ones.
 
     Args:
-        seconds_left: predicted seconds of work left of a waiting job, on the scale of
+        seconds_left: predicted seconds of work left for a waiting job, on the scale of
             `RunningSet.remaining`.
     """
 
@@ -117,8 +116,7 @@ class VictimEligibility:
 
     @property
     def wants_room(self) -> bool:
-        """Whether some waiting job may take a running one's place. O(levels), so that a step in
-        which nothing is to be done costs nothing."""
+        """Whether any waiting job may preempt a running one. O(levels)."""
         waiting = self._fairness.waiting
         if self._some_may_take_seats or any(map(self._level_may_preempt, waiting.levels)):
             return True
@@ -126,19 +124,18 @@ class VictimEligibility:
         return head is not None and self._is_much_shorter(head)
 
     def worth_preempting(self, job: Job) -> bool:
-        """Whether `job` may take the place of some running job. O(1).
+        """Whether `job` may preempt some running job. O(1).
 
-        By its own level: what a job gained by waiting, by a near deadline or by its tier's share
-        gets it the next seat that comes free, and never somebody's, unless its tier's promise
-        allows it (`tiers[].slo.takes_seats`). A tier over its share has no right to preempt such as
-        its offset puts it behind.
+        Its own level counts. What it gained by waiting, by a near deadline or by its tier's share
+        gets it the next free seat but no preemption, unless `tiers[].slo.takes_seats` allows it.
+        The offset of a tier over its share counts against it.
         """
         takes_seat = self._some_may_take_seats and job in self._fairness.deadlines.may_take_seats
         return takes_seat or self._level_may_preempt(job.level) or self._is_much_shorter(job)
 
     def need_of(self, job: Job, need: Need) -> Need:
-        """What must come free for a job, given what the engine lacks: more where less urgent
-        tiers fill their part beside a hard reservation."""
+        """Seats and blocks to free for a job: what the engine lacks, or more if less urgent tiers
+        use up their part beside a hard reservation."""
         missing = self._fairness.shortage(job)
         return Need(max(need.seats, missing.seats), max(need.blocks, missing.blocks))
 
@@ -150,7 +147,7 @@ class VictimEligibility:
         freeable_blocks: Callable[[Job], int | None],
         preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
-        """See `policy.eviction.preemption.choose_victims`."""
+        """See `choose_victims`."""
 
         def freeable(victim: Job) -> int | None:
             return freeable_blocks(victim) if self._policy.tier(victim.level).preemptible else None
@@ -183,9 +180,9 @@ class VictimEligibility:
         )
 
     def over_quota_job(self) -> tuple[Job, str] | None:
-        """A running job that must be preempted, and why: `reservation`, because less urgent tiers
-        hold part of a hard one, or `tenant_cap`, because its tenant holds too much KV, after one
-        grew or turned out to be less urgent than thought."""
+        """A running job that must be preempted because a job grew or became less urgent, and the
+        reason: `reservation` if less urgent tiers hold part of a hard reservation, `tenant_cap` if
+        its tenant holds too much KV."""
         above = self._fairness.reservation.over_limit()
         tenant = self._fairness.tenant_caps.over_limit()
         if above is None and tenant is None:
@@ -216,23 +213,23 @@ class VictimEligibility:
         return self._running.remaining(worst) >= self._much_longer_than(job)
 
     def _much_longer_than(self, job: Job) -> float:
-        """Remaining time from which a running job gives way to a shorter one; inf: none does."""
+        """Remaining seconds from which a running job gives way to `job`; inf: never."""
         limits = self._policy.preemption
         if limits.shorter is None or not limits.enabled or self._policy.base != "semantic":
             return math.inf
         return limits.shorter * self._seconds_left(job)
 
 
-# How far down the waiting queue a step looks for jobs to make room for.
+# Waiting jobs that a step examines to make room for them.
 _LOOKAHEAD = 64
 
-# Of these, jobs that may not preempt and stand before such as may.
+# Of these, jobs without the right to preempt that a step passes over.
 _PASSED = 8
 
 
 @dataclass(slots=True)
 class Room:
-    """What the coming step has for waiting jobs: seats, KV blocks, tokens to prefill."""
+    """Room for waiting jobs in the coming step: seats, KV blocks, prefill tokens."""
 
     seats: int
     blocks: int
@@ -240,16 +237,16 @@ class Room:
 
 
 class AdmissionView(Protocol):
-    """What planning asks of the engine about single jobs."""
+    """The engine's view of single jobs."""
 
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job could be admitted if there were room."""
 
     def needed_blocks(self, job: Job) -> int:
-        """KV blocks that a waiting job takes."""
+        """KV blocks that a waiting job needs."""
 
     def freeable_blocks(self, job: Job) -> int | None:
-        """KV blocks that come free with a running job; None if it cannot be preempted now."""
+        """KV blocks that a running job would free; None if it cannot be preempted now."""
 
     def preemption_seconds(self, job: Job) -> float:
         """Engine seconds that preempting a running job would cost."""
@@ -263,16 +260,15 @@ def plan_admission_preemptions(
     room: Room,
     view: AdmissionView,
 ) -> list[Job]:
-    """Running jobs to preempt before a step, for waiting ones that vLLM would let wait (P5).
+    """Running jobs to preempt before a step for waiting ones, which vLLM itself never does.
 
-    Goes down the waiting queue as far as jobs can be admitted in this step, and keeps account
-    of what those before have taken. A job that its age, its deadline or its tier's share put
-    before a more urgent one takes what comes free first, so it is counted, although no job is
-    preempted for it. The jobs themselves are not touched.
+    Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
+    each takes from `room`. A job that age, deadline or its tier's share put before a more urgent
+    one takes free room first, so it counts although no job is preempted for it.
 
     Args:
-        max_victims: how many one step may preempt.
-        room: what there is without preempting; used up by the call.
+        max_victims: most victims in one step.
+        room: free room; changed by the call.
     """
     victims: list[Job] = []
 

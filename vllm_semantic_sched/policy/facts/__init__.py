@@ -1,1 +1,1 @@
-"""What decisions are about: jobs, tiers, capacity, profiles, predictions."""
+"""Data that decisions use: jobs, tiers, capacity, profiles, predictions."""

@@ -1,4 +1,4 @@
-"""Seats and KV blocks: what the engine has, what a job needs, and what each job holds."""
+"""Seats and KV blocks: the engine's capacity, the need of a job, and the holdings of each job."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ from vllm_semantic_sched.policy.facts.job import Job
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What the engine has; `blocks` None if they never run out."""
+    """Seats and KV blocks of the engine; `blocks` None if unlimited."""
 
     seats: int
     blocks: int | None
     block_size: int = 16
 
     def blocks_for(self, tokens: int) -> int:
-        """KV blocks for so many tokens of one request."""
+        """KV blocks for this many tokens of one request."""
         return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is missing before a job can be admitted; zero or below where there is enough.
-
-    Attributes:
-        seats: running-request slots.
-        blocks: KV blocks.
-    """
+    """Seats and KV blocks missing before a job can be admitted; 0 or below: enough."""
 
     seats: int
     blocks: int
@@ -40,21 +35,18 @@ class Need:
 
 @dataclass(slots=True)
 class Held:
-    """Seats and KV blocks held together by the jobs of a level or of a tenant.
-
-    Attributes:
-        tokens: KV tokens that those jobs are predicted to need in the end.
-    """
+    """Seats and KV blocks held by the jobs of a level or of a tenant, and the KV tokens that they
+    are predicted to need in the end."""
 
     seats: int = 0
     blocks: int = 0
     tokens: float = 0.0
 
     def add(self, seats: int, blocks: int, tokens: float) -> None:
-        """Change all three; negative where something is given back."""
+        """Change all three; negative to give back."""
         self.seats += seats
         self.blocks += blocks
-        self.tokens = self.tokens + tokens if self.seats else 0.0  # no rounding is left over
+        self.tokens = self.tokens + tokens if self.seats else 0.0  # clears rounding errors
 
 
 @dataclass(slots=True)
@@ -64,16 +56,15 @@ class _Holding:
 
 
 class Holdings:
-    """What every job with a seat holds. The only record of it: reservations, tenant caps, load and
-    metrics ask here. All operations are O(1) but `below`, which is O(levels).
+    """The only record of what jobs with a seat hold. All operations are O(1), `below` O(levels).
 
-    A job counts from the moment it is taken out of the queue to get a seat until it loses the
-    seat. Blocks are those that the meter reported last: up to `order.meter.AHEAD` tokens more
-    than the job holds, and shared ones count for each job that shares them, so that limits err on
-    the safe side. A job counts at its own level, whatever it gained by waiting.
+    A job counts from when it is taken out of the queue until it loses its seat, at its own level,
+    without what it gained by waiting. Its blocks are those that the meter reported last: up to
+    `order.meter.AHEAD` tokens too many, and shared blocks count for each job, so that limits err
+    on the safe side.
 
     Attributes:
-        capacity: of the engine; None until it is known, and then jobs hold no blocks.
+        capacity: of the engine; until it is known (None) jobs count without blocks.
     """
 
     def __init__(self, levels: int) -> None:
@@ -91,15 +82,15 @@ class Holdings:
         return held.blocks if held is not None else 0
 
     def level(self, level: int) -> Held:
-        """What the jobs of one level hold."""
+        """Holdings of the jobs of one level."""
         return self._levels[level]
 
     def levels(self) -> list[Held]:
-        """What the jobs of each level hold, most urgent first."""
+        """Holdings of each level, most urgent first."""
         return self._levels
 
     def below(self, level: int) -> Held:
-        """What all jobs less urgent than `level` hold together."""
+        """Seats and blocks of all jobs less urgent than `level`."""
         total = Held()
         for held in self._levels[level + 1 :]:
             total.seats += held.seats
@@ -107,15 +98,15 @@ class Holdings:
         return total
 
     def tenant(self, tenant: str) -> Held | None:
-        """What the jobs of one tenant hold; None if it has no seat."""
+        """Holdings of a tenant; None if it has no seat."""
         return self._tenants.get(tenant)
 
     def tenants(self) -> Iterator[tuple[str, Held]]:
-        """What each tenant with a seat holds."""
+        """Holdings of each tenant with a seat."""
         return iter(self._tenants.items())
 
     def hold(self, job: Job, tokens: int) -> None:
-        """A job has, or is about to get, a seat and KV for so many tokens."""
+        """Record that a job has, or is about to get, a seat and KV for this many tokens."""
         blocks = self.capacity.blocks_for(tokens) if self.capacity is not None else 0
         holding = self._jobs.get(job)
         if holding is None:
@@ -126,14 +117,14 @@ class Holdings:
             holding.blocks = blocks
 
     def expect(self, job: Job, tokens: float) -> None:
-        """A job with a seat is predicted to need KV for so many tokens in the end."""
+        """Record how many KV tokens a job is predicted to need; no-op without a seat."""
         holding = self._jobs.get(job)
         if holding is not None:
             self._add(job, 0, 0, tokens - holding.tokens)
             holding.tokens = tokens
 
     def release(self, job: Job) -> None:
-        """A job has no seat any more; no-op if it had none."""
+        """Record that a job lost its seat; no-op if it had none."""
         holding = self._jobs.pop(job, None)
         if holding is not None:
             self._add(job, -1, -holding.blocks, -holding.tokens)
@@ -141,7 +132,7 @@ class Holdings:
                 del self._tenants[job.tenant]
 
     def relevel(self, job: Job, before: int) -> None:
-        """The level of a job was `before` and is `job.level` now."""
+        """Move a job's holdings from level `before` to `job.level`."""
         holding = self._jobs.get(job)
         if holding is not None:
             self._levels[before].add(-1, -holding.blocks, -holding.tokens)

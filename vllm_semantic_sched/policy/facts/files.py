@@ -23,7 +23,7 @@ _FOLDERS: dict[Kind, str] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its booleans yes/no/on/off: `mode: off` is the word."""
+    """YAML 1.1 without the booleans yes/no/on/off, so that `mode: off` is a string."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -37,7 +37,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
-    """What a YAML file says, and a name for it in messages.
+    """Read a YAML file; return its content and a name for it in messages.
 
     Raises:
         PolicyError: the file is missing or is not YAML.
@@ -53,18 +53,18 @@ def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
 
 
 def shipped_configs() -> Path:
-    """The folder of shipped YAML files: inside an installed package, beside it in a checkout."""
+    """Folder of the shipped YAML files: in an installed package, or beside it in a checkout."""
     installed = _PACKAGE / "configs"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def shipped_names(kind: Kind) -> list[str]:
-    """Names of the shipped configurations of a kind, sorted."""
+    """Sorted names of the shipped files of a kind."""
     return sorted(path.stem for path in _shipped_folder(kind).glob("*.yaml"))
 
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
-    """The file that a name (`ems`) or a path stands for.
+    """Find a file by name (`ems`) or path.
 
     Raises:
         PolicyError: neither a shipped name nor an existing file; the message lists the names.

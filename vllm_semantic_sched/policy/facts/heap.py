@@ -13,13 +13,12 @@ T = TypeVar("T", bound=Hashable)
 class AddressableHeap(Generic[T]):
     """Min-heap of items under keys that stay frozen while they are stored.
 
-    Removal marks the entry dead and leaves it in place; dead entries are dropped when they
-    surface, or all at once when they outnumber the living. Every operation is therefore
-    O(log n) amortised. Equal keys leave in the order in which they were pushed, and items are
-    never compared with each other.
+    Removal leaves a dead entry in place. Dead entries are dropped when they reach the top, or
+    together when they outnumber the live ones, so every operation is O(log n) amortised. Items
+    under equal keys leave in the order of their pushes and are never compared.
     """
 
-    _SLACK = 64  # dead entries tolerated in a small heap, so that it is not rebuilt all the time
+    _SLACK = 64  # dead entries allowed in a small heap, to avoid frequent rebuilds
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, int, T]] = []
@@ -37,11 +36,11 @@ class AddressableHeap(Generic[T]):
         return iter(self._live)
 
     def key(self, item: T) -> Any:
-        """The key that `item` is stored under. KeyError if it is not stored."""
+        """The key of `item`. KeyError if it is not stored."""
         return self._live[item][0]
 
     def push(self, item: T, key: Any) -> None:
-        """Store `item` under `key`; if it is stored already, its key changes."""
+        """Store `item` under `key`, or change its key."""
         entry = (key, next(self._ticks), item)
         moved = item in self._live
         self._live[item] = entry
@@ -57,7 +56,7 @@ class AddressableHeap(Generic[T]):
         return True
 
     def peek(self) -> T | None:
-        """The item under the smallest key, or None."""
+        """The item under the smallest key; None if empty."""
         entries = self._entries
         if not entries:
             return None
@@ -73,9 +72,9 @@ class AddressableHeap(Generic[T]):
         return item
 
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
-        """Remove and yield items under keys up to `key`, `most` of them; the heap may change in
-        between."""
-        # Asked in every step, when mostly nothing is there. A dead entry is a lower bound too.
+        """Remove and yield at most `most` items under keys up to `key`; the heap may change
+        during the iteration."""
+        # Fast path for most steps. The key of a dead entry is a lower bound as well.
         if not self._entries or self._entries[0][0] > key:
             return iter(())
         return self._pop_until(key, most)
@@ -88,10 +87,8 @@ class AddressableHeap(Generic[T]):
             yield self.pop()
 
     def ordered(self) -> Iterator[T]:
-        """The items by rising key, lazily: the first k cost O(k log k) whatever the size.
-
-        The heap must not change during the iteration.
-        """
+        """Yield the items by rising key: the first k cost O(k log k). The heap must not change
+        during the iteration."""
         entries = self._entries
         frontier = [(entries[0], 0)] if entries else []
         while frontier:

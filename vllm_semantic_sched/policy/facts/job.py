@@ -1,4 +1,4 @@
-"""A request as the policy sees it: its rank, what is known about it and its state."""
+"""A request in the policy: its rank, data and state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
 
-# Level of a request that has waited as long as aging lets it; above all others.
+# Level of a request that aging has promoted above all others.
 OVERDUE = -1.0
 
-# Level of a request of the most urgent level whose deadline is near; others gain up to level 0.
+# Level of a level-0 request close to its deadline; other requests gain up to level 0.
 DEADLINE_NEAR = -0.5
 
 
@@ -27,12 +27,12 @@ class Rank(NamedTuple):
 
 
 def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> Rank:
-    """The rank of a job. Terms that the base policy does not look at are zero, so that the
-    comparison falls through to the next one. Overdue jobs go by arrival under every policy.
+    """The rank of a job. Terms that the base policy ignores are zero. Overdue jobs run by arrival
+    under every policy.
 
     Args:
-        level: effective urgency level, 0 = most urgent, `OVERDUE` before that.
-        remaining: predicted seconds of engine work left; inf where nothing is known.
+        level: effective urgency level: 0 = most urgent, `OVERDUE` before that.
+        remaining: predicted seconds of engine work left; inf if unknown.
         sequence: arrival number.
     """
     if level <= OVERDUE:
@@ -45,27 +45,26 @@ def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> 
 
 
 class IllegalTransition(RuntimeError):
-    """A job was moved between two states that the state machine does not connect."""
+    """The state machine has no edge between two states."""
 
 
 class JobState(enum.Enum):
-    """Where a job stands, and so what can happen to it next. The values are the words of the
-    event log and of the metrics."""
+    """State of a job. The values appear in the event log and in metrics."""
 
-    WAITING = "queued"  # no KV, or only what the prefix cache still holds
+    WAITING = "queued"  # no KV, or only blocks in the prefix cache
     RUNNING = "running"  # has a seat and KV on the device
     SWAPPED = "swapped"  # waits for a seat, KV on the host
-    COMPLETED = "completed"  # its answer is whole, or as long as was asked for
+    COMPLETED = "completed"  # its answer is complete, or has reached its limit
     FAILED = "failed"  # an error of the engine
-    CANCELLED = "cancelled"  # the client went away
+    CANCELLED = "cancelled"  # the client disconnected
     REFUSED = "refused"  # ended by the policy
 
-    # There is one object per state; Enum's own hash is that of the name, by way of Python code.
+    # Faster than Enum's own hash, which runs Python code.
     __hash__ = object.__hash__
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this is an end state."""
         return self in _ENDS
 
 
@@ -74,13 +73,13 @@ _ENDS = {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.REFUS
 _LEGAL = {
     JobState.WAITING: {JobState.RUNNING} | _ENDS,
     JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED} | _ENDS,
-    # A host copy can be lost (cache reset, pool needed elsewhere): then the job only waits.
+    # The host copy of a waiting job can be lost (cache reset, pool needed elsewhere).
     JobState.SWAPPED: {JobState.RUNNING, JobState.WAITING} | _ENDS,
 } | {end: set[JobState]() for end in _ENDS}
 
 
 class LevelSource(enum.Enum):
-    """Where a job's urgency level comes from, most trusted first."""
+    """Origin of a job's urgency level, most trusted first."""
 
     HINT = "hint"
     PRIORITY = "priority"
@@ -97,22 +96,20 @@ class Job:
         arrival: seconds on the scheduler's clock.
         prompt_tokens, max_output_tokens: as submitted.
         level, level_source: current urgency level (0 = most urgent) and its origin.
-        awaits_prediction: text is with the predictor and no answer has come.
-        prediction: what the predictor said.
-        computed: tokens whose KV is on the device, or expected to be found there.
+        awaits_prediction: the predictor has not answered yet.
+        computed: tokens whose KV is, or is expected to be, on the device.
         swapped: tokens whose KV is on the host.
         generated: output tokens so far.
-        preemptions: times that it lost its seat to another request.
-        preemption_seconds: what those have cost by plan.
-        generated_before: output tokens when it lost its seat last.
-        tenant: whose request it is; empty if unknown.
-        best_level: the most urgent level that its tenant's part of the top levels leaves it.
-        promotions, aged: how often aging promoted it, and by how many levels in all.
-        deadline: when its first token is due, if its deadline is watched.
-        deadline_boost: levels gained because the deadline is near.
-        share_boost: levels that its tier was short of its share when it got its seat.
-        state, entered: where it stands, and since when.
-        started, first_token: when it got its first seat and its first token.
+        preemptions, preemption_seconds: number and planned cost of its preemptions.
+        generated_before: output tokens at its last preemption.
+        tenant: empty if unknown.
+        best_level: the most urgent level that its tenant's cap on top levels allows.
+        promotions, aged: promotions by aging, and levels gained by them.
+        deadline: time at which the first token is due, while it is watched.
+        deadline_boost: levels gained by a near deadline.
+        share_boost: levels gained by its tier's missing share when it got its seat.
+        state, entered: state and the time at which it began.
+        started, first_token: time of the first seat and of the first token.
         waited: seconds without a seat, up to `entered`.
     """
 
@@ -146,8 +143,7 @@ class Job:
 
     @property
     def effective_level(self) -> float:
-        """The level that orders it: its own, less what it gained by waiting, by a near deadline
-        or by its tier's share."""
+        """Its level less what it gained by waiting, by a near deadline or by its tier's share."""
         if not self.deadline_boost and not self.share_boost and not self.aged:
             return self.level
         aged = max(self.level - self.aged, OVERDUE)
@@ -155,29 +151,26 @@ class Job:
 
     @property
     def deadline_level(self) -> float:
-        """Its own level, less what it gained by a near deadline."""
+        """Its level less what it gained by a near deadline."""
         if not self.deadline_boost:
             return self.level
         return max(self.level - self.deadline_boost, 0.0) if self.level else DEADLINE_NEAR
 
     @property
     def overdue(self) -> bool:
-        """Whether it has waited as long as aging lets it."""
+        """Whether aging has promoted it above all levels."""
         return self.level - self.aged <= OVERDUE
 
     @property
     def tokens(self) -> int:
-        """Prompt and output tokens so far: what must have KV before the next one is decoded."""
+        """Prompt and output tokens so far, which need KV to decode the next one."""
         return self.prompt_tokens + self.generated
 
     def move_to(self, state: JobState, now: float) -> None:
-        """Change state; see `policy.lifecycle` for who calls this.
-
-        Args:
-            now: seconds on the clock of `arrival`.
+        """Change state at time `now`. Only `policy.lifecycle` calls this.
 
         Raises:
-            IllegalTransition: the state machine has no such edge; the job is unchanged.
+            IllegalTransition: no such edge; the job is unchanged.
         """
         if state not in _LEGAL[self.state]:
             raise IllegalTransition(

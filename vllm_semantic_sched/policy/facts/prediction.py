@@ -1,4 +1,4 @@
-"""A prediction: how urgent a request is, and how long its answer gets."""
+"""A prediction of the urgency and the output length of a request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Prediction:
 class LengthBuckets:
     """Output lengths in tokens, divided into n buckets as in S3 (Jin et al., 2023).
 
-    `edges` are the n - 1 inner edges, increasing: bucket i holds the lengths from
-    `edges[i - 1]` (inclusive) to `edges[i]` (exclusive). `means` are the n mean lengths.
-    Raises ValueError if the two do not belong together.
+    `edges` are the n - 1 increasing inner edges: bucket i holds the lengths from `edges[i - 1]`
+    (inclusive) to `edges[i]` (exclusive). `means` are the n mean lengths. ValueError if edges do
+    not increase or their number does not match.
     """
 
     edges: tuple[int, ...]

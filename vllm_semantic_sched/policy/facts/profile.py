@@ -1,4 +1,4 @@
-"""The engine profile: what work costs, in seconds, for one model on one engine."""
+"""The engine profile: seconds of engine work for one model on one engine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 
 class BatchTerms(Section):
-    """What a step of a batching engine costs beyond the tokens that it prefills."""
+    """Costs of a step of a batching engine besides the prefilled tokens."""
 
-    step: float = Field(gt=0, description="Seconds per step, whatever is in it.")
+    step: float = Field(gt=0, description="Seconds per step.")
     per_sequence: float = Field(
         0.0, ge=0, description="Seconds per sequence in the step, decoding or in prefill."
     )
-    per_prefill: float = Field(
-        0.0, ge=0, description="Seconds more per sequence in prefill, whatever its tokens."
-    )
+    per_prefill: float = Field(0.0, ge=0, description="Further seconds per sequence in prefill.")
     per_context_token: float = Field(
-        0.0, ge=0, description="Seconds per token of context of all decoding sequences together."
+        0.0, ge=0, description="Seconds per context token of all decoding sequences."
     )
 
 
@@ -55,31 +53,31 @@ class Batch:
         return self.prefills + self.decodes
 
     def add_prefill(self, start: int, end: int) -> None:
-        """A sequence computes its tokens `start` to `end`."""
+        """Add a sequence that computes its tokens `start` to `end`."""
         self.prefills += 1
         self.prefill_tokens += end - start
         self.prefill_squares += end * end - start * start
 
     def add_decode(self, context: int) -> None:
-        """A sequence of that many tokens gets its next one."""
+        """Add a sequence of `context` tokens that decodes the next one."""
         self.decodes += 1
         self.context += context
 
     def add_load(self, tokens: int) -> None:
-        """KV of that many tokens of a sequence is loaded."""
+        """Add a load of the KV of this many tokens."""
         if tokens:
             self.loads += 1
             self.loaded += tokens
 
     def add_save(self, tokens: int) -> None:
-        """KV of that many tokens of a sequence is saved."""
+        """Add a save of the KV of this many tokens."""
         if tokens:
             self.saves += 1
             self.saved += tokens
 
 
 class Ranges(Section):
-    """From where to where a profile was measured, in tokens or sequences."""
+    """Smallest and largest values at which a profile was measured."""
 
     prefill_tokens: tuple[int, int] = Field(description="Lengths of prefills.")
     decode_context: tuple[int, int] = Field(description="Tokens of a decoding sequence.")
@@ -88,15 +86,15 @@ class Ranges(Section):
 
 
 class Residual(Section):
-    """How far a fit is from what it was fitted to: share of the measured value."""
+    """Relative error of a fit."""
 
     points: int = Field(description="Measured points.")
     median: float = Field(description="Median of |fitted - measured| / measured.")
-    p90: float = Field(description="90th percentile of the same.")
+    p90: float = Field(description="90th percentile of |fitted - measured| / measured.")
 
 
 class Environment(Section):
-    """What a profile was measured with. A profile without it was not measured by this project."""
+    """Conditions of a measurement. A profile without them was not measured by this project."""
 
     date: str = Field(description="ISO date and time, UTC.")
     vllm: str = Field(description="Version of vLLM.")
@@ -105,33 +103,33 @@ class Environment(Section):
     dtype: str = Field(description="Type of weights and activations.")
     kv_dtype: str = Field(description="Type of the KV cache.")
     block_size: int = Field(description="Tokens in a KV block.")
-    kv_bytes_per_token: int = Field(description="Bytes of KV that a token takes, on all layers.")
-    token_budget: int = Field(description="max_num_batched_tokens: tokens in a step at most.")
-    max_model_len: int = Field(description="Longest sequence that the engine took.")
+    kv_bytes_per_token: int = Field(description="Bytes of KV per token, on all layers.")
+    token_budget: int = Field(description="max_num_batched_tokens: most tokens in a step.")
+    max_model_len: int = Field(description="Longest sequence that the engine accepted.")
     options: str = Field(description="Engine options as given.")
-    statistic: str = Field(description="What repeats of a point are reduced to.")
+    statistic: str = Field(description="Statistic over the repeats of a point.")
 
 
 class EngineProfile(Section):
     """Coefficients of one model on one engine (paper, section 3.3 and appendix B)."""
 
-    hardware: str = Field(description="What it was measured on.")
-    model: str = Field(description="Model that was served.")
-    source: str = Field(description="Who measured it, where it is printed, what was corrected.")
+    hardware: str = Field(description="Measured hardware.")
+    model: str = Field(description="Served model.")
+    source: str = Field(description="Origin of the figures, and corrections.")
     alpha1: float = Field(ge=0, description="Prefill, seconds per token squared.")
     alpha2: float = Field(gt=0, description="Prefill, seconds per token.")
     beta_load: float = Field(gt=0, description="Host to device, seconds per token.")
     beta_save: float = Field(gt=0, description="Device to host, seconds per token.")
     gamma1: float = Field(ge=0, description="Decode, seconds per token of context.")
     gamma2: float = Field(gt=0, description="Decode, seconds per step.")
-    load_start: float = Field(0.0, ge=0, description="Seconds per load, whatever its size.")
-    save_start: float = Field(0.0, ge=0, description="Seconds per save, whatever its size.")
+    load_start: float = Field(0.0, ge=0, description="Fixed seconds per load.")
+    save_start: float = Field(0.0, ge=0, description="Fixed seconds per save.")
     batch: BatchTerms | None = Field(
         None, description="Terms of a batching engine; unset: a step takes gamma2."
     )
-    ranges: Ranges | None = Field(None, description="Where it was measured.")
-    residuals: dict[str, Residual] = Field({}, description="How well the fits fit, by kind.")
-    environment: Environment | None = Field(None, description="What it was measured with.")
+    ranges: Ranges | None = Field(None, description="Measured ranges.")
+    residuals: dict[str, Residual] = Field({}, description="Errors of the fits, by kind.")
+    environment: Environment | None = Field(None, description="Conditions of the measurement.")
 
     @property
     def batch_terms(self) -> BatchTerms:
@@ -143,23 +141,23 @@ class EngineProfile(Section):
         return self.alpha1 * (end * end - start * start) + self.alpha2 * (end - start)
 
     def load(self, tokens: int) -> float:
-        """Seconds to bring the KV of that many tokens back from the host."""
+        """Seconds to load the KV of this many tokens from the host."""
         return self.load_start + self.beta_load * tokens if tokens else 0.0
 
     def save(self, tokens: int) -> float:
-        """Seconds to bring the KV of that many tokens to the host."""
+        """Seconds to save the KV of this many tokens to the host."""
         return self.save_start + self.beta_save * tokens if tokens else 0.0
 
     def decode(self, context: int, tokens: float) -> float:
-        """Seconds to decode `tokens` more, one a step, after `context` tokens (eq. 4)."""
+        """Seconds to decode `tokens` after `context` tokens, one per step (eq. 4)."""
         return self.gamma1 * tokens * (context + (tokens + 1) / 2) + self.gamma2 * tokens
 
     def step(self, batch: Batch) -> float:
-        """Seconds that a step of a batching engine takes, with the transfers before it."""
+        """Seconds for a step of a batching engine, with the transfers before it."""
         return self.step_prefill(batch) + self.step_decode(batch) + self.step_transfer(batch)
 
     def step_prefill(self, batch: Batch) -> float:
-        """The part of `step` that grows with prefills and their tokens."""
+        """The part of `step` for prefills and their tokens."""
         return (
             self.batch_terms.per_prefill * batch.prefills
             + self.alpha1 * batch.prefill_squares
@@ -167,7 +165,7 @@ class EngineProfile(Section):
         )
 
     def step_decode(self, batch: Batch) -> float:
-        """The part of `step` that any step has, and that grows with sequences and context."""
+        """The part of `step` for the step itself, its sequences and their context."""
         terms = self.batch_terms
         return (
             terms.step
@@ -176,7 +174,7 @@ class EngineProfile(Section):
         )
 
     def step_transfer(self, batch: Batch) -> float:
-        """The part of `step` that goes into copies between device and host."""
+        """The part of `step` for copies between device and host."""
         return (
             self.load_start * batch.loads
             + self.beta_load * batch.loaded
@@ -185,11 +183,8 @@ class EngineProfile(Section):
         )
 
     def prefill_alone(self, tokens: int, token_budget: int | None = None) -> float:
-        """Seconds from the first to the last step of a prefill on an idle engine.
-
-        Args:
-            token_budget: tokens in a step at most; the measured engine's by default.
-        """
+        """Seconds for a prefill on an idle engine. `token_budget`: most tokens in a step, by
+        default that of the measured engine."""
         if token_budget is None:
             token_budget = self.environment.token_budget if self.environment else tokens
         steps = -(-tokens // token_budget)
@@ -198,11 +193,11 @@ class EngineProfile(Section):
         return steps * each + self.prefill(0, tokens)
 
     def prefill_tokens_within(self, seconds: float) -> int:
-        """Tokens of a short prefill that take about that long."""
+        """Tokens that a short prefill computes in about this time."""
         return int(seconds / self.alpha2)
 
     def scaled(self, prefill: float, decode: float, load: float) -> EngineProfile:
-        """The profile of an engine that takes so many times as long for each kind of work."""
+        """A copy with the times of each kind of work multiplied."""
         batch = self.batch and BatchTerms(
             step=self.batch.step * decode,
             per_sequence=self.batch.per_sequence * decode,
@@ -224,8 +219,7 @@ class EngineProfile(Section):
         )
 
     def doubts(self, max_model_len: int) -> list[str]:
-        """What to tell who serves an engine of that many tokens by this profile; one sentence
-        each."""
+        """Warnings about using this profile for an engine with this context length."""
         if self.environment is None:
             return [
                 f"the engine profile in use ({self.hardware}, {self.model}) was not measured on "
@@ -236,7 +230,7 @@ class EngineProfile(Section):
         return [] if beyond is None else [beyond]
 
     def beyond_range(self, max_model_len: int) -> str | None:
-        """A sentence if an engine takes longer sequences than were measured; else None."""
+        """A warning if an engine accepts longer sequences than were measured; else None."""
         if self.ranges is None:
             return None
         measured = min(
@@ -244,7 +238,7 @@ class EngineProfile(Section):
             self.ranges.decode_context[1],
             self.ranges.transfer_tokens[1],
         )
-        # The last block of the longest sequence decides nothing.
+        # A slightly longer context does not matter.
         if max_model_len <= 1.1 * measured:
             return None
         return (
@@ -264,10 +258,6 @@ def load_profile(name_or_path: str | Path) -> EngineProfile:
 
 
 def write_profile(profile: EngineProfile, path: Path) -> None:
-    """Write a profile that `load_profile` reads.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a profile that `load_profile` reads. OSError if the file cannot be written."""
     content = profile.model_dump(mode="json", exclude_none=True)
     path.write_text(yaml.safe_dump(content, sort_keys=False, width=100), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A typed group of policy keys or coefficients, read from YAML.
+"""Typed groups of keys, read from YAML and validated.
 
-Unknown keys, wrong types and unknown choices are rejected with one sentence per problem that names
-the field, the offending value and the valid ones.
+Each unknown key, wrong type or unknown choice is reported in one sentence that names the field, the
+value and the valid ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class PolicyError(ValueError):
-    """A policy or profile that cannot be used. The message names the field and what is valid."""
+    """A policy or profile is unusable. The message names the field and what is valid."""
 
 
 class Section(BaseModel):
-    """A group of knobs or coefficients: immutable, and strict about keys and types."""
+    """A group of keys: immutable, and strict about names and types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -33,7 +33,7 @@ def parse_section(model: type[S], data: Any, source: str) -> S:
     """Validate a mapping against a section type.
 
     Raises:
-        PolicyError: with one line per problem, each naming field, value and valid choices.
+        PolicyError: with one line per problem.
     """
     if not isinstance(data, dict):
         raise PolicyError(f"{source}: expected a mapping of keys, got {data!r}")
@@ -63,7 +63,7 @@ def _explain(model: type[Section], problem: Any) -> str:
 
 def _section_at(model: type[Section], location: list[str]) -> type[Section]:
     for part in location:
-        if not part.isdigit():  # else a place in a list, whose type was found already
+        if not part.isdigit():  # an index into a list does not change the section
             found = section_in(model.model_fields[part].annotation)
             assert found is not None
             model = found
@@ -71,8 +71,7 @@ def _section_at(model: type[Section], location: list[str]) -> type[Section]:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section type that a field holds, alone, optionally or as a list; None if it holds a
-    plain value."""
+    """The section type of a field (single, optional or in a list); None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if typing.get_origin(annotation) in (tuple, types.UnionType):
@@ -86,8 +85,8 @@ class Key(NamedTuple):
 
     Attributes:
         name: dotted; entries of a list have `[]`.
-        default: as text; empty where the key only groups others.
-        valid: the choices, if it is one of few.
+        default: as text; empty for a group of keys.
+        valid: the choices; empty if there are too many to list.
     """
 
     name: str
@@ -97,13 +96,13 @@ class Key(NamedTuple):
 
 
 def keys_of(model: type[Section]) -> Iterator[Key]:
-    """The keys of a file, in the order of the fields."""
+    """The keys of a file, in order."""
     required = any(field.is_required() for field in model.model_fields.values())
     yield from _keys(model, "", None if required else model())
 
 
 def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterator[Key]:
-    """`defaults`: the section as it is where nothing is said; None in the entries of a list."""
+    """`defaults`: the section with its default values; None for the entries of a list."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         section = section_in(annotation)

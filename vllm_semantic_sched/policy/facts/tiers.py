@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.facts.section import Section
 
 
 class Slo(Section):
-    """Latency promised to a tier; what is unset is not promised."""
+    """Latency promised to a tier; unset: no promise."""
 
     ttft: float | None = Field(None, gt=0, description="Time to first token, seconds.")
     tpot: float | None = Field(None, gt=0, description="Time per output token, seconds.")
@@ -21,8 +21,8 @@ class Slo(Section):
     )
     takes_seats: bool = Field(
         False,
-        description="A request whose first token is about to be late (`deadlines`) may take the "
-        "seat of one of its own tier, or less urgent, that has had its first token.",
+        description="A request close to its deadline (`deadlines`) may preempt one of its own or a "
+        "less urgent tier that has had its first token.",
     )
 
 
@@ -33,20 +33,20 @@ class Reserve(Section):
     kv: float = Field(0.0, ge=0, lt=1, description="Share of the KV blocks.")
     mode: Literal["hard", "soft"] = Field(
         "hard",
-        description="`hard`: less urgent tiers never get it. `soft`: they may borrow it and lose "
-        "it first.",
+        description="`hard`: less urgent tiers never use it. `soft`: they may borrow it and are "
+        "preempted first.",
     )
 
 
 class TierQueue(Section):
-    """How much of a tier may wait, and how long; what is unset is not limited."""
+    """Limits on the waiting requests of a tier; unset: unlimited."""
 
     requests: int | None = Field(None, ge=1, description="Waiting requests.")
     tokens: int | None = Field(
         None, ge=1, description="Waiting tokens: prompts and predicted outputs."
     )
     timeout: float | None = Field(
-        None, gt=0, description="Seconds without a first seat after which a request is refused."
+        None, gt=0, description="Seconds after which a request without a first seat is refused."
     )
 
 
@@ -59,30 +59,30 @@ class Tier(Section):
         None,
         gt=0,
         le=1,
-        description="Target share of the engine's time. Tiers without one divide what is left.",
+        description="Target share of the engine's time. Tiers without one divide the rest evenly.",
     )
     reserve: Reserve = Reserve()
     queue: TierQueue = TierQueue()
     shed_order: int | None = Field(
         None,
         ge=1,
-        description="Under overload tiers are shed in this order, 1 first; unset: never. The most "
-        "urgent tier cannot have one.",
+        description="Order in which tiers are shed under overload, 1 first; unset: never. Not "
+        "allowed for the most urgent tier.",
     )
     preemptible: bool = Field(
         True,
-        description="May lose its seat to more urgent requests. What has grown into a hard "
-        "reservation, or is in the way of a full KV cache, loses it all the same.",
+        description="Requests may lose their seats to more urgent ones. Off: they still lose them "
+        "when they grow into a hard reservation or the KV cache is full.",
     )
     drop: bool = Field(
         False,
-        description="May be ended, with an error that says so, where preempting it again would "
+        description="Requests may be ended with the code `dropped` if another preemption would "
         "cost more than starting over.",
     )
 
 
 def target_shares(tiers: Sequence[Tier]) -> list[float]:
-    """Target share of each tier; tiers without one divide what the others leave evenly."""
+    """Target share of each tier; tiers without one divide the rest evenly."""
     left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in tiers))
     without = sum(tier.share is None for tier in tiers)
     return [left / without if tier.share is None else tier.share for tier in tiers]

@@ -1,1 +1,1 @@
-"""What runs next: ranks and queues, aging, deadlines, shares, tenants, reservations."""
+"""Order of requests: queues, aging, deadlines, shares, tenants, reservations, stages."""

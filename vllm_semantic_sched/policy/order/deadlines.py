@@ -1,4 +1,4 @@
-"""Deadline awareness: requests about to miss their promised time to first token go sooner (S4)."""
+"""Raises requests that are about to miss their promised time to first token."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Slo
 
-# Jobs looked at in one step, so that a flood of the same age does not hold it up.
+# Most jobs in one step, so that a burst of the same age does not delay it.
 _MOST_PER_STEP = 20
 
 
 class DeadlineWatch:
-    """Raises waiting jobs shortly before their deadline. A timer heap names them.
+    """Raises waiting jobs shortly before their deadline, by a timer heap.
 
     Attributes:
-        knobs: as given; may be changed.
+        knobs: may be replaced.
         count: jobs raised so far.
-        may_take_seats: raised waiting jobs that may take the seat of one that has its first token.
+        may_take_seats: raised waiting jobs that may preempt a job that has its first token.
     """
 
     def __init__(self, knobs: Deadlines) -> None:
@@ -28,13 +28,9 @@ class DeadlineWatch:
         self._takes_seats: dict[Job, bool] = {}
 
     def wait(self, job: Job, slo: Slo) -> None:
-        """A job begins to wait, or its level changed meanwhile.
-
-        Args:
-            slo: what its tier is promised.
-        """
+        """Start the timer of a job that begins to wait or has changed to a tier with this SLO."""
         if not self.knobs.enabled or slo.ttft is None or job.generated:
-            job.deadline_boost = 0.0  # its first token is out, or none is promised
+            job.deadline_boost = 0.0
             self.stop(job)
             return
         job.deadline = job.arrival + slo.ttft
@@ -44,13 +40,13 @@ class DeadlineWatch:
         self._update_may_take_seats(job)
 
     def stop(self, job: Job) -> None:
-        """A job no longer waits. One that was raised stays so until its first token."""
+        """Stop a job's timer; a raised job stays raised until its first token."""
         self._timers.discard(job)
         self._takes_seats.pop(job, None)
         self.may_take_seats.discard(job)
 
     def due(self, now: float) -> list[Job]:
-        """Raise the jobs whose time has come, give up on those that are too late, and return
+        """Raise the jobs whose timers have expired, lower those past their deadline, and return
         both."""
         moved = []
         for job in self._timers.pop_until(now, _MOST_PER_STEP):

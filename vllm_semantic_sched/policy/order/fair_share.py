@@ -1,4 +1,4 @@
-"""Weighted fair share of the engine's time by tier, with deficit boost (S5)."""
+"""Weighted fair share of the engine's time by tier, with deficit boost."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
 
 
 class FairShare:
-    """Engine time that each tier used lately, and the level offset that follows.
+    """Recent engine time of each tier, and the level offset that follows from it.
 
-    A tier's share counts among the tiers that have requests waiting: what the others do not ask
-    for is divided, and the engine never idles for a share.
+    Shares are relative to the tiers with waiting requests, so unused shares go to the others and
+    the engine never idles for a share.
 
     Attributes:
-        knobs, targets: what it steers by.
-        offsets: levels to add, by tier; negative goes sooner.
+        offsets: levels to add by tier; negative is sooner.
         served: engine seconds charged to each tier since the start.
     """
 
@@ -30,17 +29,17 @@ class FairShare:
         self._last: float | None = None
 
     def adopt(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
-        """Steer by something else from now on; as many tiers as before."""
+        """Switch to new settings for the same number of tiers."""
         self.knobs, self.targets = knobs, target_shares(tiers)
         self.offsets = [0.0] * len(tiers)
 
     def charge(self, level: int, seconds: float) -> None:
-        """Engine time was used; negative if too much had been charged."""
+        """Charge engine time to a tier; negative to refund."""
         self.served[level] += seconds
         self._used[level] = max(0.0, self._used[level] + seconds)
 
     def update(self, now: float, active: Sequence[int]) -> None:
-        """Once per step, O(tiers).
+        """Update the offsets, once per step. O(tiers).
 
         Args:
             active: tiers with waiting requests.
@@ -57,8 +56,7 @@ class FairShare:
             self.offsets[level] = self._offset(share, target)
 
     def shares(self, active: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Share used lately and target share of the tiers in `active`; empty if they used
-        nothing."""
+        """Recent share and target share of the tiers in `active`; empty if they used nothing."""
         used = sum(self._used[level] for level in active)
         targets = sum(self.targets[level] for level in active)
         if used <= 0.0 or targets <= 0.0:
@@ -68,7 +66,7 @@ class FairShare:
         }
 
     def _offset(self, share: float, target: float) -> float:
-        if target <= 0.0:  # promised nothing: behind those that are
+        if target <= 0.0:  # behind all tiers with a share
             return self.knobs.max_levels
         excess = (share - target) / (target * self.knobs.tolerance)
         return self.knobs.max_levels * min(1.0, max(-1.0, excess))

@@ -1,4 +1,4 @@
-"""Aging, deadlines, shares, tenants and reservations, as the core uses them."""
+"""Combines aging, deadlines, shares, tenants and reservations for the core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """What an admission was charged, so that it can be withdrawn."""
+    """Record of an admission, to undo it."""
 
     level: int
     seconds: float
@@ -29,14 +29,10 @@ class _Charge:
 
 
 class Fairness:
-    """Follows jobs through the queue and their seats, and shapes the order of the queue.
+    """Follows jobs through the queue and their seats, and adjusts the order of the queue.
 
-    A job is taken out of the queue when the engine has decided for it, and then either starts,
-    or comes back within the same step because it was not ready.
-
-    Attributes:
-        waiting: the queue whose order it shapes.
-        holdings: what jobs with a seat hold; recorded here.
+    A job that the engine takes out of the queue either starts or returns within the same step,
+    because it was not ready.
     """
 
     def __init__(
@@ -69,13 +65,13 @@ class Fairness:
         )
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
-        """Tell what the engine has.
+        """Set the engine's capacity.
 
         Args:
-            tokens_per_step: output tokens of one request in a step at most.
+            tokens_per_step: most output tokens of one request in a step.
 
         Raises:
-            PolicyError: reservations leave nothing to the other tiers.
+            PolicyError: reservations leave nothing for the other tiers.
         """
         self.reservation.set_capacity(capacity)
         self.holdings.capacity = capacity
@@ -85,7 +81,7 @@ class Fairness:
         """Switch to a new policy.
 
         Raises:
-            PolicyError: its reservations leave nothing to the other tiers; nothing has changed.
+            PolicyError: its reservations leave nothing for the other tiers; nothing has changed.
         """
         self.reservation.set_tiers(policy.all_tiers)
         self._policy = policy
@@ -99,14 +95,14 @@ class Fairness:
 
     @property
     def reorders_levels(self) -> bool:
-        """Whether a less urgent level can ever go before a more urgent one."""
+        """Whether a less urgent job can get ahead of a more urgent one."""
         policy = self._policy
         return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
 
     # Job lifecycle
 
     def wait(self, job: Job) -> None:
-        """A job enters the queue, or comes back to it."""
+        """Record that a job enters the queue or returns to it."""
         charge = self._taken.pop(job, None)
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
@@ -115,25 +111,25 @@ class Fairness:
         self._start_timers(job)
 
     def take(self, job: Job) -> None:
-        """The engine takes a job out of the queue to give it a seat."""
+        """Take a job out of the queue to give it a seat."""
         overtook = self.waiting.overtakes(job)
         self.waiting.remove(job)
         self._admit(job, overtook)
 
     def start(self, job: Job) -> None:
-        """A job got its seat."""
+        """Record that a job got its seat."""
         if self._taken.pop(job, None) is None:
             self._admit(job, overtook=False)
             del self._taken[job]
         self._stop_timers(job)
-        # Else the tier over its share would take back the seat that it has just lost.
+        # Without it a tier over its share would take back the seat that it just lost.
         job.share_boost = max(0.0, -self._offset(job.level))
         if self._metered:
             self.meter.start(job)
         self.waiting.changed()
 
     def leave(self, job: Job) -> None:
-        """A job lost its seat, or ended wherever it was; its `generated` is up to date."""
+        """Record that a job lost its seat or ended; its `generated` is up to date."""
         self._taken.pop(job, None)
         self._stop_timers(job)
         self.meter.stop(job)
@@ -142,17 +138,13 @@ class Fairness:
         self.waiting.changed()
 
     def relevel(self, job: Job, before: int) -> None:
-        """The level of a job was `before` and is `job.level` now."""
+        """Move a job from level `before` to `job.level`."""
         self.holdings.relevel(job, before)
         if job in self.waiting:
             self._start_timers(job)
 
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
-        """One engine step begins.
-
-        Returns:
-            Waiting jobs whose rank changed.
-        """
+        """Begin an engine step; returns waiting jobs whose rank changed."""
         metered = self._metered
         if metered:
             self.meter.step(observe)
@@ -163,20 +155,21 @@ class Fairness:
             self.waiting.changed()
         return list(dict.fromkeys(moved))
 
-    # Questions
+    # Derived state
 
     def preempting_level(self, level: int) -> float:
-        """The level as which a job of that level may preempt: what it gained does not count, what
-        its tier has lost by using more than its share does."""
+        """The level that counts when a job of `level` preempts: `level` plus the offset of a tier
+        over its share."""
         return level + max(0.0, self._offset(level))
 
     def shortage(self, job: Job) -> Need:
-        """What less urgent tiers must give up before a job is let past hard reservations."""
+        """Seats and blocks that less urgent tiers must free before hard reservations admit a
+        job."""
         return self.reservation.shortage(job.level, job.tokens + AHEAD)
 
     @property
     def steady(self) -> bool:
-        """Whether who may preempt whom depends on nothing but who waits and who runs."""
+        """Whether the right to preempt depends only on the waiting and running jobs."""
         return not self._metered
 
     @property
@@ -188,8 +181,6 @@ class Fairness:
     def _metered(self) -> bool:
         policy = self._policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
-
-    # Parts
 
     def _start_timers(self, job: Job) -> None:
         self.promotions.wait(job)
@@ -211,8 +202,8 @@ class Fairness:
         self._account(job, job.level, seconds, first=True)
 
     def _account(self, job: Job, level: int, seconds: float, first: bool) -> None:
-        """Computing again what a preemption lost is the tier's use of the engine, but not the
-        tenant's: it did not ask for it."""
+        """Charge the tier, and on a first admission the tenant: recomputation after a preemption
+        is not charged to the tenant."""
         self.fair_share.charge(level, seconds)
         if first:
             queue = self.waiting.queue(level)

@@ -1,4 +1,4 @@
-"""What running jobs use, told now and then instead of at every token."""
+"""Measures what running jobs use, at intervals instead of at every token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
-# Tokens between two visits. A running job comes up once in so many steps, so that 256 of them cost
-# four visits a step.
+# Tokens between two visits of a job: 256 running jobs cost four visits per step.
 AHEAD = 64
 
 
@@ -24,18 +23,18 @@ class _Stint:
 class Meter:
     """Follows jobs while they have a seat.
 
-    A job is visited before it can have outgrown what was told about it: KV told is never less
-    than KV held, by up to `AHEAD` tokens more. Engine time is charged once it was used.
+    A job is visited before it outgrows its reported KV, which is up to `AHEAD` tokens more than
+    its actual KV. Engine time is charged after use.
 
     Args:
-        charge: told engine seconds that a job used; negative for a prefill that was charged on
-            admission and did not come about.
-        hold: told the tokens of KV that a job holds at most until its next visit.
+        charge: gets engine seconds that a job used; negative for a prefill that was charged on
+            admission but not computed.
+        hold: gets the most KV tokens of a job until its next visit.
 
     Attributes:
-        tokens_per_step: output tokens of one job in a step at most (more than 1 with speculative
+        tokens_per_step: most output tokens of one job in a step (more than 1 with speculative
             decoding).
-        profile: as given; may be changed.
+        profile: may be replaced.
     """
 
     def __init__(
@@ -53,20 +52,20 @@ class Meter:
         self._due: AddressableHeap[Job] = AddressableHeap()
 
     def __len__(self) -> int:
-        """Jobs with a seat that are followed."""
+        """Number of jobs with a seat."""
         return len(self._stints)
 
     def admission_seconds(self, job: Job) -> float:
-        """Engine time to get a job ready to decode: load and prefill."""
+        """Engine time until a job can decode: load and prefill."""
         return self.profile.load(job.swapped) + self.profile.prefill(job.swapped, job.tokens)
 
     def start(self, job: Job) -> None:
-        """A job got a seat; its admission has been charged."""
+        """Start following a job that got a seat and whose admission has been charged."""
         self._stints[job] = _Stint(job.tokens, job.tokens, job.generated)
         self._tell(job)
 
     def stop(self, job: Job) -> None:
-        """A job left its seat; its `generated` and `computed` are up to date."""
+        """Stop following a job; its `generated` and `computed` are up to date."""
         stint = self._stints.get(job)
         if stint is None:
             return
@@ -78,11 +77,8 @@ class Meter:
         self._charge(job, seconds)
 
     def step(self, observe: Callable[[Job], None]) -> None:
-        """One engine step has passed.
-
-        Args:
-            observe: updates a job's `generated`.
-        """
+        """Count an engine step and visit the jobs that are due, after `observe` has updated their
+        `generated`."""
         self._step += 1
         while (job := self._due.peek()) is not None and self._due.key(job) <= self._step:
             observe(job)
@@ -96,6 +92,6 @@ class Meter:
         self._due.push(job, self._step + max(1, AHEAD // self.tokens_per_step))
 
     def _decode_seconds(self, job: Job, stint: _Stint) -> float:
-        # A decode step's fixed time is shared by those that run in it.
+        # Running jobs share the fixed time of a decode step.
         price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / len(self._stints)
         return (job.tokens - stint.charged) * price

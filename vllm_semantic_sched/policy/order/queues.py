@@ -1,4 +1,4 @@
-"""The waiting jobs of one level: a queue for each tenant, and which tenant is next."""
+"""The waiting jobs of one level: a queue per tenant, and the choice of the next tenant."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 
 
 class TenantQueue:
-    """Waiting jobs of one level and tenant.
+    """Waiting jobs of one level and tenant. All operations are O(log n).
 
-    Jobs about which something is known are in the heap under their rank. Jobs whose prediction
-    has not come back wait in the buffer in arrival order; they are schedulable all the same, at
-    a default rank, when nothing better is there. All operations are O(log n).
+    Jobs with a known level are in a heap by rank. Jobs without a prediction yet are in a buffer in
+    arrival order; they can be scheduled at a default rank.
 
     Args:
-        default_rank: rank of a buffered job. It must rise with the sequence number alone, so
-            that the oldest buffered job is the best one.
+        default_rank: rank of a buffered job. It must depend only on the sequence number and rise
+            with it, so that the oldest buffered job is the best one.
     """
 
     def __init__(self, default_rank: Callable[[Job], Rank]) -> None:
@@ -32,7 +31,7 @@ class TenantQueue:
 
     @property
     def buffered(self) -> int:
-        """Jobs in the unsorted buffer."""
+        """Number of jobs in the unsorted buffer."""
         return len(self._buffer)
 
     def is_buffered(self, job: Job) -> bool:
@@ -40,21 +39,21 @@ class TenantQueue:
         return job in self._buffer
 
     def buffer(self, job: Job) -> None:
-        """Append a newly arrived job about which nothing is known yet."""
+        """Append a new job without a prediction to the buffer."""
         self._buffer[job] = None
 
     def push(self, job: Job, rank: Rank) -> None:
-        """Put a job into the heap; one that is queued already moves to its new rank."""
+        """Put a job into the heap, or move it to its new rank."""
         self._buffer.pop(job, None)
         self._heap.push(job, rank)
 
     def remove(self, job: Job) -> None:
-        """Take a job out."""
+        """Remove a job."""
         if self._buffer.pop(job, self) is self:
             self._heap.discard(job)
 
     def peek(self) -> tuple[Rank, Job] | None:
-        """The best job of both structures under its rank, or None."""
+        """The best job of heap and buffer with its rank, or None."""
         best = self._heap.peek()
         head = None if best is None else (self._heap.key(best), best)
         if not self._buffer:
@@ -74,12 +73,12 @@ class LevelQueue:
     """All waiting jobs of one level.
 
     Args:
-        by_tenant: the tenant that was served least goes first, else one queue serves all.
+        by_tenant: serve the tenant with the least service first; else one queue for all.
         default_rank: see `TenantQueue`.
 
     Attributes:
         counters: service by tenant.
-        overdue: those of the jobs that are overdue, by arrival.
+        overdue: the overdue jobs, by arrival.
     """
 
     def __init__(self, by_tenant: bool, default_rank: Callable[[Job], Rank]) -> None:
@@ -94,25 +93,25 @@ class LevelQueue:
 
     @property
     def buffered(self) -> int:
-        """Jobs whose prediction is not back."""
+        """Number of jobs that await their prediction."""
         return sum(queue.buffered for queue in self._queues.values())
 
     def is_buffered(self, job: Job) -> bool:
-        """Whether a job that is here awaits its prediction in the buffer."""
+        """Whether a job of this level is in a buffer."""
         return self._queues[self.tenant_of(job)].is_buffered(job)
 
     def push(self, job: Job, rank: Rank) -> None:
-        """Put a job in, or to its new rank."""
+        """Queue a job, or move it to its new rank."""
         self._queue_of(job).push(job, rank)
         if job.overdue:
             self.overdue.push(job, job.sequence)
 
     def buffer(self, job: Job) -> None:
-        """Append a newly arrived job about which nothing is known yet."""
+        """Append a new job without a prediction to its tenant's buffer."""
         self._queue_of(job).buffer(job)
 
     def remove(self, job: Job) -> None:
-        """Take a job out."""
+        """Remove a job."""
         tenant = self.tenant_of(job)
         queue = self._queues[tenant]
         queue.remove(job)
@@ -122,11 +121,7 @@ class LevelQueue:
             self.counters.leave(tenant)
 
     def peek(self, may_go: Callable[[Job], bool]) -> tuple[Rank, Job] | None:
-        """The next job under its rank; None if there is none.
-
-        Args:
-            may_go: whether a tenant may have a seat for its next job; others are passed over.
-        """
+        """The next job and its rank, or None; tenants whose next job fails `may_go` are skipped."""
         if not self._by_tenant:
             return self._queues[ANONYMOUS].peek() if self._queues else None
         for _, tenant in self.counters.ordered():
@@ -136,7 +131,7 @@ class LevelQueue:
         return None
 
     def ordered(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
-        """The jobs in the order in which they would go if nothing else happened, lazily.
+        """The jobs in the order in which they would run if nothing else happened, lazily.
 
         Args:
             cost: engine seconds that a job's admission adds to its tenant's counter.
@@ -159,7 +154,7 @@ class LevelQueue:
                 heapq.heappush(turns, (counter + cost(head[1]), place, tenant))
 
     def tenant_of(self, job: Job) -> str:
-        """Whose queue a job is in."""
+        """Key of the queue that a job is in."""
         return job.tenant if self._by_tenant else ANONYMOUS
 
     def _queue_of(self, job: Job) -> TenantQueue:

@@ -1,9 +1,8 @@
-"""Seats and KV blocks that tiers reserve for themselves and more urgent ones (S8).
+"""Seats and KV blocks that tiers reserve for themselves and more urgent ones.
 
-Tiers up to level T reserve R(T), the sum of their own reservations. All less urgent tiers
-together may then hold what is left, total - R(T). That limit holds for each T at once. A hard
-reservation makes it a limit of admission; over a soft one the others may borrow, and what they
-borrowed is taken back first, whatever protects them otherwise.
+Tiers up to level T reserve R(T), the sum of their reservations. All less urgent tiers together may
+hold total - R(T), for every T. Hard reservations enforce this limit at admission. Soft ones may be
+borrowed: borrowers are preempted first, even if they are protected otherwise.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ class Limit:
 
 
 class Reservation:
-    """Which tiers may take more seats and blocks. Everything is O(tiers squared) at most, and
-    O(1) where nothing is reserved.
+    """Limits on the seats and blocks of tiers. Operations are at most O(tiers squared), and O(1)
+    without reservations.
 
-    Raises:
-        PolicyError: from `set_capacity` and `set_tiers`, if a reservation leaves the other tiers
-            nothing; the limits in force stay unchanged.
+    `set_capacity`, `check` and `set_tiers` raise PolicyError if a reservation leaves nothing for
+    the other tiers; the limits in force stay unchanged.
 
     Attributes:
         enabled: whether anything is reserved.
-        has_hard: whether any of it is a hard reservation.
+        has_hard: whether there is a hard reservation.
     """
 
     def __init__(self, tiers: Sequence[Tier], holdings: Holdings) -> None:
@@ -47,29 +45,28 @@ class Reservation:
         self._soft: list[Limit | None] = [None] * len(tiers)
 
     def set_capacity(self, capacity: EngineCapacity) -> None:
-        """Tell what there is to reserve from."""
+        """Set the capacity to reserve from."""
         self._set(self._tiers, capacity)
 
     def check(self, tiers: Sequence[Tier]) -> None:
-        """Raise what `set_tiers` would."""
+        """Raise PolicyError if `set_tiers` would."""
         if self._holdings.capacity is not None:
             _limits(tiers, self._holdings.capacity, hard_only=False)
 
     def set_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Change the reservations; as many tiers as before."""
+        """Change the reservations of the same number of tiers."""
         if self._holdings.capacity is not None:
             self._set(tiers, self._holdings.capacity)
 
     def limit_below(self, level: int, hard: bool) -> Limit | None:
-        """What less urgent tiers may hold; None if `level` and more urgent tiers reserve
-        nothing."""
+        """Most that tiers less urgent than `level` may hold; None if `level` and more urgent tiers
+        reserve nothing."""
         return (self._hard if hard else self._soft)[level]
 
     def admits(self, level: int, tokens: int) -> bool:
-        """Whether a request of that level may take a seat and KV for so many tokens.
+        """Whether a request may take a seat and KV for this many tokens.
 
-        One that alone exceeds its limit of blocks is let in when no other is there: it could
-        never run otherwise.
+        A request that alone exceeds its limit of blocks may run when no other one does.
         """
         if not self.has_hard:
             return True
@@ -86,8 +83,8 @@ class Reservation:
         return True
 
     def over_limit(self) -> int | None:
-        """The most urgent level whose hard reservation others hold part of, because a request
-        grew or turned out to be less urgent; None if there is none."""
+        """The most urgent level whose hard reservation is partly held by others, because a request
+        grew or became less urgent; None without one."""
         if not self.has_hard:
             return None
         for level, limit in enumerate(self._hard):
@@ -99,14 +96,14 @@ class Reservation:
         return None
 
     def lent(self, level: int) -> bool:
-        """Whether less urgent tiers hold part of what `level` may claim."""
+        """Whether less urgent tiers hold part of a reservation that `level` may claim."""
         if not self.enabled:
             return False
         return any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
 
     def borrowed_from(self, level: int) -> Callable[[Job], bool] | None:
-        """A test of running jobs, to be asked in the order of eviction: does this job hold what
-        `level` may claim? Each yes counts as given back. None if nothing is lent."""
+        """A test for running jobs, to be called in eviction order: does this job hold what
+        `level` may claim? Each True counts as returned. None if nothing is lent."""
         if not self.lent(level):
             return None
         excess = list(self._excess(level))
@@ -122,7 +119,7 @@ class Reservation:
         return borrowed
 
     def shortage(self, level: int, tokens: int) -> Need:
-        """Seats and blocks that less urgent tiers must give up before `admits` says yes."""
+        """Seats and blocks that less urgent tiers must free before `admits` is True."""
         seats, blocks = 0.0, 0.0
         if self.has_hard:
             wanted = self._blocks_for(tokens)
@@ -139,8 +136,8 @@ class Reservation:
         return capacity.blocks_for(tokens) if capacity is not None else 0
 
     def _excess(self, level: int) -> Iterator[tuple[int, float, float]]:
-        """Tiers T whose reservation `level` may claim, and seats and blocks by which less urgent
-        ones exceed what they may hold."""
+        """Tiers whose reservation `level` may claim, with the seats and blocks by which less
+        urgent tiers exceed their limit."""
         for above, limit in enumerate(self._soft[level:], start=level):
             reserve = self._tiers[above].reserve
             if limit is not None and (reserve.seats or reserve.kv):
@@ -168,8 +165,8 @@ def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) ->
             continue
         if seats >= capacity.seats or share >= 1.0:
             raise PolicyError(
-                f"tiers.{level}.reserve: up to tier {tier.name!r} {seats} seats and {share:g} of "
-                f"the KV blocks are reserved, which leaves the others none; the engine has "
+                f"tiers.{level}.reserve: tiers up to {tier.name!r} reserve {seats} seats and "
+                f"{share:g} of the KV blocks, which leaves none for the others; the engine has "
                 f"{capacity.seats} seats"
             )
         blocks = float("inf") if capacity.blocks is None else capacity.blocks * (1.0 - share)

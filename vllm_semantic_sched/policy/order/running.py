@@ -1,4 +1,4 @@
-"""Jobs that hold KV on the device: the eviction max-heap (paper, Alg. 3) and the supervisor."""
+"""Running jobs: the eviction max-heap (paper, Alg. 3) and the timer of the supervisor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 class RunningSet:
-    """Running jobs, least urgent first, and when each should be done.
+    """Running jobs, least urgent first, and their expected finish.
 
-    All running jobs advance together, one token a step, so the order by remaining time does not
-    change while they run. It is stored as a finish tag: virtual time at the start plus remaining
-    seconds, where virtual time moves on by one decode step per engine step. Tags stay frozen,
-    no comparison reads a clock, and jobs started at different times compare correctly.
-
-    Args:
-        step_seconds: what one decode step takes.
+    All running jobs advance by one token per step, so their order by remaining time does not
+    change. It is stored as a finish tag: virtual time at the start plus remaining seconds, where
+    virtual time advances by one decode step (`step_seconds`) per engine step. Tags stay frozen, and
+    jobs that started at different times compare correctly.
     """
 
     def __init__(self, step_seconds: float) -> None:
@@ -30,7 +27,7 @@ class RunningSet:
         self._due: AddressableHeap[Job] = AddressableHeap()
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new profile; keys stored before stay as they are."""
+        """Switch to a new profile; stored keys stay as they are."""
         self._step_seconds = profile.gamma2
 
     def __len__(self) -> int:
@@ -44,29 +41,28 @@ class RunningSet:
         return iter(self._eviction)
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
-        """Store a job, or store it anew after its level or its prediction changed.
+        """Store a job, or update it after its level or prediction changed.
 
         Args:
-            rank: as for a waiting job.
-            remaining: predicted seconds of work left, whether or not the rank uses it.
+            remaining: predicted seconds of work left, even if the rank does not use it.
         """
-        # A rank without remaining time (zero, never reached otherwise) orders by arrival alone.
+        # Zero means that the rank does not use remaining time: order by arrival alone.
         tag = self._now + rank.remaining if rank.remaining else 0.0
         self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
         self._due.push(job, self._now + remaining)
 
     def discard(self, job: Job) -> bool:
-        """Take a job out; False if it is not stored."""
+        """Remove a job; False if it is not stored."""
         self._due.discard(job)
         return self._eviction.discard(job)
 
     def order(self, job: Job) -> tuple[float, float, int]:
-        """Sort key for running jobs, most urgent and soonest done first."""
+        """Sort key for running jobs, most urgent and shortest first."""
         level, tag, sequence = self._eviction.key(job)
         return (-level, -tag, -sequence)
 
     def remaining(self, job: Job) -> float:
-        """Predicted seconds of work left, as it was told less the steps since."""
+        """Predicted seconds of work left: the stored value less the steps since."""
         tag: float = -self._eviction.key(job)[1]
         return max(0.0, tag - self._now)
 
@@ -75,26 +71,26 @@ class RunningSet:
         return self._eviction.peek()
 
     def by_eviction(self) -> Iterator[Job]:
-        """Jobs in the order in which they would be evicted; lazily."""
+        """Jobs in the order of eviction; lazily."""
         return self._eviction.ordered()
 
     @property
     def steps_to_outlived(self) -> int:
-        """Steps after which `outlived` may return a job, if none comes or goes; erring below."""
+        """Lower bound on the steps until `outlived` returns a job, if none comes or goes."""
         job = self._due.peek()
         if job is None:
             return sys.maxsize
         return max(0, int((self._due.key(job) - self._now) / self._step_seconds) - 1)
 
     def skip(self, steps: int) -> None:
-        """As many engine steps have passed, `steps_to_outlived` at most."""
+        """Advance by at most `steps_to_outlived` engine steps."""
         self._now += steps * self._step_seconds
 
     def tick(self) -> None:
-        """One engine step has passed."""
+        """Advance by one engine step."""
         self._now += self._step_seconds
 
     def outlived(self) -> list[Job]:
-        """Jobs that should have finished by now and have not. The caller stores each again with a
-        revised estimate (S3's supervisor), so a job comes up O(log length) times."""
+        """Jobs that have outlived their estimate. The caller stores each again with a revised one
+        (the supervisor of S3), so a job is returned O(log length) times."""
         return list(self._due.pop_until(self._now, len(self._due)))

@@ -1,4 +1,4 @@
-"""Stage awareness: keep less urgent prefills from stretching an urgent decode (paper, Alg. 2)."""
+"""Stage awareness: keeps less urgent prefills from delaying an urgent decode (paper, Alg. 2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What a step may do about prefills.
+    """Limits on the prefills of a step.
 
     Attributes:
         held: running prefills that get no token in this step.
         prefill_tokens: most prefill tokens in the step; None: no limit.
-        each: most of them for one request; None: no limit.
+        each: most prefill tokens of one request; None: no limit.
     """
 
     held: tuple[Job, ...] = ()
@@ -34,19 +34,15 @@ def prefill_token_limit(
     stage: Stage,
     profile: EngineProfile,
 ) -> int | None:
-    """Prefill tokens that this step may compute.
+    """Most prefill tokens in this step; None: no limit.
 
-    The limit applies when the most urgent decoding job is protected and every prefill that
-    could run beside it is less urgent. A prefill at least as urgent as the decode is p* of
-    Alg. 2 and runs unhindered.
+    The limit applies if the most urgent decoding job is protected and all prefills are less
+    urgent. A prefill at least as urgent as the decode (p* of Alg. 2) is not limited.
 
     Args:
-        decoding_level: effective level of the most urgent decoding job, None if none decodes.
-        prefill_level: effective level of the most urgent job that waits or prefills, None if
-            there is none.
-
-    Returns:
-        Tokens; 0 closes the gate; None leaves the step as it is.
+        decoding_level: effective level of the most urgent decoding job; None without one.
+        prefill_level: effective level of the most urgent waiting or prefilling job; None without
+            one.
     """
     if stage.mode == "off" or decoding_level is None or prefill_level is None:
         return None
@@ -59,13 +55,13 @@ def prefill_token_limit(
 
 
 def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: int) -> list[Job]:
-    """Running prefills that must sit out a step so that a more urgent newcomer can start.
+    """Running prefills that must pause for a step so that a more urgent new job can start.
 
-    The engine serves running requests first; a long prompt can take whole steps in a row.
+    vLLM serves running requests first, and a long prompt can take many whole steps.
 
     Args:
-        newcomer: the waiting job that is next and has a seat and blocks.
-        token_budget: tokens that the step can spend on prefills.
+        newcomer: the next waiting job, which has a seat and blocks.
+        token_budget: prefill tokens in the step.
     """
     wanted = newcomer.tokens
     yielding: list[Job] = []

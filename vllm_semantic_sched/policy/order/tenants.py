@@ -1,14 +1,14 @@
-"""Tenants: fairness among them within a level, and a cap on what they may ask for at the top.
+"""Fairness among tenants within a level, and caps on a tenant's use.
 
-Fairness is that of virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
-Models, algorithm 2), counted in engine seconds: within a level the tenant that was served least
-goes first, and one that comes back after a pause does not get the service that it did not ask
-for. While two tenants both wait at a level, their counters differ by at most
+Fairness follows virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
+Models, algorithm 2), counted in engine seconds: within a level the tenant with the least service is
+next, and a tenant that returns after a pause gets no credit for it. While two tenants both wait at
+a level, their counters differ by at most
 
     U = P + m D
 
-P the engine time of the longest prefill, m the seats, D the engine time of the longest decode;
-the service that they get over any such time differs by at most 2 U.
+with P the engine time of the longest prefill, m the seats and D the engine time of the longest
+decode. Their service over any such time differs by at most 2 U.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ANONYMOUS = ""
 
 _MOST_CHARACTERS = 64
 
-_MOST_TENANTS = 4096  # remembered while they have nothing here
+_MOST_TENANTS = 4096  # remembered while they have no request
 
 _SLICES = 8  # of the sliding window
 
 
 def read_tenant(extra_args: Any) -> str:
-    """The tenant that a request names; `ANONYMOUS` if none or nothing usable. Bounded in length.
+    """The tenant of a request, cut to 64 characters; `ANONYMOUS` if it has no usable one.
 
     Args:
-        extra_args: the request's `vllm_xargs`, whatever the client sent there.
+        extra_args: the request's `vllm_xargs`; may be of any type.
     """
     name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
     if isinstance(name, int) and not isinstance(name, bool):
@@ -45,7 +45,7 @@ def read_tenant(extra_args: Any) -> str:
 
 
 class VirtualCounters:
-    """Service that tenants got at one level, and which of those that wait got least.
+    """Service of tenants at one level, and the order of the waiting ones.
 
     Counters of tenants that do not wait are kept for the latest `_MOST_TENANTS`.
     """
@@ -59,12 +59,12 @@ class VirtualCounters:
         return self._counters.get(tenant, 0.0)
 
     def __len__(self) -> int:
-        """Tenants that wait."""
+        """Number of waiting tenants."""
         return len(self._waiting)
 
     def enter(self, tenant: str) -> None:
-        """A tenant begins to wait. Its counter is lifted to the least of those that wait, or of
-        the last that did."""
+        """Add a waiting tenant. Its counter rises to at least the lowest of the waiting tenants,
+        or to that of the last one that waited."""
         if tenant in self._waiting:
             return
         least = self._waiting.peek()
@@ -75,13 +75,13 @@ class VirtualCounters:
         self._waiting.push(tenant, counter)
 
     def leave(self, tenant: str) -> None:
-        """A tenant no longer waits."""
+        """Remove a waiting tenant."""
         if self._waiting.discard(tenant):
             self._left_last = self._counters[tenant]
             self._forget_some()
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """A tenant was served; negative if too much had been charged."""
+        """Charge service to a tenant; negative to refund."""
         if tenant not in self._counters:
             return
         self._counters[tenant] += seconds
@@ -89,7 +89,7 @@ class VirtualCounters:
             self._waiting.push(tenant, self._counters[tenant])
 
     def ordered(self) -> Iterator[tuple[float, str]]:
-        """Counters and names of the waiting tenants, least served first; lazily."""
+        """Counters and names of the waiting tenants, least service first; lazily."""
         for tenant in self._waiting.ordered():
             yield self._counters[tenant], tenant
 
@@ -121,10 +121,10 @@ class _Window:
 
 
 class TopLevelGuard:
-    """Keeps a tenant from owning the top levels.
+    """Limits the share of a tenant's requests at the top levels.
 
     Attributes:
-        knobs: as given; may be changed.
+        knobs: may be replaced.
         count: requests moved down so far.
     """
 
@@ -134,7 +134,7 @@ class TopLevelGuard:
         self._windows: OrderedDict[str, _Window] = OrderedDict()
 
     def level(self, tenant: str, level: int, lowest: int, now: float) -> int:
-        """The level at which a request is served that asks for, or was predicted at, `level`.
+        """The level at which a request with a hinted or predicted `level` is served.
 
         Args:
             lowest: the least urgent level.
@@ -158,13 +158,10 @@ class TopLevelGuard:
 
 
 class TenantCaps:
-    """Caps on the seats and KV blocks that one tenant holds, so that others find some free at once.
+    """Limits the seats and KV blocks of each tenant, so that others find some free at once.
 
-    A tenant may always have one request, however large. Nobody is bounded before the engine's
-    capacity is known.
-
-    Attributes:
-        knobs: as given; may be changed.
+    A tenant may always have one request of any size. There is no limit until the engine's capacity
+    is known. `knobs` may be replaced.
     """
 
     def __init__(self, knobs: Tenants, holdings: Holdings) -> None:
@@ -184,8 +181,8 @@ class TenantCaps:
         return limit is None or held.blocks + needed <= limit
 
     def over_limit(self) -> str | None:
-        """A tenant with several requests whose KV blocks together have grown beyond its cap; None
-        if there is none. O(tenants with a seat)."""
+        """A tenant with several requests and more KV blocks than its cap, or None. O(tenants with
+        a seat)."""
         limit = self._block_limit
         if limit is None:
             return None

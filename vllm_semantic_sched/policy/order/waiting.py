@@ -1,4 +1,4 @@
-"""The waiting queue: which of the levels' queues is next."""
+"""The waiting queue, which chooses among the queues of the levels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm_semantic_sched.policy.order.queues import LevelQueue
 
 @dataclass(slots=True)
 class QueueRules:
-    """What decides among levels besides ranks; the defaults change nothing.
+    """Rules for the choice among levels besides ranks; the defaults change nothing.
 
     Attributes:
-        by_level: the rank looks at the level.
+        by_level: whether the rank uses the level.
         by_tenant: see `LevelQueue`.
-        offset: levels to add to a level's jobs; negative goes sooner.
-        admits: whether a job may have a seat now; a level whose head may not is passed over.
+        offset: levels to add to a level's jobs; negative is sooner.
+        admits: whether a job may have a seat now; a level whose first job may not is skipped.
         tenant_may_go: see `LevelQueue.peek`.
-        overtaking: whether aged jobs may go before more urgent ones.
+        overtaking: limits how often aged jobs overtake more urgent ones.
         cost: see `LevelQueue.ordered`.
     """
 
@@ -35,11 +35,11 @@ class QueueRules:
 
 
 class WaitingQueue:
-    """Jobs without a seat.
+    """Jobs without a seat. All operations are O(log n + levels).
 
-    Within a level jobs go by rank (and by tenant). Keys there are frozen; what changes from step
-    to step, the offsets and what is admissible, is looked at when the heads of the levels are
-    compared. All operations are O(log n + levels).
+    Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and
+    admissibility, which change from step to step, apply when the first jobs of the levels are
+    compared.
 
     Args:
         default_rank: see `TenantQueue`.
@@ -66,28 +66,28 @@ class WaitingQueue:
 
     @property
     def buffered(self) -> int:
-        """Jobs whose prediction is not back."""
+        """Number of jobs that await their prediction."""
         return sum(queue.buffered for queue in self._levels.values())
 
     @property
     def levels(self) -> list[int]:
-        """Levels at which jobs wait, most urgent first."""
+        """Levels with waiting jobs, most urgent first."""
         return sorted(level for level, queue in self._levels.items() if queue)
 
     def queue(self, level: int) -> LevelQueue:
-        """The jobs that wait at a level."""
+        """The queue of a level."""
         if level not in self._levels:
             self._levels[level] = LevelQueue(self._rules.by_tenant, self._default_rank)
         return self._levels[level]
 
     def buffer(self, job: Job) -> None:
-        """Append a newly arrived job about which nothing is known yet."""
+        """Append a new job without a prediction to the buffer of its level."""
         self._next = None
         self._places[job] = job.level
         self.queue(job.level).buffer(job)
 
     def push(self, job: Job, rank: Rank) -> None:
-        """Put a job in under its rank; one that is queued already moves."""
+        """Queue a job by rank, or move it to its new rank."""
         self._next = None
         place = self._places.get(job)
         if place is not None and place != job.level:
@@ -96,7 +96,7 @@ class WaitingQueue:
         self.queue(job.level).push(job, rank)
 
     def rerank(self, job: Job, rank: Rank) -> None:
-        """Give a queued job a new rank; a buffered one stays so, unless its level changed."""
+        """Give a queued job a new rank; a buffered one stays buffered unless its level changed."""
         if self._levels[self._places[job]].is_buffered(job):
             if self._places[job] == job.level:
                 return
@@ -104,7 +104,7 @@ class WaitingQueue:
         self.push(job, rank)
 
     def remove(self, job: Job) -> bool:
-        """Take a job out; False if it is not queued."""
+        """Remove a job; False if it is not queued."""
         place = self._places.pop(job, None)
         if place is None:
             return False
@@ -113,20 +113,20 @@ class WaitingQueue:
         return True
 
     def changed(self) -> None:
-        """Offsets, or what is admissible, may have changed."""
+        """Forget the cached choice, because offsets or admissibility may have changed."""
         self._next = None
 
     def peek(self) -> Job | None:
-        """The job that runs next, or None if none waits or none may have a seat now."""
+        """The job that runs next; None if no waiting job may have a seat now."""
         return self._choose()[0]
 
     def overtakes(self, job: Job) -> bool:
-        """Whether `job`, which `peek` returned, is next because of its age alone."""
+        """Whether `job`, the result of `peek`, is next only because of its age."""
         chosen, overtakes = self._choose()
         return overtakes and chosen is job
 
     def pop(self) -> Job:
-        """Remove and return what `peek` returns. IndexError if there is nothing."""
+        """Remove and return the result of `peek`. IndexError if it is None."""
         job = self.peek()
         if job is None:
             raise IndexError("pop from an empty waiting queue")
@@ -134,9 +134,9 @@ class WaitingQueue:
         return job
 
     def ordered(self) -> Iterator[Job]:
-        """The jobs as they would go if there were seats for all and nothing else happened,
-        lazily; the queue must not change during the iteration. The first is what `peek` returns,
-        unless that was held back."""
+        """The jobs in the order in which they would run if all got seats and nothing else
+        happened, lazily. The queue must not change during the iteration. The first job is the
+        result of `peek`, unless that is None."""
         first = self.peek()
         if first is not None:
             yield first
@@ -171,7 +171,7 @@ class WaitingQueue:
             return (best[1] if best else None), False
         oldest = self._oldest_overdue()
         if oldest is not None:
-            # While it is held back nobody else overtakes, so that the next seat is its own.
+            # While it is not admitted no other job overtakes, so that it gets the next seat.
             aged = oldest if admits(oldest) else None
         else:
             aged = min(

@@ -1,1 +1,1 @@
-"""What is let in, promised, shed and refused."""
+"""Overload control: admission, promises, shedding, refusals."""

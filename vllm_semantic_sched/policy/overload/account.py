@@ -1,4 +1,4 @@
-"""Requests that wait for a first seat: number, tokens, age, and which is least important."""
+"""Requests that wait for a first seat, by level and tenant: number, tokens, age."""
 
 from __future__ import annotations
 
@@ -11,29 +11,25 @@ from vllm_semantic_sched.policy.facts.job import Job
 
 @dataclass(slots=True)
 class Amount:
-    """Requests, and the tokens that they are predicted to need: prompts and outputs."""
+    """Number of requests, and their prompt and predicted output tokens."""
 
     requests: int = 0
     tokens: float = 0.0
 
     def add(self, tokens: float) -> None:
-        """One request more."""
+        """Add a request."""
         self.requests += 1
         self.tokens += tokens
 
     def take(self, tokens: float) -> None:
-        """One request less."""
+        """Subtract a request."""
         self.requests -= 1
-        self.tokens = self.tokens - tokens if self.requests else 0.0  # no rounding is left over
+        self.tokens = self.tokens - tokens if self.requests else 0.0  # clears rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a request was counted as when it came in.
-
-    Attributes:
-        since: when it arrived.
-    """
+    """The values with which a request was counted; `since` is its time of arrival."""
 
     level: int
     tokens: float
@@ -48,8 +44,8 @@ class _Level:
 
 
 class QueueAccount:
-    """Requests that have arrived and have not had a seat. Preempted ones are not among them: they
-    were let in before. Everything is O(levels) or O(log n)."""
+    """Requests that have not had a seat yet, so without preempted ones. Operations are O(levels)
+    or O(log n)."""
 
     def __init__(self, levels: int) -> None:
         self.all = Amount()
@@ -65,19 +61,19 @@ class QueueAccount:
         return job in self._entries
 
     def level(self, level: int) -> Amount:
-        """What waits of one level."""
+        """Waiting requests and tokens of a level."""
         return self._levels[level].amount
 
     def tenant(self, tenant: str) -> Amount:
-        """What waits of one tenant."""
+        """Waiting requests and tokens of a tenant."""
         return self._tenants.get(tenant) or Amount()
 
     def tokens_up_to(self, level: int) -> float:
-        """Tokens of requests that are at least as urgent as a level."""
+        """Waiting tokens of requests at least as urgent as a level."""
         return sum(each.amount.tokens for each in self._levels[: level + 1])
 
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
-        """A request begins to wait; it is the newest of its level."""
+        """Add a request, as the newest of its level."""
         self._entries[job] = entry
         level = self._levels[entry.level]
         level.jobs[job] = None
@@ -88,7 +84,7 @@ class QueueAccount:
             self._deadlines.push(job, entry.since + timeout)
 
     def leave(self, job: Job) -> Entry | None:
-        """A request waits no more; what it was counted as, None if it was not there."""
+        """Remove a request and return its entry; None if it was not counted."""
         entry = self._entries.pop(job, None)
         if entry is None:
             return None
@@ -104,18 +100,18 @@ class QueueAccount:
         return entry
 
     def timed_out(self, now: float) -> Iterator[Job]:
-        """Requests whose deadline has passed; the caller lets each leave before the next."""
+        """Requests past their timeout; the caller removes each before taking the next."""
         while (job := self._deadlines.peek()) is not None and self._deadlines.key(job) <= now:
             yield job
             self._deadlines.discard(job)
 
     def oldest(self, level: int) -> Job | None:
-        """The request of a level that came in first."""
+        """The oldest request of a level."""
         return next(iter(self._levels[level].jobs), None)
 
     def least_important(self, above: int) -> Iterator[tuple[Job, Entry]]:
-        """Requests less urgent than level `above`, least urgent first, of a level the newest
-        first; lazily. The account must not change meanwhile."""
+        """Requests less urgent than level `above`, least urgent first, newest first within a
+        level; lazily. The account must not change during the iteration."""
         for level in reversed(self._levels[above + 1 :]):
             for job in reversed(level.jobs):
                 yield job, self._entries[job]

@@ -1,4 +1,4 @@
-"""Who may wait: bounded queues, replacement, shares under pressure (O3, S6)."""
+"""Admission to the queue: bounds, replacement, and shares under pressure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAcco
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 
-# Requests that one newcomer may replace; a queue bounded in tokens may have to lose several.
+# Most requests that one new request may replace in a queue bounded in tokens.
 _REPLACED_AT_MOST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a newcomer: let in, in place of `replaced`, or refused.
+    """Whether a new request is admitted or refused.
 
     Attributes:
-        code: why it is refused; None lets it in.
-        reason: the same for a person.
-        replaced: waiting jobs that must leave for it.
+        code: why it is refused; None: admitted.
+        reason: the same as a sentence.
+        replaced: waiting jobs that end in its place.
     """
 
     code: Code | None = None
@@ -42,13 +42,10 @@ def fits(
     tiers: Sequence[Tier],
     free_seats: int,
 ) -> Verdict:
-    """Whether a newcomer finds room to wait.
+    """Whether the queue has room for a new request.
 
-    The bounds hold for what really waits: as many requests more are let in as seats are free.
-
-    Args:
-        entry: what the newcomer counts as.
-        free_seats: seats that nobody holds.
+    As many requests as there are free seats are admitted beyond the bounds, because they will not
+    wait.
     """
     if account.all.requests < free_seats:
         return ADMITTED
@@ -77,7 +74,7 @@ def over_share(
     pressure: PressureLevel,
     random: Random,
 ) -> Verdict:
-    """Whether a newcomer's tier has had more than its share under the present pressure.
+    """Refuse a new request if its tier has more than its share under the present pressure.
 
     Args:
         outstanding: predicted tokens of waiting and running requests, per level.
@@ -100,7 +97,7 @@ def over_share(
 def _full(
     waiting: Amount, requests: int | None, tokens: int | None, entry: Entry, free_seats: int
 ) -> str:
-    """In words what is full for a newcomer; empty if nothing is."""
+    """Which bound a new request exceeds, as text; empty if none."""
     if requests is not None and waiting.requests + 1 > requests + free_seats:
         return f"queue is full: {waiting.requests} requests of {requests}"
     if tokens is not None and waiting.tokens + entry.tokens > tokens:
@@ -114,7 +111,7 @@ def _full(
 def _replaceable(
     entry: Entry, account: QueueAccount, rules: Admission, free_seats: int
 ) -> tuple[Job, ...]:
-    """The least important jobs without which a newcomer fits; none if that is not enough."""
+    """The least important jobs to replace so that a new request fits; empty if it never fits."""
     left = Amount(account.all.requests, account.all.tokens)
     replaced: list[Job] = []
     for job, other in account.least_important(entry.level):

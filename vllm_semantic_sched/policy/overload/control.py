@@ -1,7 +1,7 @@
-"""Admission, deduplication, queue timeouts and shedding: decisions under overload, in one place.
+"""Decisions under overload: admission, deduplication, queue timeouts and shedding.
 
-Nothing here ends a request: calls return the jobs that must end and why, and `step.py` has the
-engine end them. Their ends come back through the lifecycle, as all ends do.
+Calls return the jobs that must end, with their refusals. `step.py` makes the engine end them, and
+the lifecycle reports their ends back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 Ended = tuple[Job, Refusal]
 
-# Waiting jobs of shed tiers that may end in one step.
+# Most waiting jobs of shed tiers that end in one step.
 _SHED_AT_A_TIME = 64
 
 _SHED = "Tier {tier!r} is shed until more urgent tiers meet their targets again"
@@ -32,16 +32,10 @@ _REPLACED = "The queue is full and a more urgent request came"
 
 
 class OverloadControl:
-    """Which requests are let in and which are ended. A `lifecycle.Listener`.
+    """Decides which requests are admitted and which end. A `lifecycle.Listener`.
 
     Args:
-        capacity: of the engine.
-        seed: of what is random, so that a run can be repeated.
-
-    Attributes:
-        account: what waits for a first seat.
-        load: pressure, promises and shed tiers.
-        dedup: the newest request of each key.
+        seed: of random decisions, so that a run can be repeated.
     """
 
     def __init__(
@@ -91,10 +85,9 @@ class OverloadControl:
         dedup_key: str | None = None,
         origin: str = "",
     ) -> list[Ended]:
-        """A job has arrived and waits, unless it is among those returned.
+        """Admit or refuse a new job; it waits unless it is among the jobs returned.
 
         Args:
-            free_seats: seats not taken.
             dedup_key, origin: see `policy.overload.dedup`.
         """
         self.load.look(now)
@@ -107,8 +100,8 @@ class OverloadControl:
         return ended
 
     def revised(self, job: Job, now: float, free_seats: int) -> list[Ended]:
-        """What is expected of a job has changed. One that waits and has another level now is a
-        newcomer to that tier."""
+        """Update a job whose estimates have changed. A waiting job with another level is judged
+        like a new request of that tier."""
         if job.state is JobState.RUNNING:
             self.load.runs(job)
         old = self.account.leave(job)
@@ -122,29 +115,23 @@ class OverloadControl:
         return []
 
     def step(self, now: float, kv_use: float) -> list[Ended]:
-        """The engine is about to arrange a step.
+        """Begin an engine step; returns jobs that have waited too long or are shed.
 
         Args:
             kv_use: share of the KV blocks in use.
-
-        Returns:
-            Jobs that have waited too long or are shed.
         """
         self.load.stepped(now, kv_use)
         self.load.look(now)
         return [*self._timed_out(now), *self._shed()]
 
     def retry_after(self, level: int) -> float:
-        """Seconds after which a newcomer of a level may find room: the predicted time to serve
-        what is before it, and up to a quarter more, so that not all come back at once."""
+        """Seconds after which to retry: the predicted time to clear the work ahead of a new request
+        of this level, and up to a quarter more, so that not all clients retry at once."""
         seconds = self.load.drain_seconds(level) * self._random.uniform(1.0, 1.25)
         return min(max(1.0, seconds), self._policy.admission.max_retry_after)
 
-    # Parts
-
     def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
-        """`older` leave first, so that the newcomer may have their place; if it is refused all
-        the same, they stay."""
+        """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""
         places = [(other, self.account.leave(other)) for other in older]
         verdict = self._judge(entry, free_seats)
         if verdict.code is not None:
@@ -186,7 +173,7 @@ class OverloadControl:
         return ended
 
     def _shed(self) -> list[Ended]:
-        """Waiting jobs of shed tiers, if they are to end, some at a time."""
+        """Waiting jobs of shed tiers that end in this step, if the policy says so."""
         ended: list[Ended] = []
         if not self.load.shedder.stage or self._policy.shedding.waiting == "keep":
             return ended

@@ -1,4 +1,4 @@
-"""Deduplication: of requests with the same key only the newest waits (O5)."""
+"""Deduplication: only the newest of the requests with one key waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Key = tuple[str, str]  # tenant, key
 
 
 class BadKey(ValueError):
-    """A key that cannot be used; the request is served without it."""
+    """The key is unusable; the request is served without it."""
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class _Newest:
 
 
 class DedupIndex:
-    """The newest request of each key. Memory is bounded by the requests that are there.
+    """The newest request of each key, among the requests that have not ended.
 
-    One request of a client can be several here (several prompts, several answers): those have the
+    A client's request with several prompts or answers becomes several requests here. They have the
     same origin and do not supersede each other.
     """
 
@@ -46,7 +46,7 @@ class DedupIndex:
         return [other for other in newest.jobs if other.started is None or rules.running == "end"]
 
     def add(self, job: Job, key: str, origin: str) -> None:
-        """`job` is the newest with this key from now on."""
+        """Make `job` the newest with this key."""
         full = (job.tenant, key)
         newest = self._newest.get(full)
         if newest is None or newest.origin != origin:
@@ -55,7 +55,7 @@ class DedupIndex:
         self._keys[job] = full
 
     def discard(self, job: Job) -> None:
-        """`job` has ended."""
+        """Remove an ended job."""
         key = self._keys.pop(job, None)
         newest = self._newest.get(key) if key is not None else None
         if key is not None and newest is not None and job in newest.jobs:
@@ -65,10 +65,10 @@ class DedupIndex:
 
 
 def read_key(extra_args: Any, rules: Dedup) -> str | None:
-    """The key in a request's `vllm_xargs`; None if it has none or keys are not obeyed.
+    """The key in a request's `vllm_xargs`; None without a key or with deduplication off.
 
     Raises:
-        BadKey: it is no text, empty or too long.
+        BadKey: it is not a string, empty or too long.
     """
     if not rules.enabled or not isinstance(extra_args, dict):
         return None
@@ -76,7 +76,7 @@ def read_key(extra_args: Any, rules: Dedup) -> str | None:
     if key is None:
         return None
     if not isinstance(key, str):
-        raise BadKey(f"{DEDUP_FIELD} is no text: {type(key).__name__}")
+        raise BadKey(f"{DEDUP_FIELD} must be a string, got {type(key).__name__}")
     if not 0 < len(key) <= rules.max_length:
         raise BadKey(f"{DEDUP_FIELD} has {len(key)} characters; valid: 1 to {rules.max_length}")
     return key

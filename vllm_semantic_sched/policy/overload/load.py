@@ -1,4 +1,4 @@
-"""What the engine carries, how fast it works it off, and how well it keeps its promises."""
+"""Load of the engine: predicted work, throughput, pressure, kept promises and shed tiers."""
 
 from __future__ import annotations
 
@@ -15,58 +15,42 @@ from vllm_semantic_sched.policy.overload.pressure import PressureLevel, Pressure
 from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
-_HALF_LIFE = 20.0
-
-_ENOUGH = 1.0
+_HALF_LIFE = 20.0  # busy seconds
+_ENOUGH = 1.0  # busy seconds before there is a rate
 
 
 class DrainRate:
-    """Tokens that the engine finishes per busy second, recent ones counting more.
-
-    Only time in which the engine was busy counts, so that an idle night does not make the
-    engine look slow.
-    """
+    """Finished tokens per second of busy time, with recent ones counting more."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
 
     def busy(self, seconds: float) -> None:
-        """The engine has worked for so long."""
+        """Add busy time."""
         fade = 0.5 ** (seconds / _HALF_LIFE)
         self._tokens *= fade
         self._seconds = self._seconds * fade + seconds
 
     def finished(self, tokens: float) -> None:
-        """A request with so many tokens, prompt and output, has ended."""
+        """Add the prompt and output tokens of an ended request."""
         self._tokens += tokens
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second; None as long as too little was seen."""
+        """Tokens per second; None without enough measurements."""
         if self._seconds < _ENOUGH or self._tokens <= 0:
             return None
         return self._tokens / self._seconds
 
 
-# How often pressure and promises are looked at.
-_LOOK_SECONDS = 0.1
-
-# Weight of a step in the smoothed time of a step, and a pause that is not one.
-_STEP_WEIGHT = 0.1
-
-_LONGEST_STEP = 5.0
+_LOOK_SECONDS = 0.1  # between two updates of pressure and promises
+_STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
+_LONGEST_STEP = 5.0  # seconds; anything longer is a pause
 
 
 class LoadMonitor:
-    """Need of running jobs, pressure, promises, and which tiers are shed.
-
-    Need counts tokens that are predicted, not only those that are there.
-
-    Args:
-        account: what waits for a first seat.
-        capacity: of the engine.
-    """
+    """Monitors predicted work, pressure, promises and shed tiers."""
 
     def __init__(
         self,
@@ -92,7 +76,7 @@ class LoadMonitor:
         self.slo, self._recent = self._monitors()
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy; what was measured counts on where the windows stay the same."""
+        """Switch to a new policy; measurements are kept if the windows stay the same."""
         old, self._policy = self._policy, policy
         if (old.slo, old.shedding.window) == (policy.slo, policy.shedding.window):
             self.slo.adopt(policy.all_tiers)
@@ -108,16 +92,16 @@ class LoadMonitor:
     # Events
 
     def runs(self, job: Job) -> None:
-        """A job has a seat, or what is expected of it has changed while it has one."""
+        """Update the expected tokens of a running job."""
         self._holdings.expect(job, self._estimates.tokens(job))
 
     def first_token(self, job: Job) -> None:
-        """A job's first token is there."""
+        """Record a job's time to first token."""
         if job.first_token is not None:
             self._record(job, job.first_token, ttft=job.first_token - job.arrival)
 
     def ended(self, job: Job, now: float, completed: bool) -> None:
-        """A job is gone; if it got its whole answer, its latencies count."""
+        """Record an ended job; its latencies count only if it completed."""
         if job.generated:
             self._drain.finished(job.tokens)
         if completed and job.first_token is not None:
@@ -126,7 +110,7 @@ class LoadMonitor:
             self._record(job, now, tpot=tpot, e2e=now - job.arrival)
 
     def stepped(self, now: float, kv_use: float) -> None:
-        """The engine arranges a step; `kv_use` is the share of its KV blocks in use."""
+        """Record the begin of an engine step; `kv_use` is the share of KV blocks in use."""
         self._kv_use = kv_use
         if self._stepped is not None and len(self._holdings):
             seconds = now - self._stepped
@@ -136,7 +120,7 @@ class LoadMonitor:
         self._stepped = now
 
     def look(self, now: float) -> None:
-        """Bring pressure and shedding up to date; O(levels), and now and then only."""
+        """Update pressure and shedding, at most every 0.1 s; O(levels)."""
         if 0 <= now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
@@ -144,11 +128,11 @@ class LoadMonitor:
         self._recent.advance(now)
         policy = self._policy
         self.pressure.observe(self.use(), policy.pressure, now)
-        nobody_presses = self.pressure.present is PressureLevel.NONE
-        calm = nobody_presses and self._account.all.requests < self._seats
+        no_pressure = self.pressure.present is PressureLevel.NONE
+        calm = no_pressure and self._account.all.requests < self._seats
         self.shedder.observe(self._broken(now), calm, policy.shedding, self.tiers, now)
 
-    # Questions
+    # Derived state
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
@@ -172,20 +156,18 @@ class LoadMonitor:
         ]
 
     def drain_seconds(self, level: int) -> float:
-        """Predicted time to serve what is before a newcomer of a level: what waits at its level
-        and above, and half of what runs."""
+        """Predicted time to clear the work ahead of a new request of this level: waiting work at
+        least as urgent, and half of the running work."""
         ahead = self._account.tokens_up_to(level) + self._predicted_tokens() / 2
         return ahead / (self._drain.rate or self._rate_by_profile())
 
     def is_shed(self, level: int) -> bool:
-        """Whether newcomers of a level are refused for the good of more urgent ones."""
+        """Whether new requests of a level are refused."""
         return self.shedder.is_shed(self.tiers[level], self.tiers)
 
-    # Parts
-
     def _broken(self, now: float) -> bool:
-        """Whether a promise to a tier that shedding would help is broken, by what was measured or
-        because its oldest request waits too long already."""
+        """Whether a promise to a tier that would benefit from shedding is broken: by measured
+        latencies, or because its oldest request has already waited too long."""
         rules = self._policy.shedding
         if not rules.enabled:
             return False
@@ -201,7 +183,7 @@ class LoadMonitor:
         return False
 
     def _predicted_tokens(self) -> float:
-        """KV tokens that running jobs are predicted to need in the end."""
+        """Total KV tokens that running jobs are predicted to need."""
         return sum(held.tokens for held in self._holdings.levels())
 
     def _monitors(self) -> tuple[SloMonitor, SloMonitor]:
@@ -215,6 +197,5 @@ class LoadMonitor:
             monitor.record(job.level, **seconds, now=now)
 
     def _rate_by_profile(self) -> float:
-        """Tokens per second while nothing was measured: every seat decodes at the profile's
-        pace."""
+        """Tokens per second by the profile, with all seats decoding."""
         return self._seats / max(self._estimates.profile.gamma2, 1e-6)

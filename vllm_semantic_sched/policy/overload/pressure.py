@@ -1,4 +1,4 @@
-"""How scarce the engine's resources are: none, warning or critical (S1)."""
+"""Pressure on the engine's resources: none, warning or critical."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class PressureLevel(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Use of each resource; 1 is all there is, more is possible where need is predicted. What
-    is not limited is 0."""
+    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited."""
 
     kv: float = 0.0
     seats: float = 0.0
@@ -28,11 +27,11 @@ class Use:
 
 
 class PressureMonitor:
-    """The level in force: rises at once, falls with hysteresis.
+    """The pressure in force, which rises at once and falls with hysteresis.
 
     Attributes:
-        level: in force.
-        present: what the last observation alone says.
+        level: pressure in force.
+        present: pressure by the last observation alone.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class PressureMonitor:
         self._below_since: float | None = None
 
     def observe(self, use: Use, rules: Pressure, now: float) -> PressureLevel:
-        """Take in the present use; returns the level in force."""
+        """Update with the present use; returns the level in force."""
         self.present = _level(use, rules, 1.0)
         if self.present > self.level:
             self._set(self.present)

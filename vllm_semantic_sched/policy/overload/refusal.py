@@ -1,4 +1,4 @@
-"""Why a request is ended without its answer, in words and codes that clients can act on (O3)."""
+"""Refusals: codes and messages for clients whose requests end without an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Code(enum.Enum):
-    """Stable code of a refusal; `status` is the HTTP status that goes with it."""
+    """Stable code of a refusal."""
 
     OVER_CAPACITY = "over_capacity"
     SHED = "shed"
@@ -27,7 +27,7 @@ class Code(enum.Enum):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request is worth sending again: not if a newer one took its place."""
+        """Whether the client should send the request again: not if a newer one replaced it."""
         return self is not Code.SUPERSEDED
 
 
@@ -40,10 +40,10 @@ FINISH_REASON = "error"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Ends a request.
+    """Why a request ends without an answer.
 
     Attributes:
-        message: one sentence for a person.
+        message: one sentence.
         retry_after: seconds after which another attempt may succeed.
     """
 
@@ -53,11 +53,11 @@ class Refusal:
 
     @property
     def retry_after_seconds(self) -> int:
-        """Whole seconds, at least one, as the header Retry-After wants them."""
+        """Whole seconds, at least 1, for the header Retry-After."""
         return max(1, math.ceil(self.retry_after))
 
     def to_text(self) -> str:
-        """As it stands in a request's `stop_reason`: JSON."""
+        """JSON for a request's `stop_reason`."""
         return json.dumps(
             {
                 "code": self.code.value,
@@ -68,7 +68,7 @@ class Refusal:
 
     @classmethod
     def from_text(cls, text: object) -> Refusal | None:
-        """Read `to_text`; None if it is something else."""
+        """Parse the result of `to_text`; None if it is not one."""
         if not isinstance(text, str):
             return None
         try:
@@ -78,14 +78,14 @@ class Refusal:
             return None
 
     def headers(self) -> dict[str, str]:
-        """HTTP headers that tell a client when to come back."""
+        """HTTP headers that say when to retry."""
         headers = {"retry-after": str(self.retry_after_seconds)}
-        if not self.code.retryable:  # obeyed by OpenAI's clients, which else retry any 429
+        if not self.code.retryable:  # for OpenAI's clients, which else retry any 429
             headers["x-should-retry"] = "false"
         return headers
 
     def body(self) -> dict[str, Any]:
-        """Error body in the form of OpenAI's."""
+        """Error body in OpenAI's format."""
         error = {
             "message": self.message,
             "type": _TYPE[self.code.status],
@@ -98,8 +98,8 @@ class Refusal:
 
 DROPPED = Refusal(
     Code.DROPPED,
-    "The request was ended to make room for more urgent ones: preempting it once more would have "
-    "cost more than starting over.",
+    "The request was ended to make room for more urgent ones: another preemption would have cost "
+    "more than starting over.",
 )
 """For a request whose tier may be dropped (`tiers[].drop`)."""
 

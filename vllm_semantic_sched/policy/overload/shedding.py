@@ -1,4 +1,4 @@
-"""Sheds less important tiers while promises to others are broken, with hysteresis (S4)."""
+"""Sheds tiers while promises to others are broken, with hysteresis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_RECOVERY = 8  # times `recover`
 
 
 class Shedder:
-    """Which tiers are shed. One step up or down at a time."""
+    """Decides which tiers are shed, one step up or down at a time."""
 
     def __init__(self) -> None:
         self._stage = 0
@@ -22,28 +22,25 @@ class Shedder:
 
     @property
     def stage(self) -> int:
-        """Steps taken; 0 sheds nothing."""
+        """Number of tiers' shed orders in force; 0: nothing is shed."""
         return self._stage
 
     def is_shed(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
-        """Whether requests of a tier are refused now."""
+        """Whether new requests of a tier are refused."""
         return tier.shed_order is not None and tier.shed_order in _orders(tiers)[: self._stage]
 
     def benefits(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
-        """Whether a tier would stay if one more step were taken."""
+        """Whether a tier would stay in service if one more step were taken."""
         return tier.shed_order is None or tier.shed_order not in _orders(tiers)[: self._stage + 1]
 
     def observe(
         self, broken: bool, calm: bool, rules: Shedding, tiers: Sequence[Tier], now: float
     ) -> int:
-        """Take in how things are.
+        """Take a step if it is due; returns the stage in force.
 
         Args:
-            broken: a promise to a tier that would stay is not kept.
-            calm: hardly anybody waits.
-
-        Returns:
-            The stage in force.
+            broken: whether a promise to a tier that would stay is broken.
+            calm: whether the engine has no pressure and few requests wait.
         """
         steps = len(_orders(tiers)) if rules.enabled else 0
         self._stage = min(self._stage, steps)

@@ -1,4 +1,4 @@
-"""Watches over a rolling window whether each tier gets the latency that it was promised (S4)."""
+"""Measures over a rolling window whether each tier gets its promised latency."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLOTS = 12
 
 
 class _Slot:
-    """The values of a twelfth of the window."""
+    """Values of a twelfth of the window."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -35,17 +35,17 @@ def _make_sketch() -> Any:
 class RollingValues:
     """Values of the last `window` seconds: their number, how many met a target, and percentiles.
 
-    Each of twelve slots of the window has a DDSketch with a relative accuracy of 2 %. Memory is
-    bounded whatever the number of values. Adding a value is O(1).
+    Each of the twelve slots has a DDSketch with a relative accuracy of 2 %, so memory is bounded.
+    Adding a value is O(1).
 
     Args:
-        window: seconds. The values are those of the last 11/12 to 12/12 of it.
+        window: seconds. The values cover the last 11/12 to 12/12 of it.
     """
 
     def __init__(self, window: float) -> None:
         self._slot_seconds = window / _SLOTS
         self._slots: deque[_Slot] = deque()
-        self._earlier: Any = None  # all slots but the newest merged, while that is up to date
+        self._earlier: Any = None  # merged sketch of all slots but the newest; None if outdated
         self.count = 0
         self.met = 0
 
@@ -56,7 +56,7 @@ class RollingValues:
         if not self._slots or self._slots[-1].number < number:
             self._slots.append(_Slot(number))
             self._earlier = None
-        slot = self._slots[-1]  # after a step back of the clock the newest slot counts
+        slot = self._slots[-1]  # the newest slot, even after the clock has stepped back
         slot.sketch.add(value)
         slot.count += 1
         slot.met += met
@@ -74,7 +74,7 @@ class RollingValues:
 
     def percentile(self, percent: float) -> float | None:
         """The smallest value that at least `percent` of the values do not exceed, within 2 %;
-        None without values. O(bins), at most a few hundred; O(slots x bins) once per slot."""
+        None without values. O(bins), and O(slots x bins) once per slot."""
         if not self.count:
             return None
         if self._earlier is None:
@@ -106,7 +106,7 @@ class SloMonitor:
         self._values = [{m: RollingValues(window) for m in MEASURES} for _ in self._tiers]
 
     def adopt(self, tiers: Sequence[Tier]) -> None:
-        """Switch to new promises. Values counted under the old ones leave with the window."""
+        """Switch to new promises. Values in the window keep their old targets."""
         self._tiers = tuple(tiers)
 
     def record(
@@ -118,7 +118,7 @@ class SloMonitor:
         *,
         now: float,
     ) -> None:
-        """Record latencies of a request in seconds; each of them once, when it is known. O(1)."""
+        """Record latencies of a request in seconds, each once. O(1)."""
         for measure, value in zip(MEASURES, (ttft, tpot, e2e), strict=True):
             if value is not None:
                 target = self.target(level, measure)
@@ -141,12 +141,12 @@ class SloMonitor:
         return bool(self._promised(level))
 
     def samples(self, level: int) -> int:
-        """Number of values in the window; the largest over the promised measures."""
+        """Largest number of values in the window over the promised measures."""
         return max((self._values[level][m].count for m in self._promised(level)), default=0)
 
     def compliance(self, level: int) -> float | None:
-        """Share of requests that met their target, 0 to 1; the smallest over the promised
-        measures. None without promises or values."""
+        """Smallest share of requests that met their target, over the promised measures. None
+        without promises or values."""
         shares = [
             values.met / values.count
             for values in (self._values[level][m] for m in self._promised(level))
@@ -155,9 +155,8 @@ class SloMonitor:
         return min(shares, default=None)
 
     def headroom(self, level: int) -> float | None:
-        """Distance of the promised percentile below its target, as a share of the target; the
-        smallest over the promised measures. Negative if a promise is broken, None without
-        promises or values."""
+        """Smallest relative distance of the promised percentile below its target, over the
+        promised measures. Negative if a promise is broken, None without promises or values."""
         percent = self._tiers[level].slo.percentile
         rooms = []
         for measure in self._promised(level):
