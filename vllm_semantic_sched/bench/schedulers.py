@@ -96,7 +96,7 @@ def parse_schedulers(
         host_gib: host memory for KV of preempted requests; 0: none is kept.
 
     Raises:
-        ValueError: an a name is unknown or repeated, or a stock scheduler is given a policy.
+        ValueError: a name is unknown or repeated, or a stock scheduler is given a policy.
     """
     specs: list[SchedulerSpec] = []
     extra = swap_arguments(host_gib) if host_gib else ()

@@ -45,7 +45,7 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 
 class EngineView(AdmissionView, Protocol):
-    """What a step asks of an engine, and what it orders."""
+    """The engine as a step sees it: questions about its state, and orders to it."""
 
     # Questions
 
@@ -236,8 +236,8 @@ class SchedulingStep:
         """Alg. 2 of the paper: which prefills are held, and how many tokens they all may have."""
         core = self._core
         prefilling, newcomer = view.prefilling(), core.waiting.peek()
-        nobody = not len(core.running) or (newcomer is None and not prefilling)
-        if nobody or not core.policy.uses_urgency:
+        no_prefill = newcomer is None and not prefilling
+        if no_prefill or not len(core.running) or not core.policy.uses_urgency:
             return NO_LIMITS
         held = self._held_for(newcomer, prefilling, view) if newcomer is not None else ()
         levels = [job.effective_level for job in prefilling]
