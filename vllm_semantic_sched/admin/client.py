@@ -22,7 +22,7 @@ class AdminError(RuntimeError):
 
 
 class AdminClient:
-    """Calls the endpoints of `engine/admin.py`.
+    """Calls the endpoints of `engine/http/admin.py`.
 
     Args:
         url: base address of the server.
