@@ -69,7 +69,13 @@ def save_network(
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
-    stored = quantised(state) if precision == "int8" else _halved(state)
+    if precision == "int8":
+        stored = quantised(state)
+    else:
+        stored = {
+            name: (value.half() if value.dim() == 2 else value).contiguous()
+            for name, value in state.items()
+        }
     save_file(stored, folder / _WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
     for other in _WEIGHTS_FILES.keys() - {precision}:
@@ -98,10 +104,3 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
 def _weights_file(folder: Path) -> Path | None:
     paths = (folder / name for name in _WEIGHTS_FILES.values())
     return next((path for path in paths if path.is_file()), None)
-
-
-def _halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (value.half() if value.dim() == 2 else value).contiguous()
-        for name, value in state.items()
-    }

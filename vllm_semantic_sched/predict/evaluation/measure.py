@@ -63,9 +63,8 @@ class Evaluation:
 def model_guesser(
     predictor: TextPredictor, advanced: Callable[[int], object] = lambda count: None
 ) -> Guesser:
-    """The predictor in the form that `evaluate` takes.
-
-    A model of fewer than five levels gives the missing, least urgent ones probability 0.
+    """The predictor in the form that `evaluate` takes. A model of fewer than five levels gives the
+    missing, least urgent ones probability 0.
 
     Args:
         advanced: called with the number of texts read since its last call.
@@ -137,29 +136,31 @@ def evaluate(
     """
     texts = [example.text for example in test_set.examples]
     guess = model(texts)
-    report = _figures(test_set, guess, decision)
+    report = figures_of(test_set, guess, decision)
     for rule in RULES:
         if rule != decision.rule:
             other = decision.model_copy(update={"rule": rule})
             report[rule] = _level_part(test_set, guess, other)
     report["kinds"] = report["reliability"] = None
-    at, truth, rows = _levelled(test_set, guess)
+    places, truth, rows = _levelled(test_set, guess)
     if truth:
         report["reliability"] = reliability(truth, rows)
         if test_set.kinds is not None:
+            kinds = [test_set.kinds[place] for place in places]
             decided = [decide_level(row, decision) for row in rows]
-            report["kinds"] = kind_figures([test_set.kinds[place] for place in at], truth, decided)
+            report["kinds"] = kind_figures(kinds, truth, decided)
     every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     beside = {**constant_baselines(truth, every_length), **baselines}
     report["baselines"] = {}
     for name, baseline in beside.items():
-        figures = _figures(test_set, baseline(texts), decision)
+        figures = figures_of(test_set, baseline(texts), decision)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
     return Evaluation(report, _lengths(test_set, guess))
 
 
-def _figures(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+def figures_of(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+    """`level_figures` and `length_figures` of a guess, None where there is no label or guess."""
     levels = _level_part(test_set, guess, decision)
     return {"n": len(test_set.examples), **levels, **_length_part(test_set, guess)}
 
@@ -173,18 +174,12 @@ def _levelled(
     test_set: LabelledSet, guess: Guess
 ) -> tuple[list[int], list[int], list[Sequence[float]]]:
     """Place, true level and predicted probabilities of the texts that have the label."""
-    if guess.urgency is None:
+    rows = guess.urgency
+    if rows is None:
         return [], [], []
-    triples = [
-        (place, example.level, row)
-        for place, (example, row) in enumerate(zip(test_set.examples, guess.urgency, strict=True))
-        if example.level is not None
-    ]
-    return (
-        [place for place, _, _ in triples],
-        [level for _, level, _ in triples],
-        [row for _, _, row in triples],
-    )
+    labels = enumerate(example.level for example in test_set.examples)
+    levels = {place: level for place, level in labels if level is not None}
+    return [*levels], [*levels.values()], [rows[place] for place in levels]
 
 
 def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
@@ -194,12 +189,9 @@ def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
         return {**_NO_LENGTHS, "n_length": 0, "per_model": None}
     per_model = {}
     for name in dict.fromkeys(name for one in answers for name in one):
-        pairs = [
-            (one[name], tokens)
-            for one, tokens in zip(answers, guess.tokens, strict=True)
-            if name in one
-        ]
-        per_model[name] = length_figures([true for true, _ in pairs], [own for _, own in pairs])
+        places = [place for place, one in enumerate(answers) if name in one]
+        truth = [answers[place][name] for place in places]
+        per_model[name] = length_figures(truth, [guess.tokens[place] for place in places])
     if test_set.answers is None:
         return {**per_model.popitem()[1], "per_model": None}
     means = {
@@ -213,11 +205,8 @@ def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
 def _lengths(test_set: LabelledSet, guess: Guess) -> list[tuple[float, float]]:
     if guess.tokens is None:
         return []
-    return [
-        (fmean(one.values()), tokens)
-        for one, tokens in zip(_answers(test_set), guess.tokens, strict=True)
-        if one
-    ]
+    pairs = zip(_answers(test_set), guess.tokens, strict=True)
+    return [(fmean(answers.values()), tokens) for answers, tokens in pairs if answers]
 
 
 def _answers(test_set: LabelledSet) -> Sequence[Mapping[str, int]]:

@@ -1,6 +1,6 @@
-"""Figures of merit for ordered levels and for output lengths.
+"""Figures of merit for levels (rows of probabilities, level 0 first) and for output lengths.
 
-Rows of probabilities are level 0 first. A figure that the data does not define is None.
+A figure that the data does not define is None.
 """
 
 import math
@@ -62,7 +62,7 @@ def reliability(
     for true, row in zip(truth, probabilities, strict=True):
         confidence = max(row)
         place = min(CALIBRATION_BINS - 1, int(confidence * CALIBRATION_BINS))
-        members[place].append((confidence, _likeliest(row) == true))
+        members[place].append((confidence, likeliest(row) == true))
     return [
         {
             "low": place / CALIBRATION_BINS,
@@ -192,25 +192,8 @@ def expected_tokens(probabilities: Sequence[float], buckets: LengthBuckets) -> f
     return sum(share * mean for share, mean in zip(probabilities, buckets.means, strict=True))
 
 
-def urgency_report(
-    truth: Sequence[int], urgency: Sequence[Sequence[float]], levels: int
-) -> dict[str, Any]:
-    """The few figures of a validation table, for the most likely level.
-
-    `urgency[i]` are the `levels` level probabilities of text i.
-    """
-    figures = level_figures(truth, urgency, Decision(rule="most_likely"))
-    return {
-        "n": len(truth),
-        "accuracy": figures["accuracy"] or 0.0,
-        "balanced_accuracy": figures["balanced_accuracy"] or 0.0,
-        "quadratic_weighted_kappa": figures["quadratic_weighted_kappa"] or 0.0,
-        "recall": figures["recall"] or [None] * levels,
-        "auc_level_0_or_1": figures["auc"],
-    }
-
-
-def _likeliest(row: Sequence[float]) -> int:
+def likeliest(row: Sequence[float]) -> int:
+    """The index of the highest probability, the first of equals."""
     return max(range(len(row)), key=row.__getitem__)
 
 

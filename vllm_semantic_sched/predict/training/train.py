@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -13,24 +13,15 @@ from torch import nn
 
 from vllm_semantic_sched.datasets import split_of
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
-from vllm_semantic_sched.predict.evaluation.examples import (
-    Example,
-    read_examples,
-    write_examples,
-)
+from vllm_semantic_sched.predict.evaluation.examples import Example, read_examples, write_examples
+from vllm_semantic_sched.predict.evaluation.metrics import likeliest
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.training.base import (
-    load_base,
-    set_length_buckets,
-    set_level_names,
-)
+from vllm_semantic_sched.predict.training.base import load_base, set_length_buckets, set_level_names
 from vllm_semantic_sched.predict.training.calibration import (
-    ValidationRow,
     calibrate,
-    calibration_examples,
     fitted_thresholds,
-    validation_rows,
+    validation_figures,
 )
 from vllm_semantic_sched.predict.training.fit import (
     ENCODER_RATE,
@@ -47,6 +38,7 @@ THRESHOLDS_FILE = "thresholds.yaml"
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
+_CALIBRATION_SCALE = 0.05  # of the texts in a round of training
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
@@ -70,7 +62,7 @@ class Options:
     epochs: int
     minutes: float | None
     threads: int
-    on_step: Callable[[Step], object] = lambda step: None
+    on_step: Callable[[Step], object]
 
 
 @dataclass(frozen=True)
@@ -101,12 +93,15 @@ class FineTuned:
 
 
 def train_all(
-    options: Options, root: Path, scale: float = 1.0
-) -> tuple[Thresholds, list[ValidationRow]]:
+    options: Options, root: Path, scale: float
+) -> tuple[Thresholds, dict[str, dict[str, Any]]]:
     """Train both heads on the data folder `root` and the package's wordings.
 
     Args:
         scale: share of the texts per round.
+
+    Returns:
+        The fitted thresholds and the `validation_figures`.
 
     Raises:
         DataNotFound: a file is missing below `root`.
@@ -131,11 +126,12 @@ def train_all(
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
     )
-    calibrate(network, tokenizer, calibration_examples(validation, options.seed, scale))
+    unseen = training_round(validation, options.seed, _CALIBRATION_SCALE * scale)
+    calibrate(network, tokenizer, unseen)
     save_network(network, folder, options.output)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
     thresholds = _write_thresholds(options, visits)
-    return thresholds, validation_rows(options.output, validation, options.seed)
+    return thresholds, validation_figures(options.output, validation, options.seed)
 
 
 def train_urgency(
@@ -165,14 +161,18 @@ def train_urgency(
             network.classifier = nn.Linear(network.config.dim, len(domain.levels))
 
     examples = read(table) if table else domain_examples(domain, count, options.seed)
-    same_heads = domain_name == "emergency" and options.base != "pretrained"
-    tuning = _Tuning("length", _URGENCY_RATE, prepare, same_heads)
-    return _fine_tune(options, examples, None if test is None else read(test), tuning)
+    return _fine_tune(
+        options,
+        examples,
+        None if test is None else read(test),
+        keep="length",
+        encoder_rate=_URGENCY_RATE,
+        prepare=prepare,
+        same_heads=domain_name == "emergency" and options.base != "pretrained",
+    )
 
 
-def train_length(
-    options: Options, table: Path, test: Path | None, tune_encoder: bool = False
-) -> FineTuned:
+def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
     """Train the length head on texts with output lengths.
 
     Args:
@@ -190,37 +190,37 @@ def train_length(
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
 
-    tuning = _Tuning("urgency", FINE_TUNING_RATE if tune_encoder else 0.0, prepare, False)
-    return _fine_tune(options, read(table), None if test is None else read(test), tuning)
-
-
-@dataclass(frozen=True)
-class _Tuning:
-    """How a base is trained further.
-
-    Attributes:
-        keep: the head that is not trained. It stays as it is under a frozen encoder, and is held
-            to its own predictions at the start while the encoder moves.
-        encoder_rate: learning rate of the encoder; 0 freezes it.
-        prepare: fits the network's heads to the training examples.
-        same_heads: the heads stay those of the base. Then the trained network is averaged with
-            the base, whose calibration it keeps.
-    """
-
-    keep: Literal["urgency", "length"]
-    encoder_rate: float
-    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None]
-    same_heads: bool
+    return _fine_tune(
+        options,
+        read(table),
+        None if test is None else read(test),
+        keep="urgency",
+        encoder_rate=FINE_TUNING_RATE if tune_encoder else 0.0,
+        prepare=prepare,
+    )
 
 
 def _fine_tune(
     options: Options,
     examples: Sequence[Example],
     tests: Sequence[Example] | None,
-    tuning: _Tuning,
+    *,
+    keep: Literal["urgency", "length"],
+    encoder_rate: float,
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
+    same_heads: bool = False,
 ) -> FineTuned:
     """Train the base on `examples`, less a tenth for calibration, where that is needed, and, if
-    `tests` is None, a tenth to test on."""
+    `tests` is None, a tenth to test on.
+
+    Args:
+        keep: the head that is not trained. It stays as it is under a frozen encoder, and is trained
+            on its own first predictions while the encoder changes.
+        encoder_rate: learning rate of the encoder; 0 freezes it.
+        prepare: fits the network's heads to the training examples.
+        same_heads: the heads stay those of the base. Then the trained network is averaged with
+            the base, whose calibration it keeps.
+    """
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
     torch.set_num_threads(options.threads)
@@ -229,7 +229,7 @@ def _fine_tune(
         [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     )
-    if tuning.same_heads:
+    if same_heads:
         training += validation
     known = None
     if tests is None:
@@ -240,12 +240,12 @@ def _fine_tune(
         trained = {one.text for one in training}
         known = sum(one.text in trained for one in tests)
     folder, network, tokenizer = load_base(options.base)
-    tuning.prepare(network, training)
+    prepare(network, training)
     fitted: Sequence[Example] = training
-    if not tuning.encoder_rate:
-        network.head(tuning.keep).requires_grad_(False)
+    if not encoder_rate:
+        network.head(keep).requires_grad_(False)
     elif options.base != "pretrained":
-        fitted = _with_predictions(training, folder, tuning.keep, options.threads)
+        fitted = _with_predictions(training, folder, keep, options.threads)
     fit(
         network,
         tokenizer,
@@ -253,18 +253,18 @@ def _fine_tune(
         seed=options.seed,
         epochs=options.epochs,
         minutes=options.minutes,
-        encoder_rate=tuning.encoder_rate,
+        encoder_rate=encoder_rate,
         on_step=options.on_step,
     )
-    if tuning.same_heads:
+    if same_heads:
         average(network, load_network(folder).state_dict())
-    elif tuning.keep == "length":
+    elif keep == "length":
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
     training_file, test_file = options.output / "train.csv", options.output / "test.csv"
     write_examples(training, training_file)
     write_examples(tests, test_file)
-    thresholds = _write_thresholds(options, training) if tuning.keep == "length" else None
+    thresholds = _write_thresholds(options, training) if keep == "length" else None
     return FineTuned(training_file, test_file, len(tests), known, thresholds)
 
 
@@ -290,9 +290,8 @@ def _with_predictions(
     labelled = []
     for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
         if keep == "urgency":
-            one = replace(one, level=max(range(len(guess.urgency)), key=guess.urgency.__getitem__))
+            one = replace(one, level=likeliest(guess.urgency))
         elif guess.length is not None and buckets is not None:
-            bucket = max(range(len(guess.length)), key=guess.length.__getitem__)
-            one = replace(one, output_tokens=round(buckets.means[bucket]))
+            one = replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
         labelled.append(one)
     return labelled
