@@ -65,10 +65,18 @@ def test_guesses_keep_their_order_over_batches(monkeypatch):
     assert guess.tokens == [10.0, 200.0, 10.0, 10.0, 200.0]
 
 
-def test_a_model_without_lengths(tmp_path):
+class Urgent(TwoLevels):
+    """Reads every text as level 1; predicts no lengths."""
+
+    length_buckets = None
+
+    def predict(self, texts):
+        return [Prediction((0.0, 1.0)) for _ in texts]
+
+
+def test_a_model_without_lengths():
     labelled = LabelledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
-    row = (0.0, 1.0, 0.0, 0.0, 0.0)
-    result = measure.evaluate(labelled, lambda texts: Guess([row] * len(texts)), {}, Decision())
+    result = measure.evaluate_predictor(labelled, Urgent(), {}, Decision())
     assert result.lengths == []
     assert (result.report["n_level"], result.report["n_length"]) == (1, 0)
     assert result.report["kendall_tau"] is None

@@ -46,12 +46,13 @@ CLAIMS = (
 _URGENT, _CALM = 1, 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
     """The result of evaluating a model on one test set.
 
     Attributes:
-        report: the figures, ready for JSON; see `evaluate`.
+        report: the figures, ready for JSON. It always has every key, with None where the set lacks
+            the label or the model does not predict it.
         lengths: (true, predicted) output tokens of each text with a length; the true one is a
             mean where several models answered.
     """
@@ -96,47 +97,25 @@ def evaluate_predictor(
     claims: bool = False,
     advanced: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
-    """Evaluate a predictor and describe texts, model and decision in the report.
+    """Figures of the predictor, and of each baseline, the constant ones included.
 
     Args:
-        model: its name in the report.
+        decision: how every guesser's probabilities become a level.
+        model: name of the predictor in the report.
         claims: read the texts once more with claims about their urgency.
         advanced: called with the number of texts read since its last call; `texts_to_read` is
             their sum.
     """
     guesser = model_guesser(predictor, advanced)
-    evaluation = evaluate(test_set, guesser, baselines, decision)
-    evaluation.report = {
+    texts = [example.text for example in test_set.examples]
+    guess = guesser(texts)
+    report = {
         "source": test_set.name,
         "description": BUILTIN_SETS.get(test_set.name, "Labelled texts from a file."),
         "model": model,
         "decision": decision.model_dump(mode="json"),
-        **evaluation.report,
-        "claims": claim_figures(test_set.examples, guesser, decision) if claims else None,
+        **figures_of(test_set, guess, decision),
     }
-    return evaluation
-
-
-def texts_to_read(test_set: LabelledSet, claims: bool) -> int:
-    """Number of texts that `evaluate_predictor` reads."""
-    claimed = sum(one.level in (0, 4) for one in test_set.examples)
-    return len(test_set.examples) + claims * (len(CLAIMS) + 1) * claimed
-
-
-def evaluate(
-    test_set: LabelledSet, model: Guesser, baselines: Mapping[str, Guesser], decision: Decision
-) -> Evaluation:
-    """Figures of the model, and of each baseline, the constant ones included.
-
-    The report always has every key, with None where the set lacks the label or the guesser does
-    not predict it.
-
-    Args:
-        decision: how every guesser's probabilities become a level.
-    """
-    texts = [example.text for example in test_set.examples]
-    guess = model(texts)
-    report = figures_of(test_set, guess, decision)
     for rule in RULES:
         if rule != decision.rule:
             other = decision.model_copy(update={"rule": rule})
@@ -150,13 +129,19 @@ def evaluate(
             decided = [decide_level(row, decision) for row in rows]
             report["kinds"] = kind_figures(kinds, truth, decided)
     every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
-    beside = {**constant_baselines(truth, every_length), **baselines}
     report["baselines"] = {}
-    for name, baseline in beside.items():
+    for name, baseline in {**constant_baselines(truth, every_length), **baselines}.items():
         figures = figures_of(test_set, baseline(texts), decision)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
+    report["claims"] = claim_figures(test_set.examples, guesser, decision) if claims else None
     return Evaluation(report, _lengths(test_set, guess))
+
+
+def texts_to_read(test_set: LabelledSet, claims: bool) -> int:
+    """Number of texts that `evaluate_predictor` reads."""
+    claimed = sum(one.level in (0, 4) for one in test_set.examples)
+    return len(test_set.examples) + claims * (len(CLAIMS) + 1) * claimed
 
 
 def figures_of(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:

@@ -64,11 +64,9 @@ def set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> N
 
 
 def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:
-    """At most `count` buckets of `lengths` (tokens), fewer where quantiles coincide.
+    """At most `count` buckets cut at quantiles of `lengths` in tokens (S3, Jin et al. 2023).
 
-    They are cut at quantiles, so that each holds about as many answers (S3, Jin et al. 2023).
-
-    Raises ValueError if there is nothing to divide.
+    Raises ValueError if there are no lengths.
     """
     if not lengths:
         raise ValueError("no lengths to make buckets of")
@@ -102,11 +100,10 @@ def pretrained_folder() -> Path:
 
 
 def network_from_minilm(folder: Path, **settings: Any) -> UrgencyLengthClassifier:
-    """A network whose encoder computes what the BERT checkpoint in `folder` computes.
+    """A network with random heads whose encoder computes what the BERT in `folder` computes.
 
-    The heads are random. `settings` go into the configuration (`length_bucket_edges`,
-    `length_bucket_means`, and so on). DistilBERT is BERT without token types, so row 0 of the
-    token-type table, which BERT adds everywhere, is added to the position table.
+    DistilBERT is BERT without token types, so row 0 of the token-type table, which BERT adds
+    everywhere, is added to the position table. `settings` go into the configuration.
     """
     source = BertModel.from_pretrained(folder)
     config = DistilBertConfig(

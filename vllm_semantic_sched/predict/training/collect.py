@@ -14,13 +14,8 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass
 class Collected:
-    """Outcome of collecting.
-
-    Attributes:
-        answered: number of prompts that the server answered.
-        cut: number of answers that reached the limit on tokens and were left out.
-        problems: one message per prompt that failed.
-    """
+    """Outcome: prompts answered, answers left out because they reached the limit on tokens, and
+    one message per prompt that failed."""
 
     answered: int = 0
     cut: int = 0
@@ -32,10 +27,10 @@ def collect_lengths(
     prompts: Path,
     table: Path,
     *,
-    model: str | None = None,
+    model: str | None,
     max_tokens: int,
     concurrency: int,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Callable[[int, int], object],
 ) -> Collected:
     """Write `table`, a CSV with the columns text,output_tokens, one row per answered prompt.
 
