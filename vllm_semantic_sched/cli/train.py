@@ -34,7 +34,7 @@ from vllm_semantic_sched.predict.evaluation.examples import read_examples, read_
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.predict.training.fit import Step
-    from vllm_semantic_sched.predict.training.train import FineTuned, Options, Thresholds
+    from vllm_semantic_sched.predict.training.train import FineTuned, Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +136,9 @@ def _train_all(args: argparse.Namespace) -> None:
         raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
     from vllm_semantic_sched.predict.training.train import train_all
 
-    thresholds, figures = train_all(_options(args), root, args.scale)
+    texts, figures = train_all(_options(args), root, args.scale)
     print(f"saved to {args.output}")
-    _print_thresholds(thresholds)
+    _print_thresholds(args.output, texts)
     _print_validation(figures)
 
 
@@ -223,29 +223,34 @@ class _RoundBars:
 def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     """Print where the model is, and evaluate it on the texts that were held out."""
     from vllm_semantic_sched.predict.model import TextPredictor
+    from vllm_semantic_sched.predict.training.train import TEST_FILE, TRAINING_FILE
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
         known = f"{tuned.known_tests} of the {tuned.tests} texts for the report"
         print(f"{known} are trained on as well")
     decision = Decision()
-    if tuned.thresholds:
-        _print_thresholds(tuned.thresholds)
-        decision = load_policy(tuned.thresholds.path).decision
+    if tuned.threshold_texts is not None:
+        policy = _print_thresholds(args.output, tuned.threshold_texts)
+        decision = load_policy(policy).decision
     report_on(
-        read_labelled_set(tuned.test_file),
+        read_labelled_set(args.output / TEST_FILE),
         TextPredictor.load(str(args.output)),
-        fit_baselines(read_examples(tuned.training_file)),
+        fit_baselines(read_examples(args.output / TRAINING_FILE)),
         decision,
         args.output / "report",
         model=str(args.output),
     )
 
 
-def _print_thresholds(thresholds: Thresholds) -> None:
-    path = thresholds.path
-    print(f"thresholds on the expected level, fitted to {thresholds.texts} texts: {path}")
+def _print_thresholds(model: Path, texts: int) -> Path:
+    """Print the policy of fitted thresholds in the folder of a model; its path."""
+    from vllm_semantic_sched.predict.training.train import THRESHOLDS_FILE
+
+    path = model / THRESHOLDS_FILE
+    print(f"thresholds on the expected level, fitted to {texts} texts: {path}")
     print(path.read_text(encoding="utf-8"))
+    return path
 
 
 def _print_validation(parts: Mapping[str, Mapping[str, Any]]) -> None:

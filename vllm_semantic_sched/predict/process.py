@@ -1,7 +1,5 @@
 """Runs the predictor process and exchanges messages with it, each within a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

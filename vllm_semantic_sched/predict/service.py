@@ -1,7 +1,5 @@
 """Predicts in the background: the scheduler submits prompts and collects predictions later."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -1,7 +1,6 @@
 """The stored form of a trained network: a folder with weights, config and tokenizer.
 
-Matrices are stored as int8 with one fp32 scale per row (a quarter of fp32), as the package ships
-them, or as fp16; everything else as fp32. `semsched train` writes these forms.
+Matrices are stored as int8 with one fp32 scale per row, or as fp16; other weights as fp32.
 """
 
 import json
@@ -17,11 +16,8 @@ from transformers import DistilBertConfig
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
 Precision = Literal["int8", "fp16"]
-"""The number format of stored matrices.
-
-Fine-tuning a network that was stored as int8 moves many of its weights by less than half a step of
-int8, which would be rounded away again.
-"""
+"""The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move
+by less than half a step of int8."""
 
 _WEIGHTS_FILES: dict[Precision, str] = {
     "int8": "model.int8.safetensors",

@@ -54,11 +54,10 @@ def test_baselines_need_two_different_labels():
     assert 1 <= short < 100 < long
 
 
-def test_guesses_keep_their_order_over_batches(monkeypatch):
-    monkeypatch.setattr(measure, "TEXTS_PER_CALL", 2)
+def test_guesses_keep_their_order_over_batches():
     texts = ["not breathing", "a poem", "a sum", "breathing", "a poem"]
     counts = []
-    guess = measure.model_guesser(TwoLevels(), counts.append)(texts)
+    guess = measure.model_guesser(TwoLevels(), counts.append, texts_per_call=2)(texts)
     assert counts == [2, 2, 1]
     assert [row[0] for row in guess.urgency] == [0.99, 0.01, 0.01, 0.99, 0.01]
     assert all(len(row) == 5 for row in guess.urgency)

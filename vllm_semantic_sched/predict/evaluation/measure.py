@@ -1,7 +1,5 @@
 """Measures predictors on labelled texts, with baselines and claims about the urgency."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,12 +15,12 @@ from vllm_semantic_sched.predict.evaluation.metrics import (
     kind_figures,
     length_figures,
     level_figures,
+    mean,
     reliability,
 )
 from vllm_semantic_sched.predict.model import TextPredictor
 
-TEXTS_PER_CALL = 256
-"""Texts between two reports of progress."""
+_TEXTS_PER_CALL = 256
 
 RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
 """All rules of a decision: a report gives the figures of the others beside the policy's own."""
@@ -62,13 +60,16 @@ class Evaluation:
 
 
 def model_guesser(
-    predictor: TextPredictor, advanced: Callable[[int], object] = lambda count: None
+    predictor: TextPredictor,
+    advanced: Callable[[int], object] = lambda count: None,
+    texts_per_call: int = _TEXTS_PER_CALL,
 ) -> Guesser:
     """The predictor in the form that `evaluate` takes. A model of fewer than five levels gives the
     missing, least urgent ones probability 0.
 
     Args:
         advanced: called with the number of texts read since its last call.
+        texts_per_call: number of texts between two calls of `advanced`.
     """
 
     def guess(texts: Sequence[str]) -> Guess:
@@ -76,8 +77,8 @@ def model_guesser(
         buckets = predictor.length_buckets
         urgency: list[tuple[float, ...]] = []
         tokens: list[float] = []
-        for start in range(0, len(texts), TEXTS_PER_CALL):
-            predictions = predictor.predict(texts[start : start + TEXTS_PER_CALL])
+        for start in range(0, len(texts), texts_per_call):
+            predictions = predictor.predict(texts[start : start + texts_per_call])
             urgency += [(*one.urgency, *missing) for one in predictions]
             if buckets is not None:
                 tokens += [expected_tokens(one.length or (), buckets) for one in predictions]
@@ -206,10 +207,7 @@ def _answers(test_set: LabelledSet) -> Sequence[Mapping[str, int]]:
 def claim_figures(
     examples: Sequence[Example], guesser: Guesser, decision: Decision
 ) -> dict[str, dict[str, float | None]]:
-    """Levels of the same texts without and with each claim about the urgency.
-
-    The author of a prompt writes what the predictor reads, so the figures show how far a claim
-    alone moves the level (prompt injection).
+    """How far a claim about the urgency alone changes the level (prompt injection).
 
     Returns:
         Per claim `calm_read_urgent`, the share of the texts of level 4 that are read as level 0
@@ -224,11 +222,7 @@ def claim_figures(
         rows = guesser([form.replace("...", text) for text in (*calm, *urgent)]).urgency or ()
         levels = [decide_level(row, decision) for row in rows]
         figures[claim] = {
-            "calm_read_urgent": _share([level <= _URGENT for level in levels[: len(calm)]]),
-            "urgent_read_calm": _share([level >= _CALM for level in levels[len(calm) :]]),
+            "calm_read_urgent": mean([level <= _URGENT for level in levels[: len(calm)]]),
+            "urgent_read_calm": mean([level >= _CALM for level in levels[len(calm) :]]),
         }
     return figures
-
-
-def _share(hits: Sequence[bool]) -> float | None:
-    return sum(hits) / len(hits) if hits else None

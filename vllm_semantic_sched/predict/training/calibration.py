@@ -132,7 +132,8 @@ def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
 def validation_figures(model: Path, sources: Sources, seed: int) -> dict[str, dict[str, Any]]:
     """`figures_of` the stored model on each part of the validation split, at the most likely
     level."""
-    guesser = model_guesser(TextPredictor.load(str(model), torch.get_num_threads()))
+    predictor = TextPredictor.load(str(model), torch.get_num_threads())
+    guesser = model_guesser(predictor, texts_per_call=_PER_PART)
     figures = {}
     for name, examples in validation_parts(sources, seed).items():
         guess = guesser([example.text for example in examples])

@@ -82,7 +82,9 @@ def fit(
                     return
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            loss = _loss(network, ids, mask, levels, lengths)
+            with autocast():
+                urgency, length = network(ids, mask)
+            loss = _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -108,14 +110,6 @@ def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> 
     """
     own = network.state_dict()
     network.load_state_dict({name: (own[name] + weights[name]) / 2 for name in own})
-
-
-def _loss(
-    network: UrgencyLengthClassifier, ids: Tensor, mask: Tensor, levels: Tensor, lengths: Tensor
-) -> Tensor:
-    with autocast():
-        urgency, length = network(ids, mask)
-    return _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor) -> Tensor:

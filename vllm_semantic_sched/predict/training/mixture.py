@@ -25,13 +25,11 @@ from vllm_semantic_sched.predict.training.wording import capital, choose, surrou
 
 _Item = TypeVar("_Item")
 
-# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 %
-# at level 0, half at level 2).
+# Visits in the survey's own words and proportions, so that the model learns its base rates.
 _PLAIN_VISITS = 32_000
 # Visits as chart notes, in the same proportions: such notes are written in emergency departments.
 _CHARTED_VISITS = 7000
-# Visits of each level in other voices. People who write so are not a sample of an emergency
-# department, and a head trained on the survey's proportions would predict level 0 for no text.
+# Visits of each level in other voices; in the survey's proportions no text would get level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack.
 _WRITTEN = 8000
@@ -69,11 +67,6 @@ class Sources:
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
             written=tuple(written_messages(split)),
         )
-
-    @property
-    def lengths(self) -> list[int]:
-        """Output lengths of all prompts and questions, in tokens."""
-        return [pair.output_tokens for pair in (*self.prompts, *self.questions)]
 
 
 def written_messages(split: Split) -> list[Example]:

@@ -1,11 +1,9 @@
 """Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -33,8 +31,11 @@ from vllm_semantic_sched.predict.training.fit import (
 from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
 from vllm_semantic_sched.predict.weights import load_network, save_network
 
+# In the folder of a trained model: a policy with the fitted `decision.thresholds`, and the texts
+# that a fine-tuned model was and was not trained on.
 THRESHOLDS_FILE = "thresholds.yaml"
-"""A policy with the fitted `decision.thresholds`, in the folder of a trained model."""
+TRAINING_FILE = "train.csv"
+TEST_FILE = "test.csv"
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
@@ -65,43 +66,30 @@ class Options:
     on_step: Callable[[Step], object]
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """A policy file whose thresholds on the expected level were fitted to `texts` texts."""
-
-    path: Path
-    texts: int
-
-
-@dataclass(frozen=True)
-class FineTuned:
+class FineTuned(NamedTuple):
     """Outcome of training on labelled texts.
 
     Attributes:
-        training_file, test_file: CSVs with the texts that were and were not trained on.
-        tests: number of texts in `test_file`.
+        tests: number of test texts.
         known_tests: number of those that were trained on as well; None if the test texts are a
             part of the given texts, held out.
-        thresholds: None if levels were not trained.
+        threshold_texts: number of texts that the thresholds were fitted to; None if levels were
+            not trained.
     """
 
-    training_file: Path
-    test_file: Path
     tests: int
     known_tests: int | None
-    thresholds: Thresholds | None
+    threshold_texts: int | None
 
 
-def train_all(
-    options: Options, root: Path, scale: float
-) -> tuple[Thresholds, dict[str, dict[str, Any]]]:
+def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str, dict[str, Any]]]:
     """Train both heads on the data folder `root` and the package's wordings.
 
     Args:
         scale: share of the texts per round.
 
     Returns:
-        The fitted thresholds and the `validation_figures`.
+        Number of texts that the thresholds were fitted to, and the `validation_figures`.
 
     Raises:
         DataNotFound: a file is missing below `root`.
@@ -112,7 +100,8 @@ def train_all(
     torch.manual_seed(options.seed)
     folder, network, tokenizer = load_base(options.base)
     if options.base == "pretrained":
-        set_length_buckets(network, sources.lengths)
+        pairs = (*sources.prompts, *sources.questions)
+        set_length_buckets(network, [pair.output_tokens for pair in pairs])
         set_level_names(network, _LEVEL_NAMES)
     fit(
         network,
@@ -130,8 +119,8 @@ def train_all(
     calibrate(network, tokenizer, unseen)
     save_network(network, folder, options.output)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
-    thresholds = _write_thresholds(options, visits)
-    return thresholds, validation_figures(options.output, validation, options.seed)
+    _write_thresholds(options, visits)
+    return len(visits), validation_figures(options.output, validation, options.seed)
 
 
 def train_urgency(
@@ -173,11 +162,10 @@ def train_urgency(
 
 
 def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
-    """Train the length head on texts with output lengths.
+    """Train the length head on a CSV with the columns text,output_tokens.
 
     Args:
-        table: CSV with the columns text,output_tokens.
-        test: CSV with the texts to hold out; None for a tenth of the texts.
+        test: see `train_urgency`.
         tune_encoder: train the encoder as well.
 
     Raises:
@@ -261,14 +249,14 @@ def _fine_tune(
     elif keep == "length":
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
-    training_file, test_file = options.output / "train.csv", options.output / "test.csv"
-    write_examples(training, training_file)
-    write_examples(tests, test_file)
-    thresholds = _write_thresholds(options, training) if keep == "length" else None
-    return FineTuned(training_file, test_file, len(tests), known, thresholds)
+    write_examples(training, options.output / TRAINING_FILE)
+    write_examples(tests, options.output / TEST_FILE)
+    if keep == "length":
+        _write_thresholds(options, training)
+    return FineTuned(len(tests), known, len(training) if keep == "length" else None)
 
 
-def _write_thresholds(options: Options, examples: Sequence[Example]) -> Thresholds:
+def _write_thresholds(options: Options, examples: Sequence[Example]) -> None:
     """Write a policy that cuts the stored model's expected level where it agrees best with the
     levels of `examples`."""
     predictor = TextPredictor.load(str(options.output), options.threads)
@@ -276,9 +264,7 @@ def _write_thresholds(options: Options, examples: Sequence[Example]) -> Threshol
     thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
     decision = {"rule": "thresholds", "thresholds": list(thresholds)}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
-    path = options.output / THRESHOLDS_FILE
-    path.write_text(text, encoding="utf-8")
-    return Thresholds(path, len(examples))
+    (options.output / THRESHOLDS_FILE).write_text(text, encoding="utf-8")
 
 
 def _with_predictions(
