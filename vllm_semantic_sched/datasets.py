@@ -1,8 +1,7 @@
 """Readers of the optional data folder used for training, evaluation and load generation.
 
-Nothing in the folder is needed to serve: the shipped predictor and every unit test work
-without it. Each reader takes the folder's root (see `data_root`) and yields plain records in
-file order, so that a run over the same files is a run over the same data.
+Serving does not need it. Each reader takes the folder's root (see `data_root`) and yields plain
+records in file order.
 
 Expected files below the root (each folder's own SOURCE.txt gives origin and licence):
 
@@ -25,8 +24,7 @@ from typing import Literal
 Split = Literal["train", "validation", "test"]
 
 TOKENS_PER_WORD = 1.3
-"""Output tokens per whitespace-separated word of English prose, for the byte-pair
-vocabularies of current chat models. The one place where words become tokens."""
+"""Output tokens per word of English prose, for the vocabularies of current chat models."""
 
 _DATA_VARIABLE = "SEMSCHED_DATA"
 _NHAMCS_SPLITS: dict[str, Split] = {"train": "train", "val": "validation", "test": "test"}
@@ -59,10 +57,9 @@ class PromptAnswers:
 
 @dataclass(frozen=True, slots=True)
 class TriageVisit:
-    """One emergency visit of the NHAMCS survey.
+    """One emergency visit of the NHAMCS survey; missing facts are None, or "" for `injury`.
 
-    `level` is the nurse's triage level minus one: 0 (immediate) to 4 (non-urgent). `split` is
-    by hospital. Missing facts are None (or an empty string for `injury`).
+    `level` is the nurse's triage level minus one: 0 (immediate) to 4. `split` is by hospital.
     """
 
     level: int
@@ -133,10 +130,7 @@ def instruction_pairs(
 
 
 def alpaca_eval_answers(root: Path) -> Iterator[PromptAnswers]:
-    """AlpacaEval instructions with the lengths of what each of 14 models answered.
-
-    An empty answer is left out.
-    """
+    """AlpacaEval instructions with the lengths of 14 models' answers, without empty answers."""
     path = _existing(root / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl")
     with path.open(encoding="utf-8") as lines:
         for line in lines:

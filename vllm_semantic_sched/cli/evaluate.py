@@ -128,11 +128,7 @@ def report_on(
     model: str = "shipped",
     claims: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate a predictor with a progress bar, write the report to `output` and print it.
-
-    Returns:
-        The figures.
-    """
+    """Evaluate with a progress bar, write the report to `output`, print it; returns the figures."""
     from tqdm import tqdm
 
     from vllm_semantic_sched.predict.evaluation.measure import evaluate_predictor, texts_to_read

@@ -85,14 +85,11 @@ def _show(console: Console, explanation: Explanation) -> None:
         console.print(_word_table(explanation))
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, words: int = 0) -> Table:
     """A table of these columns and one for bars."""
-    from rich import box
-    from rich.table import Table
+    from vllm_semantic_sched.cli.console import make_table
 
-    table = Table(box=box.SIMPLE)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "word" else "right")
+    table = make_table("", *columns, words=words)
     table.add_column("")
     return table
 
@@ -133,7 +130,7 @@ def _words_title(explanation: Explanation) -> str:
 def _word_table(explanation: Explanation) -> Table:
     from rich.text import Text
 
-    table = _table("word", "log-odds", "probability")
+    table = _table("word", "log-odds", "probability", words=1)
     heaviest = abs(explanation.words[0].log_odds) or 1.0
     for one in explanation.words[:_WORDS_SHOWN]:
         table.add_row(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,12 @@ from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
 from vllm_semantic_sched.datasets import DataNotFound, data_root
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.examples import read_examples, read_labelled_set
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.predict.training.calibration import ValidationRow
     from vllm_semantic_sched.predict.training.fit import Step
-    from vllm_semantic_sched.predict.training.train import FineTuned, Options, Thresholds
+    from vllm_semantic_sched.predict.training.train import FineTuned, Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     both.add_argument(
         "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
     )
-    _common_arguments(both, epochs=3)
-    _base_argument(both, default="pretrained")
+    _common_arguments(both, epochs=3, base="pretrained")
     both.set_defaults(make=_train_all)
 
     urgency = kinds.add_parser("urgency", help="the levels, from labelled texts")
@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples", type=int, default=6000, help="texts made from a domain (%(default)s)"
     )
     _common_arguments(urgency, epochs=8)
-    _base_argument(urgency)
     _test_argument(urgency)
     urgency.set_defaults(make=_train_urgency)
 
@@ -94,23 +93,19 @@ def _length_arguments(parser: argparse.ArgumentParser) -> None:
         "is only held in place by its own predictions on them",
     )
     _common_arguments(parser, epochs=4)
-    _base_argument(parser)
     _test_argument(parser)
     parser.set_defaults(make=_train_length)
 
 
-def _common_arguments(parser: argparse.ArgumentParser, epochs: int) -> None:
+def _common_arguments(parser: argparse.ArgumentParser, epochs: int, base: str = "shipped") -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
     parser.add_argument("--epochs", type=int, default=epochs, help="rounds (%(default)s)")
     parser.add_argument("--minutes", type=float, help="stop after this time (default: no limit)")
     parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
-
-
-def _base_argument(parser: argparse.ArgumentParser, default: str = "shipped") -> None:
     parser.add_argument(
         "--base",
-        default=default,
+        default=base,
         help="model to start from: shipped, pretrained (the bare encoder), or a folder that "
         "`semsched train` wrote (default: %(default)s)",
     )
@@ -141,10 +136,10 @@ def _train_all(args: argparse.Namespace) -> None:
         raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
     from vllm_semantic_sched.predict.training.train import train_all
 
-    thresholds, rows = train_all(_options(args), root, args.scale)
+    texts, figures = train_all(_options(args), root, args.scale)
     print(f"saved to {args.output}")
-    _print_thresholds(thresholds)
-    _print_validation(rows)
+    _print_thresholds(args.output, texts)
+    _print_validation(figures)
 
 
 def _train_urgency(args: argparse.Namespace) -> None:
@@ -228,45 +223,50 @@ class _RoundBars:
 def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     """Print where the model is, and evaluate it on the texts that were held out."""
     from vllm_semantic_sched.predict.model import TextPredictor
+    from vllm_semantic_sched.predict.training.train import TEST_FILE, TRAINING_FILE
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
-        print(
-            f"{tuned.known_tests} of the {tuned.tests} texts for the report are trained on as well"
-        )
+        known = f"{tuned.known_tests} of the {tuned.tests} texts for the report"
+        print(f"{known} are trained on as well")
     decision = Decision()
-    if tuned.thresholds:
-        _print_thresholds(tuned.thresholds)
-        decision = load_policy(tuned.thresholds.path).decision
+    if tuned.threshold_texts is not None:
+        policy = _print_thresholds(args.output, tuned.threshold_texts)
+        decision = load_policy(policy).decision
     report_on(
-        read_labelled_set(tuned.test_file),
+        read_labelled_set(args.output / TEST_FILE),
         TextPredictor.load(str(args.output)),
-        fit_baselines(read_examples(tuned.training_file)),
+        fit_baselines(read_examples(args.output / TRAINING_FILE)),
         decision,
         args.output / "report",
         model=str(args.output),
     )
 
 
-def _print_thresholds(thresholds: Thresholds) -> None:
-    path = thresholds.path
-    print(f"thresholds on the expected level, fitted to {thresholds.texts} texts: {path}")
+def _print_thresholds(model: Path, texts: int) -> Path:
+    """Print the policy of fitted thresholds in the folder of a model; its path."""
+    from vllm_semantic_sched.predict.training.train import THRESHOLDS_FILE
+
+    path = model / THRESHOLDS_FILE
+    print(f"thresholds on the expected level, fitted to {texts} texts: {path}")
     print(path.read_text(encoding="utf-8"))
+    return path
 
 
-def _print_validation(rows: list[ValidationRow]) -> None:
-    """Print a table of the figures on the validation split."""
+def _print_validation(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a table of the figures on each part of the validation split."""
     print(
         f"{'validation':24}{'n':>6}{'accuracy':>10}{'balanced':>10}{'kappa':>8}{'AUC<=1':>8}"
         f"{'tau':>7}  recall of levels"
     )
-    for row in rows:
-        figures = row.urgency
-        auc = figures["auc_level_0_or_1"]
-        recall = " ".join("-" if value is None else f"{value:.2f}" for value in figures["recall"])
+    for name, figures in parts.items():
+        shares = figures["recall"] or [None] * URGENCY_LEVELS
+        recall = " ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        auc, tau = figures["auc"], figures["kendall_tau"]
         print(
-            f"{row.name:24}{figures['n']:>6}{figures['accuracy']:>10.3f}"
-            f"{figures['balanced_accuracy']:>10.3f}{figures['quadratic_weighted_kappa']:>8.2f}"
+            f"{name:24}{figures['n']:>6}{figures['accuracy'] or 0:>10.3f}"
+            f"{figures['balanced_accuracy'] or 0:>10.3f}"
+            f"{figures['quadratic_weighted_kappa'] or 0:>8.2f}"
             f"{'' if auc is None else format(auc, '.2f'):>8}"
-            f"{'' if row.tau is None else format(row.tau, '.2f'):>7}  {recall}"
+            f"{'' if tau is None else format(tau, '.2f'):>7}  {recall}"
         )

@@ -1,19 +1,16 @@
 """Predicts urgency level and output length of texts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
-from vllm_semantic_sched.predict.network import (
-    UrgencyLengthClassifier,
-    has_bfloat16,
-)
+from vllm_semantic_sched.predict.network import has_bfloat16
 from vllm_semantic_sched.predict.text import DEFAULT_WINDOW, WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 
@@ -21,18 +18,13 @@ SHIPPED_WEIGHTS = Path(__file__).resolve().parent / "weights"
 
 _BATCH = 32
 
-
-class _Classifier(Protocol):
-    def __call__(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Urgency logits (batch, levels) and length logits (batch, buckets) or None."""
-        ...
+# From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
+# (batch, buckets) or None.
+_Classifier = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class TextPredictor:
-    """Predicts urgency level and output length of prompts from their text.
-
-    Not thread-safe; meant to live in one worker. Use `load` to make one.
-    """
+    """Predicts urgency level and output length of prompts. Not thread-safe. Made by `load`."""
 
     def __init__(
         self,
@@ -49,7 +41,7 @@ class TextPredictor:
         self.length_buckets = length_buckets
 
     @classmethod
-    def load(cls, path: str | None = None, threads: int = 1) -> "TextPredictor":
+    def load(cls, path: str | None = None, threads: int = 1) -> Self:
         """Load the shipped model (`path` None), a folder, or a hub id.
 
         A folder written by `semsched train` has both heads. Anything else must be a sequence
@@ -68,7 +60,7 @@ class TextPredictor:
         return cls._from_transformers(path)
 
     @classmethod
-    def _from_stored(cls, folder: Path) -> "TextPredictor":
+    def _from_stored(cls, folder: Path) -> Self:
         from transformers import PreTrainedTokenizerFast
 
         settings = json.loads((folder / "config.json").read_text("utf-8"))
@@ -76,11 +68,15 @@ class TextPredictor:
             tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]"
         )
         network = load_network(folder)
+        # In bfloat16 an encoder is more than twice as fast where the processor has such products.
+        # Int8 products are no faster on full batches and move texts to other levels.
+        if has_bfloat16():
+            network.distilbert.to(torch.bfloat16)
         buckets = LengthBuckets(
             tuple(settings["length_bucket_edges"]), tuple(settings["length_bucket_means"])
         )
         return cls(
-            _accelerated(network),
+            network,
             WindowTokenizer(tokenizer, int(settings.get("window", DEFAULT_WINDOW))),
             network.config.num_labels,
             buckets,
@@ -88,7 +84,7 @@ class TextPredictor:
         )
 
     @classmethod
-    def _from_transformers(cls, path: str) -> "TextPredictor":
+    def _from_transformers(cls, path: str) -> Self:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         try:
@@ -106,8 +102,12 @@ class TextPredictor:
                 "exclusive labels, the first being the most urgent"
             )
         window = min(DEFAULT_WINDOW, int(tokenizer.model_max_length))
-        windowed = WindowTokenizer(tokenizer, window)
-        return cls(_UrgencyOnly(model.eval()), windowed, len(labels), None)
+        model.eval()
+
+        def urgency_only(ids: Tensor, mask: Tensor) -> tuple[Tensor, None]:
+            return model(input_ids=ids, attention_mask=mask).logits, None
+
+        return cls(urgency_only, WindowTokenizer(tokenizer, window), len(labels), None)
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
@@ -127,24 +127,3 @@ class TextPredictor:
                         tuple(levels[place]), None if lengths is None else tuple(lengths[place])
                     )
         return [predictions[at] for at in range(len(rows))]
-
-
-class _UrgencyOnly:
-    """A sequence classifier of transformers with the interface of `_Classifier`."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-        return self._model(input_ids=ids, attention_mask=mask).logits, None
-
-
-def _accelerated(network: UrgencyLengthClassifier) -> UrgencyLengthClassifier:
-    """The network in the fastest form that predicts the same on this processor.
-
-    An encoder in bfloat16 is more than twice as fast where the processor has such products. Int8
-    products are no faster on full batches and move texts to other levels (docs/predictor.md).
-    """
-    if has_bfloat16():
-        network.distilbert.to(torch.bfloat16)
-    return network

@@ -10,17 +10,15 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification
 class UrgencyLengthClassifier(DistilBertForSequenceClassification):
     """A DistilBERT sequence classifier for urgency with a second head for output length.
 
-    The configuration's `num_labels` is the number of urgency levels and its
-    `length_bucket_means` has one entry per length bucket. Both heads read the mean of the
-    last hidden states over real tokens: the encoder it starts from was pretrained for mean
-    pooling, so the [CLS] state alone would waste part of that.
+    The configuration's `num_labels` is the number of urgency levels and its `length_bucket_means`
+    has one entry per length bucket. Both heads read the mean of the last hidden states over real
+    tokens, since the encoder it starts from was pretrained for mean pooling.
     """
 
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__(config)
-        buckets = len(config.length_bucket_means)
         self.length_pre_classifier = nn.Linear(config.dim, config.dim)
-        self.length_classifier = nn.Linear(config.dim, buckets)
+        self.length_classifier = nn.Linear(config.dim, len(config.length_bucket_means))
         self.post_init()
 
     def head(self, name: Literal["urgency", "length"]) -> nn.ModuleList:

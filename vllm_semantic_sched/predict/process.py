@@ -1,7 +1,5 @@
 """Runs the predictor process and exchanges messages with it, each within a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -39,25 +37,18 @@ class PredictorProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a message and read the answer; see `read`."""
-        return self._exchange(json.dumps(message) + "\n", timeout)
-
-    def read(self, timeout: float) -> dict[str, Any]:
-        """Read one message.
-
-        Raises:
-            PredictorError: no message came within `timeout` seconds, the process ended, or the
-                message is not JSON. The process is killed then: a later message from it would be
-                taken for the answer to another question.
-        """
-        return self._exchange("", timeout)
-
     def stop(self) -> None:
         """Kill the process; it holds no data that could be lost. A pending `read` raises."""
         self._end(patience=0)
 
-    def _exchange(self, line: str, timeout: float) -> dict[str, Any]:
+    def read(self, timeout: float, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send `request`, if there is one, and read one message.
+
+        Raises:
+            PredictorError: no message came within `timeout` seconds, the process ended, or the
+                message is not JSON. The process is killed then, because a late answer would be
+                taken for the answer to the next request.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         begin = time.monotonic()
@@ -66,8 +57,8 @@ class PredictorProcess:
         watchdog.daemon = True
         watchdog.start()
         try:
-            if line:
-                stdin.write(line)
+            if request is not None:
+                stdin.write(json.dumps(request) + "\n")
                 stdin.flush()
             answer = stdout.readline()
         except OSError:  # the process ended during the write

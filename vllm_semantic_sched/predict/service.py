@@ -1,7 +1,5 @@
 """Predicts in the background: the scheduler submits prompts and collects predictions later."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging
@@ -31,10 +29,9 @@ class _Prompt(NamedTuple):
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    Prompts of requests that hints mark as urgent are read first, because their order among each
-    other depends on the predicted length. Recently read prompts are answered from memory. A process
-    that ends, sends an invalid answer or exceeds its time limit is replaced, and the prompts that
-    it was reading get the prediction None.
+    Prompts with an urgent hint are read first, because their order among each other depends on the
+    predicted length. Recent prompts are answered from memory. A process that ends, sends an invalid
+    answer or exceeds its time limit is replaced; the prompts that it had get the prediction None.
 
     Args:
         settings: the policy's predictor section.
@@ -236,7 +233,7 @@ class PredictionService:
         if process is None:
             raise PredictorError("no predictor process")
         begin = time.monotonic()
-        answer = process.ask(message, self._settings.timeout)
+        answer = process.read(self._settings.timeout, message)
         self._passes.append((len(texts), time.monotonic() - begin))
         if "error" in answer:
             raise PredictorError(answer["error"])

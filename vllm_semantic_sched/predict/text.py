@@ -18,19 +18,15 @@ _TEMPLATE_MARKER = re.compile(
 
 
 def clean(text: str) -> str:
-    """`text` without chat-template markers and runs of white space.
-
-    The markers are the model's own and say nothing about the request; role names such as
-    "user" stay, since they cannot be told from words.
-    """
+    """`text` without chat-template markers and runs of white space; role names such as "user" stay,
+    since they cannot be told from words."""
     return " ".join(_TEMPLATE_MARKER.sub(" ", text).split())
 
 
 class WindowTokenizer:
-    """Tokenizes texts into at most `window` ids: a longer text gives its head and its tail.
+    """Tokenizes texts into at most `window` ids: the head and the tail of a longer text.
 
-    People state the matter first and the request last, so the middle of a long prompt matters
-    least. Characters are cut before tokenizing, so that the cost of a prompt is bounded.
+    Characters are cut before tokenizing, so that the cost of a prompt is bounded.
     """
 
     def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:

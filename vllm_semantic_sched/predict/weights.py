@@ -1,7 +1,6 @@
 """The stored form of a trained network: a folder with weights, config and tokenizer.
 
-Matrices are stored as int8 with one fp32 scale per row (a quarter of fp32), as the package ships
-them, or as fp16; everything else as fp32. `semsched train` writes these forms.
+Matrices are stored as int8 with one fp32 scale per row, or as fp16; other weights as fp32.
 """
 
 import json
@@ -17,11 +16,8 @@ from transformers import DistilBertConfig
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
 Precision = Literal["int8", "fp16"]
-"""The number format of stored matrices.
-
-Fine-tuning a network that was stored as int8 moves many of its weights by less than half a step of
-int8, which would be rounded away again.
-"""
+"""The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move
+by less than half a step of int8."""
 
 _WEIGHTS_FILES: dict[Precision, str] = {
     "int8": "model.int8.safetensors",
@@ -69,7 +65,13 @@ def save_network(
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
-    stored = quantised(state) if precision == "int8" else _halved(state)
+    if precision == "int8":
+        stored = quantised(state)
+    else:
+        stored = {
+            name: (value.half() if value.dim() == 2 else value).contiguous()
+            for name, value in state.items()
+        }
     save_file(stored, folder / _WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
     for other in _WEIGHTS_FILES.keys() - {precision}:
@@ -98,10 +100,3 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
 def _weights_file(folder: Path) -> Path | None:
     paths = (folder / name for name in _WEIGHTS_FILES.values())
     return next((path for path in paths if path.is_file()), None)
-
-
-def _halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (value.half() if value.dim() == 2 else value).contiguous()
-        for name, value in state.items()
-    }

@@ -11,8 +11,6 @@ never outlives the engine.
 The first line out is {"ready": {...}} or {"failed": "why"}.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -54,21 +54,28 @@ def test_baselines_need_two_different_labels():
     assert 1 <= short < 100 < long
 
 
-def test_guesses_keep_their_order_over_batches(monkeypatch):
-    monkeypatch.setattr(measure, "TEXTS_PER_CALL", 2)
+def test_guesses_keep_their_order_over_batches():
     texts = ["not breathing", "a poem", "a sum", "breathing", "a poem"]
     counts = []
-    guess = measure.model_guesser(TwoLevels(), counts.append)(texts)
+    guess = measure.model_guesser(TwoLevels(), counts.append, texts_per_call=2)(texts)
     assert counts == [2, 2, 1]
     assert [row[0] for row in guess.urgency] == [0.99, 0.01, 0.01, 0.99, 0.01]
     assert all(len(row) == 5 for row in guess.urgency)
     assert guess.tokens == [10.0, 200.0, 10.0, 10.0, 200.0]
 
 
-def test_a_model_without_lengths(tmp_path):
+class Urgent(TwoLevels):
+    """Reads every text as level 1; predicts no lengths."""
+
+    length_buckets = None
+
+    def predict(self, texts):
+        return [Prediction((0.0, 1.0)) for _ in texts]
+
+
+def test_a_model_without_lengths():
     labelled = LabelledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
-    row = (0.0, 1.0, 0.0, 0.0, 0.0)
-    result = measure.evaluate(labelled, lambda texts: Guess([row] * len(texts)), {}, Decision())
+    result = measure.evaluate_predictor(labelled, Urgent(), {}, Decision())
     assert result.lengths == []
     assert (result.report["n_level"], result.report["n_length"]) == (1, 0)
     assert result.report["kendall_tau"] is None

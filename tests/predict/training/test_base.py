@@ -18,9 +18,7 @@ def test_distilbert_equals_minilm():
     from transformers import BertModel
 
     folder = pretrained_folder()
-    network = network_from_minilm(
-        folder, length_bucket_edges=[10], length_bucket_means=[5.0, 50.0]
-    ).eval()
+    network = network_from_minilm(folder).eval()
     bert = BertModel.from_pretrained(folder).eval()
     ids = torch.randint(1000, 30000, (2, 21), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import Pipeline, make_pipeline
 
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.examples import Example
@@ -35,11 +36,8 @@ Guesser = Callable[[Sequence[str]], Guess]
 
 
 def constant_baselines(levels: Sequence[int], lengths: Sequence[int]) -> dict[str, Guesser]:
-    """Guessers that always say the most frequent of `levels`, or the median of `lengths`.
-
-    They know the labels that they are measured on, so they are the best constants: no other one is
-    right more often or fewer tokens off.
-    """
+    """Guessers that always say the most frequent of `levels`, or the median of `lengths`: the best
+    constants, because they know the labels that they are measured on."""
     guessers: dict[str, Guesser] = {}
     if levels:
         frequent = max(range(URGENCY_LEVELS), key=levels.count)
@@ -55,8 +53,8 @@ def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
     """Linear models of TF-IDF of words and word pairs, fitted on `examples`.
 
     Logistic regression for the levels and ridge regression on the logarithm of the tokens, each
-    on the examples that carry the label. Levels need two different ones to tell apart, lengths
-    need two examples: without, that baseline is left out.
+    on the examples with that label. A baseline is left out if there are not two different levels,
+    or two lengths.
 
     Raises ValueError if the texts hold no words.
     """
@@ -71,35 +69,30 @@ def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
 
 
 def _levels_guesser(examples: Sequence[Example]) -> Guesser:
-    words, features = _word_counts(examples)
-    model = LogisticRegression(C=4.0, max_iter=600)
-    model.fit(features, [example.level for example in examples])
+    regression = LogisticRegression(C=4.0, max_iter=600)
+    model = _fitted(regression, examples, [example.level for example in examples])
 
     def guess(texts: Sequence[str]) -> Guess:
         shares = numpy.zeros((len(texts), URGENCY_LEVELS))
-        shares[:, model.classes_] = model.predict_proba(_counted(words, texts))
+        shares[:, model.classes_] = model.predict_proba(texts)
         return Guess(urgency=shares.tolist())
 
     return guess
 
 
 def _lengths_guesser(examples: Sequence[Example]) -> Guesser:
-    words, features = _word_counts(examples)
     # On logarithms, because lengths span three orders of magnitude and errors are relative.
-    model = Ridge().fit(features, numpy.log([example.output_tokens or 1 for example in examples]))
-
-    def guess(texts: Sequence[str]) -> Guess:
-        logarithms = model.predict(_counted(words, texts))
-        return Guess(tokens=numpy.maximum(1.0, numpy.exp(logarithms)).tolist())
-
-    return guess
+    model = _fitted(Ridge(), examples, numpy.log([one.output_tokens or 1 for one in examples]))
+    return lambda texts: Guess(tokens=numpy.maximum(1.0, numpy.exp(model.predict(texts))).tolist())
 
 
-def _word_counts(examples: Sequence[Example]) -> tuple[Any, Any]:
-    fewest = 3 if len(examples) >= _RARE_FROM else 1
-    words = TfidfVectorizer(ngram_range=(1, 2), min_df=fewest, sublinear_tf=True)
-    return words, words.fit_transform([clean(example.text) for example in examples])
-
-
-def _counted(words: Any, texts: Sequence[str]) -> Any:
-    return words.transform([clean(text) for text in texts])
+def _fitted(
+    regression: LogisticRegression | Ridge, examples: Sequence[Example], labels: Any
+) -> Pipeline:
+    words = TfidfVectorizer(
+        preprocessor=lambda text: clean(text).lower(),
+        ngram_range=(1, 2),
+        min_df=3 if len(examples) >= _RARE_FROM else 1,
+        sublinear_tf=True,
+    )
+    return make_pipeline(words, regression).fit([example.text for example in examples], labels)

@@ -76,26 +76,25 @@ class Domain(Section):
             raise ValueError(
                 f"wordings: {self.wordings!r} has {URGENCY_LEVELS} levels, this domain {count}"
             )
-        if self.examples:
-            for level in sorted({*self.examples, *range(count)}):
-                if not 0 <= level < count:
-                    raise ValueError(f"examples.{level}: not a level; valid: 0 to {count - 1}")
-                if not self.examples.get(level):
-                    raise ValueError(f"examples.{level}: needs at least one sentence")
         for name, choices in self.words.items():
             if not choices:
                 raise ValueError(f"words.{name}: needs at least one word")
-        for level, sentences in self.examples.items():
-            for sentence in sentences:
-                try:
+        for level in sorted({*self.examples, *range(count)}) if self.examples else ():
+            if not 0 <= level < count:
+                raise ValueError(f"examples.{level}: not a level; valid: 0 to {count - 1}")
+            if not self.examples.get(level):
+                raise ValueError(f"examples.{level}: needs at least one sentence")
+            try:
+                for sentence in self.examples[level]:
                     check_template(sentence, self.words)
-                except ValueError as error:
-                    raise ValueError(f"examples.{level}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"examples.{level}: {error}") from error
         return self
 
     @cached_property
-    def _level_of_plain(self) -> dict[str, int]:
-        return {_plain(label): level for label, level in self.labels.items()}
+    def _label_of_plain(self) -> dict[str, str]:
+        """Labels by plain spelling; of two that are read alike the first one."""
+        return {_plain(label): label for label in reversed(self.labels)}
 
     def level_of(self, label: str) -> int:
         """The level that `label` stands for; case, spaces, hyphens and underscores do not matter.
@@ -103,18 +102,15 @@ class Domain(Section):
         Raises:
             ValueError: the domain has no such label; the message lists those of each level.
         """
-        known = self._level_of_plain
-        if (plain := _plain(label)) in known:
-            return known[plain]
+        names = self._label_of_plain
+        if (plain := _plain(label)) in names:
+            return self.labels[names[plain]]
         valid = "; ".join(
             f"{level} = {', '.join(name for name, at in self.labels.items() if at == level)}"
-            for level in sorted(set(known.values()))
+            for level in sorted(set(self.labels.values()))
         )
-        near = difflib.get_close_matches(plain, known, n=1)
-        hint = ""
-        if near:
-            name = next(name for name in self.labels if _plain(name) == near[0])
-            hint = f"did you mean {name!r}? "
+        near = difflib.get_close_matches(plain, names, n=1)
+        hint = f"did you mean {names[near[0]]!r}? " if near else ""
         raise ValueError(f"label {label!r}: unknown; {hint}valid labels: {valid}")
 
 

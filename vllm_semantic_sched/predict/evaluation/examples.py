@@ -62,7 +62,12 @@ class LabelledSet:
 
 
 def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
-    """The labelled texts of a CSV with the columns text and level and/or output_tokens.
+    """The labelled texts of a CSV, see `read_labelled_set`."""
+    return list(read_labelled_set(path, domain).examples)
+
+
+def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
+    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind.
 
     Args:
         domain: what labels mean; None for levels by number and the emergency domain's names.
@@ -70,11 +75,6 @@ def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
     Raises:
         ValueError: naming file, line, column and what is valid.
     """
-    return [example for example, _ in _rows(path, domain)]
-
-
-def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
-    """Like `read_examples`, with the column `kind` if there is one; named after the file."""
     rows = list(_rows(path, domain))
     kinds = [kind for _, kind in rows if kind is not None]
     return LabelledSet(path.name, [example for example, _ in rows], kinds or None)
@@ -100,15 +100,11 @@ def builtin_set(name: str, root: Path | None) -> LabelledSet:
         answered = list(alpaca_eval_answers(root))
         texts = [Example(one.text) for one in answered]
         return LabelledSet(name, texts, answers=[one.output_tokens for one in answered])
-    return LabelledSet(name, list(_builtin_examples(name, root)))
-
-
-def _builtin_examples(name: str, root: Path) -> Iterator[Example]:
     if name == "nhamcs-test":
-        visits = (visit for visit in triage_visits(root) if visit.split == "test")
-        return (Example(visit.text, visit.level) for visit in visits)
+        visits = [visit for visit in triage_visits(root) if visit.split == "test"]
+        return LabelledSet(name, [Example(visit.text, visit.level) for visit in visits])
     if name == "ktas":
-        return (Example(visit.complaint, visit.level) for visit in ktas_visits(root))
+        return LabelledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
     if name == "dolly":
         pairs = list(instruction_pairs(root, ("dolly_3k.json",)))
     elif name == "alpaca-test":
@@ -118,7 +114,7 @@ def _builtin_examples(name: str, root: Path) -> Iterator[Example]:
         pairs = [pair for pair in both if pair.split == "test"]
     else:
         raise ValueError(f"{name!r} is not a built-in test set")
-    return (Example(pair.text, None, pair.output_tokens) for pair in pairs)
+    return LabelledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in pairs])
 
 
 def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | None]]:
@@ -181,8 +177,8 @@ def _row(
 
 
 def _level_reader(domain: Domain | None) -> Callable[[str], int]:
-    """A function from label to level: the domain's if there is one, since a domain may number its
-    levels differently; else numbers 0 to 4 and the level names of the emergency domain."""
+    """A function from label to level, by the domain or, without one, by number 0 to 4 and the
+    names of the emergency domain."""
 
     def level_of(label: str) -> int:
         nonlocal domain
@@ -191,8 +187,7 @@ def _level_reader(domain: Domain | None) -> Callable[[str], int]:
             if not 0 <= number < URGENCY_LEVELS:
                 raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
             return number
-        if domain is None:
-            domain = load_domain("emergency")
+        domain = domain or load_domain("emergency")
         return domain.level_of(label if number is None else str(number))
 
     return level_of

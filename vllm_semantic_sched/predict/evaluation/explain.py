@@ -1,16 +1,11 @@
-"""Explains the predictor's decision on one text: level, output length, and the words that decided.
-
-A word's weight is how much the log-odds of the decided level fall when the word is left out. The
-text is read as given, without a chat template, and lengths are those that the predictor was trained
-with: a server calibrates them on its own answers.
-"""
+"""Explains the decision on one text: level, output length, and the words that decided."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Estimate
@@ -23,16 +18,12 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_semantic_sched.predict.model import TextPredictor
+
 _OCCLUDED = 128  # words left out one by one; a predictor's window holds no more wordpieces
 _CHARACTERS_PER_TOKEN = 4  # of English, for a served model that is not known here
 _ESTIMATES: tuple[Estimate, ...] = ("mean", "median", "p90")
 _TINY = 1e-12  # a probability that a model could not tell from 0
-
-
-class _Predictor(Protocol):
-    length_buckets: LengthBuckets | None
-
-    def predict(self, texts: Sequence[str]) -> list[Prediction]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +37,8 @@ class LengthShare:
 
 @dataclasses.dataclass(frozen=True)
 class WordWeight:
-    """A word, and how much the decided level loses without it; below 0 the level gains.
-
-    Attributes:
-        position: its place in the text, from 0.
-        probability: loss of the level's probability.
-        log_odds: loss of its log-odds, which tells words apart even where the model is sure.
-    """
+    """A word, its position in the text (from 0), and how much probability and log-odds of the
+    decided level fall when the word is left out."""
 
     word: str
     position: int
@@ -92,7 +78,7 @@ class Explanation:
 
 def explain(
     text: str,
-    predictor: _Predictor,
+    predictor: TextPredictor,
     policy: Policy,
     profile: EngineProfile,
     max_tokens: int | None = None,
@@ -103,11 +89,13 @@ def explain(
         max_tokens: the client's limit on output tokens; None: no limit.
     """
     words = text.split()
-    positions = _to_occlude(len(words))
+    positions = list(range(len(words)))
+    if len(words) > _OCCLUDED:  # a predictor does not see the middle of a long text either
+        positions = [*positions[: _OCCLUDED // 2], *positions[-_OCCLUDED // 2 :]]
     shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
     prediction, *without = predictor.predict([text, *shorter])
-    decided = decide_level(prediction.urgency, policy.decision)
     whole = prediction.urgency
+    decided = decide_level(whole, policy.decision)
     weights = [
         WordWeight(
             words[at],
@@ -132,11 +120,8 @@ def explain(
     return Explanation(
         level=job.level,
         rule=policy.decision.rule,
-        probabilities=prediction.urgency,
-        costs=tuple(
-            expected_cost(prediction.urgency, level, policy.decision)
-            for level in range(len(prediction.urgency))
-        ),
+        probabilities=whole,
+        costs=tuple(expected_cost(whole, level, policy.decision) for level in range(len(whole))),
         lengths=lengths,
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
@@ -145,15 +130,6 @@ def explain(
         word_count=len(words),
         notes=_notes(policy),
     )
-
-
-def _to_occlude(count: int) -> list[int]:
-    """Positions of the words to leave out: all, or the first and last ones of a long text, whose
-    middle a predictor does not see either."""
-    if count <= _OCCLUDED:
-        return list(range(count))
-    half = _OCCLUDED // 2
-    return [*range(half), *range(count - half, count)]
 
 
 def _lengths(

@@ -1,7 +1,5 @@
 """Measures predictors on labelled texts, with baselines and claims about the urgency."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,12 +15,12 @@ from vllm_semantic_sched.predict.evaluation.metrics import (
     kind_figures,
     length_figures,
     level_figures,
+    mean,
     reliability,
 )
 from vllm_semantic_sched.predict.model import TextPredictor
 
-TEXTS_PER_CALL = 256
-"""Texts between two reports of progress."""
+_TEXTS_PER_CALL = 256
 
 RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
 """All rules of a decision: a report gives the figures of the others beside the policy's own."""
@@ -46,12 +44,13 @@ CLAIMS = (
 _URGENT, _CALM = 1, 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
     """The result of evaluating a model on one test set.
 
     Attributes:
-        report: the figures, ready for JSON; see `evaluate`.
+        report: the figures, ready for JSON. It always has every key, with None where the set lacks
+            the label or the model does not predict it.
         lengths: (true, predicted) output tokens of each text with a length; the true one is a
             mean where several models answered.
     """
@@ -61,14 +60,16 @@ class Evaluation:
 
 
 def model_guesser(
-    predictor: TextPredictor, advanced: Callable[[int], object] = lambda count: None
+    predictor: TextPredictor,
+    advanced: Callable[[int], object] = lambda count: None,
+    texts_per_call: int = _TEXTS_PER_CALL,
 ) -> Guesser:
-    """The predictor in the form that `evaluate` takes.
-
-    A model of fewer than five levels gives the missing, least urgent ones probability 0.
+    """The predictor in the form that `evaluate` takes. A model of fewer than five levels gives the
+    missing, least urgent ones probability 0.
 
     Args:
         advanced: called with the number of texts read since its last call.
+        texts_per_call: number of texts between two calls of `advanced`.
     """
 
     def guess(texts: Sequence[str]) -> Guess:
@@ -76,8 +77,8 @@ def model_guesser(
         buckets = predictor.length_buckets
         urgency: list[tuple[float, ...]] = []
         tokens: list[float] = []
-        for start in range(0, len(texts), TEXTS_PER_CALL):
-            predictions = predictor.predict(texts[start : start + TEXTS_PER_CALL])
+        for start in range(0, len(texts), texts_per_call):
+            predictions = predictor.predict(texts[start : start + texts_per_call])
             urgency += [(*one.urgency, *missing) for one in predictions]
             if buckets is not None:
                 tokens += [expected_tokens(one.length or (), buckets) for one in predictions]
@@ -97,25 +98,45 @@ def evaluate_predictor(
     claims: bool = False,
     advanced: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
-    """Evaluate a predictor and describe texts, model and decision in the report.
+    """Figures of the predictor, and of each baseline, the constant ones included.
 
     Args:
-        model: its name in the report.
+        decision: how every guesser's probabilities become a level.
+        model: name of the predictor in the report.
         claims: read the texts once more with claims about their urgency.
         advanced: called with the number of texts read since its last call; `texts_to_read` is
             their sum.
     """
     guesser = model_guesser(predictor, advanced)
-    evaluation = evaluate(test_set, guesser, baselines, decision)
-    evaluation.report = {
+    texts = [example.text for example in test_set.examples]
+    guess = guesser(texts)
+    report = {
         "source": test_set.name,
         "description": BUILTIN_SETS.get(test_set.name, "Labelled texts from a file."),
         "model": model,
         "decision": decision.model_dump(mode="json"),
-        **evaluation.report,
-        "claims": claim_figures(test_set.examples, guesser, decision) if claims else None,
+        **figures_of(test_set, guess, decision),
     }
-    return evaluation
+    for rule in RULES:
+        if rule != decision.rule:
+            other = decision.model_copy(update={"rule": rule})
+            report[rule] = _level_part(test_set, guess, other)
+    report["kinds"] = report["reliability"] = None
+    places, truth, rows = _levelled(test_set, guess)
+    if truth:
+        report["reliability"] = reliability(truth, rows)
+        if test_set.kinds is not None:
+            kinds = [test_set.kinds[place] for place in places]
+            decided = [decide_level(row, decision) for row in rows]
+            report["kinds"] = kind_figures(kinds, truth, decided)
+    every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
+    report["baselines"] = {}
+    for name, baseline in {**constant_baselines(truth, every_length), **baselines}.items():
+        figures = figures_of(test_set, baseline(texts), decision)
+        if figures["n_level"] or figures["n_length"]:
+            report["baselines"][name] = figures
+    report["claims"] = claim_figures(test_set.examples, guesser, decision) if claims else None
+    return Evaluation(report, _lengths(test_set, guess))
 
 
 def texts_to_read(test_set: LabelledSet, claims: bool) -> int:
@@ -124,42 +145,8 @@ def texts_to_read(test_set: LabelledSet, claims: bool) -> int:
     return len(test_set.examples) + claims * (len(CLAIMS) + 1) * claimed
 
 
-def evaluate(
-    test_set: LabelledSet, model: Guesser, baselines: Mapping[str, Guesser], decision: Decision
-) -> Evaluation:
-    """Figures of the model, and of each baseline, the constant ones included.
-
-    The report always has every key, with None where the set lacks the label or the guesser does
-    not predict it.
-
-    Args:
-        decision: how every guesser's probabilities become a level.
-    """
-    texts = [example.text for example in test_set.examples]
-    guess = model(texts)
-    report = _figures(test_set, guess, decision)
-    for rule in RULES:
-        if rule != decision.rule:
-            other = decision.model_copy(update={"rule": rule})
-            report[rule] = _level_part(test_set, guess, other)
-    report["kinds"] = report["reliability"] = None
-    at, truth, rows = _levelled(test_set, guess)
-    if truth:
-        report["reliability"] = reliability(truth, rows)
-        if test_set.kinds is not None:
-            decided = [decide_level(row, decision) for row in rows]
-            report["kinds"] = kind_figures([test_set.kinds[place] for place in at], truth, decided)
-    every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
-    beside = {**constant_baselines(truth, every_length), **baselines}
-    report["baselines"] = {}
-    for name, baseline in beside.items():
-        figures = _figures(test_set, baseline(texts), decision)
-        if figures["n_level"] or figures["n_length"]:
-            report["baselines"][name] = figures
-    return Evaluation(report, _lengths(test_set, guess))
-
-
-def _figures(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+def figures_of(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+    """`level_figures` and `length_figures` of a guess, None where there is no label or guess."""
     levels = _level_part(test_set, guess, decision)
     return {"n": len(test_set.examples), **levels, **_length_part(test_set, guess)}
 
@@ -173,18 +160,12 @@ def _levelled(
     test_set: LabelledSet, guess: Guess
 ) -> tuple[list[int], list[int], list[Sequence[float]]]:
     """Place, true level and predicted probabilities of the texts that have the label."""
-    if guess.urgency is None:
+    rows = guess.urgency
+    if rows is None:
         return [], [], []
-    triples = [
-        (place, example.level, row)
-        for place, (example, row) in enumerate(zip(test_set.examples, guess.urgency, strict=True))
-        if example.level is not None
-    ]
-    return (
-        [place for place, _, _ in triples],
-        [level for _, level, _ in triples],
-        [row for _, _, row in triples],
-    )
+    labels = enumerate(example.level for example in test_set.examples)
+    levels = {place: level for place, level in labels if level is not None}
+    return [*levels], [*levels.values()], [rows[place] for place in levels]
 
 
 def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
@@ -194,12 +175,9 @@ def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
         return {**_NO_LENGTHS, "n_length": 0, "per_model": None}
     per_model = {}
     for name in dict.fromkeys(name for one in answers for name in one):
-        pairs = [
-            (one[name], tokens)
-            for one, tokens in zip(answers, guess.tokens, strict=True)
-            if name in one
-        ]
-        per_model[name] = length_figures([true for true, _ in pairs], [own for _, own in pairs])
+        places = [place for place, one in enumerate(answers) if name in one]
+        truth = [answers[place][name] for place in places]
+        per_model[name] = length_figures(truth, [guess.tokens[place] for place in places])
     if test_set.answers is None:
         return {**per_model.popitem()[1], "per_model": None}
     means = {
@@ -213,11 +191,8 @@ def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
 def _lengths(test_set: LabelledSet, guess: Guess) -> list[tuple[float, float]]:
     if guess.tokens is None:
         return []
-    return [
-        (fmean(one.values()), tokens)
-        for one, tokens in zip(_answers(test_set), guess.tokens, strict=True)
-        if one
-    ]
+    pairs = zip(_answers(test_set), guess.tokens, strict=True)
+    return [(fmean(answers.values()), tokens) for answers, tokens in pairs if answers]
 
 
 def _answers(test_set: LabelledSet) -> Sequence[Mapping[str, int]]:
@@ -232,10 +207,7 @@ def _answers(test_set: LabelledSet) -> Sequence[Mapping[str, int]]:
 def claim_figures(
     examples: Sequence[Example], guesser: Guesser, decision: Decision
 ) -> dict[str, dict[str, float | None]]:
-    """Levels of the same texts without and with each claim about the urgency.
-
-    The author of a prompt writes what the predictor reads, so the figures show how far a claim
-    alone moves the level (prompt injection).
+    """How far a claim about the urgency alone changes the level (prompt injection).
 
     Returns:
         Per claim `calm_read_urgent`, the share of the texts of level 4 that are read as level 0
@@ -250,11 +222,7 @@ def claim_figures(
         rows = guesser([form.replace("...", text) for text in (*calm, *urgent)]).urgency or ()
         levels = [decide_level(row, decision) for row in rows]
         figures[claim] = {
-            "calm_read_urgent": _share([level <= _URGENT for level in levels[: len(calm)]]),
-            "urgent_read_calm": _share([level >= _CALM for level in levels[len(calm) :]]),
+            "calm_read_urgent": mean([level <= _URGENT for level in levels[: len(calm)]]),
+            "urgent_read_calm": mean([level >= _CALM for level in levels[len(calm) :]]),
         }
     return figures
-
-
-def _share(hits: Sequence[bool]) -> float | None:
-    return sum(hits) / len(hits) if hits else None

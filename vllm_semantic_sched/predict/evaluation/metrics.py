@@ -1,6 +1,6 @@
-"""Figures of merit for ordered levels and for output lengths.
+"""Figures of merit for levels (rows of probabilities, level 0 first) and for output lengths.
 
-Rows of probabilities are level 0 first. A figure that the data does not define is None.
+A figure that the data does not define is None.
 """
 
 import math
@@ -62,14 +62,14 @@ def reliability(
     for true, row in zip(truth, probabilities, strict=True):
         confidence = max(row)
         place = min(CALIBRATION_BINS - 1, int(confidence * CALIBRATION_BINS))
-        members[place].append((confidence, _likeliest(row) == true))
+        members[place].append((confidence, likeliest(row) == true))
     return [
         {
             "low": place / CALIBRATION_BINS,
             "high": (place + 1) / CALIBRATION_BINS,
             "n": len(part),
-            "confidence": _mean([confidence for confidence, _ in part]),
-            "accuracy": _mean([right for _, right in part]),
+            "confidence": mean([confidence for confidence, _ in part]),
+            "accuracy": mean([right for _, right in part]),
         }
         for place, part in enumerate(members)
     ]
@@ -116,7 +116,7 @@ def level_figures(
     return {
         "n_level": len(truth),
         "accuracy": _ratio(sum(row[level] for level, row in enumerate(confusion)), len(truth)),
-        "balanced_accuracy": _mean([share for share in recall if share is not None]),
+        "balanced_accuracy": mean([share for share in recall if share is not None]),
         "quadratic_weighted_kappa": quadratic_weighted_kappa(truth, decided),
         "recall": recall,
         "precision": precision,
@@ -126,7 +126,7 @@ def level_figures(
         "urgent_recall": _ratio(caught, sum(urgent)),
         "urgent_precision": _ratio(caught, sum(called)),
         "ece": expected_calibration_error(truth, probabilities),
-        "expected_cost": _mean(costs),
+        "expected_cost": mean(costs),
         "confusion": confusion,
     }
 
@@ -149,9 +149,9 @@ def kind_figures(
         calm = [level >= _LEVEL_OF_NO_HURRY for true, level in pairs if true == 4]
         figures[kind] = {
             "n": len(pairs),
-            "accuracy": _mean([true == level for true, level in pairs]),
-            "recall_within_one": _mean([abs(true - level) <= 1 for true, level in pairs]),
-            "share_at_3_or_4": _mean(calm),
+            "accuracy": mean([true == level for true, level in pairs]),
+            "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
+            "share_at_3_or_4": mean(calm),
         }
     return figures
 
@@ -182,8 +182,8 @@ def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str
     return {
         "n_length": len(truth),
         "kendall_tau": kendall_tau(truth, predicted),
-        "decile_accuracy": _mean(same),
-        "mean_absolute_error_tokens": _mean(gaps.tolist()),
+        "decile_accuracy": mean(same),
+        "mean_absolute_error_tokens": mean(gaps.tolist()),
     }
 
 
@@ -192,29 +192,13 @@ def expected_tokens(probabilities: Sequence[float], buckets: LengthBuckets) -> f
     return sum(share * mean for share, mean in zip(probabilities, buckets.means, strict=True))
 
 
-def urgency_report(
-    truth: Sequence[int], urgency: Sequence[Sequence[float]], levels: int
-) -> dict[str, Any]:
-    """The few figures of a validation table, for the most likely level.
-
-    `urgency[i]` are the `levels` level probabilities of text i.
-    """
-    figures = level_figures(truth, urgency, Decision(rule="most_likely"))
-    return {
-        "n": len(truth),
-        "accuracy": figures["accuracy"] or 0.0,
-        "balanced_accuracy": figures["balanced_accuracy"] or 0.0,
-        "quadratic_weighted_kappa": figures["quadratic_weighted_kappa"] or 0.0,
-        "recall": figures["recall"] or [None] * levels,
-        "auc_level_0_or_1": figures["auc"],
-    }
-
-
-def _likeliest(row: Sequence[float]) -> int:
+def likeliest(row: Sequence[float]) -> int:
+    """The index of the highest probability, the first of equals."""
     return max(range(len(row)), key=row.__getitem__)
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
+    """The mean of the values, None without any."""
     return math.fsum(values) / len(values) if values else None
 
 

@@ -30,6 +30,11 @@ _LENGTH_COLUMNS = {
     "decile_accuracy": "decile accuracy",
     "mean_absolute_error_tokens": "mean error (tokens)",
 }
+_RULES = {
+    "least_cost": "lowest expected cost",
+    "most_likely": "most likely level",
+    "thresholds": "thresholds on the expected level",
+}
 _LEVEL_LEGEND = (
     "Balanced: mean recall of the levels. Kappa: agreement beyond chance with quadratic weights. "
     "AUC, urgent recall, urgent precision: levels 0 and 1 against the rest. ECE: expected "
@@ -128,16 +133,7 @@ def _summary_rows(
 
 def _level_lines(report: Mapping[str, Any]) -> list[str]:
     named = [(_MODEL, report)]
-    names = {
-        "least_cost": "lowest expected cost",
-        "most_likely": "most likely level",
-        "thresholds": "thresholds on the expected level",
-    }
-    named += [
-        (f"predictor, {names[rule]}", report[rule])
-        for rule in RULES
-        if rule != report["decision"]["rule"]
-    ]
+    named += [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
     named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]
     levels = range(len(report["confusion"]))
     per_level = [f"level {level}" for level in levels]
@@ -157,12 +153,9 @@ def _level_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _kind_lines(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    keys = ("accuracy", "recall_within_one", "share_at_3_or_4")
     rows = [
-        [
-            name,
-            str(one["n"]),
-            *(_figure(one[key], 2) for key in ("accuracy", "recall_within_one", "share_at_3_or_4")),
-        ]
+        [name, str(one["n"]), *(_figure(one[key], 2) for key in keys)]
         for name, one in kinds.items()
     ]
     header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
@@ -206,16 +199,17 @@ def confusion_picture(figures: Mapping[str, Any], path: Path) -> None:
     """Draw the confusion matrix, shaded by the share of each true level, to a PNG."""
     confusion = figures["confusion"]
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
-    picture, axes = _canvas()
+    kappa = _figure(figures["quadratic_weighted_kappa"], 2)
+    picture, axes = _canvas(
+        f"n = {figures['n_level']}, weighted kappa {kappa}",
+        "decided urgency level",
+        "true urgency level",
+    )
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for row, counts in enumerate(confusion):
         for column, count in enumerate(counts):
             colour = "white" if shares[row][column] > 0.6 else "black"
             axes.text(column, row, str(count), ha="center", va="center", color=colour)
-    axes.set_xlabel("decided urgency level")
-    axes.set_ylabel("true urgency level")
-    kappa = _figure(figures["quadratic_weighted_kappa"], 2)
-    axes.set_title(f"n = {figures['n_level']}, weighted kappa {kappa}")
     picture.savefig(path, dpi=130)
 
 
@@ -223,7 +217,11 @@ def reliability_picture(figures: Mapping[str, Any], path: Path) -> None:
     """Draw how often the most likely level is right against its probability, to a PNG."""
     bins = [part for part in figures["reliability"] if part["n"]]
     total = sum(part["n"] for part in bins)
-    picture, axes = _canvas()
+    picture, axes = _canvas(
+        f"expected calibration error {_figure(figures['ece'], 3)}",
+        "probability of the most likely level",
+        "share that is right",
+    )
     axes.plot([0, 1], [0, 1], color="grey", linestyle="--", label="calibrated")
     axes.bar(
         [part["low"] for part in bins],
@@ -236,31 +234,26 @@ def reliability_picture(figures: Mapping[str, Any], path: Path) -> None:
     confidence = [part["confidence"] for part in bins]
     axes.plot(confidence, [part["accuracy"] for part in bins], marker="o", label="predictor")
     axes.set(xlim=(0, 1), ylim=(0, 1))
-    axes.set_xlabel("probability of the most likely level")
-    axes.set_ylabel("share that is right")
-    axes.set_title(f"expected calibration error {_figure(figures['ece'], 3)}")
     axes.legend(loc="upper left")
     picture.savefig(path, dpi=130)
 
 
 def length_picture(lengths: Sequence[tuple[float, float]], path: Path) -> None:
     """Draw predicted against true output lengths (tokens) on logarithmic axes, to a PNG."""
-    true = [pair[0] for pair in lengths]
-    predicted = [pair[1] for pair in lengths]
+    true, predicted = zip(*lengths, strict=True)
     ends = [min(true + predicted), max(true + predicted)]
-    picture, axes = _canvas()
+    picture, axes = _canvas(f"n = {len(lengths)}", "true output tokens", "predicted output tokens")
     axes.scatter(true, predicted, s=6, alpha=0.3, linewidths=0)
     axes.plot(ends, ends, color="grey", linestyle="--")
     axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("true output tokens")
-    axes.set_ylabel("predicted output tokens")
-    axes.set_title(f"n = {len(lengths)}")
     picture.savefig(path, dpi=130)
 
 
-def _canvas() -> tuple[Figure, Axes]:
+def _canvas(title: str, horizontal: str, vertical: str) -> tuple[Figure, Axes]:
     picture = Figure(figsize=(5.2, 4.6), layout="constrained")
-    return picture, picture.subplots()
+    axes = picture.subplots()
+    axes.set(title=title, xlabel=horizontal, ylabel=vertical)
+    return picture, axes
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertModel, DistilBertConfig
@@ -30,13 +29,7 @@ def load_base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer
     """
     if name == "pretrained":
         folder = pretrained_folder()
-        network = network_from_minilm(
-            folder,
-            length_bucket_edges=[],
-            length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
-            window=DEFAULT_WINDOW,
-            temperature=1.0,
-        )
+        network = network_from_minilm(folder)
     else:
         folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
         if not is_stored_network(folder):
@@ -64,11 +57,9 @@ def set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> N
 
 
 def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:
-    """At most `count` buckets of `lengths` (tokens), fewer where quantiles coincide.
+    """At most `count` buckets cut at quantiles of `lengths` in tokens (S3, Jin et al. 2023).
 
-    They are cut at quantiles, so that each holds about as many answers (S3, Jin et al. 2023).
-
-    Raises ValueError if there is nothing to divide.
+    Raises ValueError if there are no lengths.
     """
     if not lengths:
         raise ValueError("no lengths to make buckets of")
@@ -101,12 +92,11 @@ def pretrained_folder() -> Path:
     return Path(get_model_path())
 
 
-def network_from_minilm(folder: Path, **settings: Any) -> UrgencyLengthClassifier:
-    """A network whose encoder computes what the BERT checkpoint in `folder` computes.
+def network_from_minilm(folder: Path) -> UrgencyLengthClassifier:
+    """A network with random heads whose encoder computes what the BERT in `folder` computes.
 
-    The heads are random. `settings` go into the configuration (`length_bucket_edges`,
-    `length_bucket_means`, and so on). DistilBERT is BERT without token types, so row 0 of the
-    token-type table, which BERT adds everywhere, is added to the position table.
+    DistilBERT is BERT without token types, so row 0 of the token-type table, which BERT adds
+    everywhere, is added to the position table.
     """
     source = BertModel.from_pretrained(folder)
     config = DistilBertConfig(
@@ -119,7 +109,10 @@ def network_from_minilm(folder: Path, **settings: Any) -> UrgencyLengthClassifie
         activation=source.config.hidden_act,
         pad_token_id=source.config.pad_token_id,
         num_labels=URGENCY_LEVELS,
-        **settings,
+        length_bucket_edges=[],
+        length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
+        window=DEFAULT_WINDOW,
+        temperature=1.0,
     )
     network = UrgencyLengthClassifier(config)
     network.distilbert.load_state_dict(_distilbert_state(source.state_dict()))

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,22 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict import URGENCY_LEVELS
-from vllm_semantic_sched.predict.evaluation.examples import Example
-from vllm_semantic_sched.predict.evaluation.metrics import (
-    expected_tokens,
-    kendall_tau,
-    urgency_report,
-)
+from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
+from vllm_semantic_sched.predict.evaluation.measure import figures_of, model_guesser
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.training.fit import autocast, ranked_probability_score
 from vllm_semantic_sched.predict.training.messages import level_message
-from vllm_semantic_sched.predict.training.mixture import Sources, training_round
+from vllm_semantic_sched.predict.training.mixture import Sources
 from vllm_semantic_sched.predict.training.visits import ktas_message
 
 IntArray = NDArray[numpy.int_]
 
 _PER_PART = 2000
-_CALIBRATION_SCALE = 0.05
 # Resamples that thresholds are fitted to, rounds over the thresholds in each, and places for a
 # threshold between its two levels.
 _RESAMPLES = 30
@@ -37,20 +32,14 @@ _ASCENTS = 4
 _STEPS = 25
 
 
-def calibration_examples(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """Unseen visits, messages and prompts in the proportions that training has; about 5,000 (times
-    `scale`)."""
-    return training_round(sources, seed, _CALIBRATION_SCALE * scale)
-
-
 def calibrate(
     network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> None:
-    """Store in the configuration the temperature of the urgency head that fits those of
-    `examples` best that have a level; leaves it at 1 if none has.
+    """Store in the configuration the temperature of the urgency head that fits the examples with a
+    level best; leaves it at 1 if there are none.
 
-    Best by the ranked probability score, the distance of the training loss. By the log loss a few
-    mistakes that the network is sure of would set the temperature for all texts.
+    Best by the ranked probability score, as in the training loss: under the log loss a few
+    confident mistakes would set the temperature for all texts.
     """
     examples = [example for example in examples if example.level is not None]
     if not examples:
@@ -74,8 +63,8 @@ def fitted_thresholds(
     """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
     quadratic weighted kappa.
 
-    Each lies between its two levels, so that a certain level is believed. Kappa is flat and rugged
-    around its maximum, so the thresholds are the means of those of many resamples of the texts.
+    Each lies between its two levels. Kappa is flat and rugged around its maximum, so the thresholds
+    are means over many resamples of the texts.
     """
     last = len(probabilities[0]) - 1
     expected = numpy.array([expected_level(row) for row in probabilities])
@@ -140,32 +129,14 @@ def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
     }
 
 
-@dataclass(frozen=True)
-class ValidationRow:
-    """Figures of a model on one part of the validation split.
-
-    Attributes:
-        urgency: as `urgency_report` gives them.
-        tau: rank correlation of true and predicted lengths; None for texts without lengths.
-    """
-
-    name: str
-    urgency: dict[str, Any]
-    tau: float | None
-
-
-def validation_rows(model: Path, sources: Sources, seed: int) -> list[ValidationRow]:
-    """Figures of the stored model on each part of the validation split."""
+def validation_figures(model: Path, sources: Sources, seed: int) -> dict[str, dict[str, Any]]:
+    """`figures_of` the stored model on each part of the validation split, at the most likely
+    level."""
     predictor = TextPredictor.load(str(model), torch.get_num_threads())
-    buckets = predictor.length_buckets
-    rows = []
+    guesser = model_guesser(predictor, texts_per_call=_PER_PART)
+    figures = {}
     for name, examples in validation_parts(sources, seed).items():
-        predictions = predictor.predict([example.text for example in examples])
-        truth = [-1 if example.level is None else example.level for example in examples]
-        report = urgency_report(truth, [one.urgency for one in predictions], URGENCY_LEVELS)
-        tau = None
-        if examples and examples[0].output_tokens is not None and buckets:
-            expected = [expected_tokens(one.length or (), buckets) for one in predictions]
-            tau = kendall_tau([one.output_tokens or 0 for one in examples], expected)
-        rows.append(ValidationRow(name, report, tau))
-    return rows
+        guess = guesser([example.text for example in examples])
+        decision = Decision(rule="most_likely")
+        figures[name] = figures_of(LabelledSet(name, examples), guess, decision)
+    return figures

@@ -1,7 +1,5 @@
 """Collects the output lengths of a running server's answers to many prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 from collections.abc import Callable
@@ -14,13 +12,8 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass
 class Collected:
-    """Outcome of collecting.
-
-    Attributes:
-        answered: number of prompts that the server answered.
-        cut: number of answers that reached the limit on tokens and were left out.
-        problems: one message per prompt that failed.
-    """
+    """Outcome: prompts answered, answers left out because they reached the limit on tokens, and
+    one message per prompt that failed."""
 
     answered: int = 0
     cut: int = 0
@@ -32,10 +25,10 @@ def collect_lengths(
     prompts: Path,
     table: Path,
     *,
-    model: str | None = None,
+    model: str | None,
     max_tokens: int,
     concurrency: int,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Callable[[int, int], object],
 ) -> Collected:
     """Write `table`, a CSV with the columns text,output_tokens, one row per answered prompt.
 
@@ -57,9 +50,9 @@ def collect_lengths(
         raise ValueError(f"{prompts} holds no prompts")
     table.parent.mkdir(parents=True, exist_ok=True)
     known = _known(table)
-    server = _Server(url.rstrip("/").removesuffix("/v1"), model, max_tokens)
     texts = [text for text in wanted if text not in known]
-    collected = asyncio.run(_collect(server, texts, table, concurrency, progress))
+    base = url.rstrip("/").removesuffix("/v1")
+    collected = asyncio.run(_collect(base, model, max_tokens, texts, table, concurrency, progress))
     if texts and not collected.answered:
         raise ValueError(
             f"{url} answered none of {len(texts)} prompts; the first failed with "
@@ -88,7 +81,9 @@ def _known(table: Path) -> set[str]:
 
 
 async def _collect(
-    server: _Server,
+    url: str,
+    model: str | None,
+    max_tokens: int,
     texts: list[str],
     table: Path,
     concurrency: int,
@@ -99,20 +94,21 @@ async def _collect(
     collected = Collected()
     seats = asyncio.Semaphore(concurrency)
     done = 0
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     with table.open("a", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             try:
-                model = server.model or await server.first_model(session)
+                model = model or await _first_model(session, url)
             except (aiohttp.ClientError, TimeoutError, LookupError) as error:
-                raise ValueError(f"{server.url} lists no models: {error!r}") from error
+                raise ValueError(f"{url} lists no models: {error!r}") from error
+            body = {"model": model, "max_tokens": max_tokens}
 
             async def send(text: str) -> None:
                 nonlocal done
                 async with seats:
                     try:
-                        tokens, finish = await server.length(session, model, text)
+                        tokens, finish = await _length(session, url, body, text)
                     except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
                         collected.problems.append(repr(error))
                     else:
@@ -129,29 +125,20 @@ async def _collect(
     return collected
 
 
-@dataclass(frozen=True)
-class _Server:
-    """An OpenAI-compatible server; `model` None stands for the first that it lists."""
+async def _first_model(session: Any, url: str) -> str:
+    async with session.get(f"{url}/v1/models") as reply:
+        reply.raise_for_status()
+        return str((await reply.json())["data"][0]["id"])
 
-    url: str
-    model: str | None
-    max_tokens: int
 
-    async def first_model(self, session: Any) -> str:
-        async with session.get(f"{self.url}/v1/models") as reply:
+async def _length(session: Any, url: str, body: dict[str, Any], text: str) -> tuple[int, str]:
+    """Output tokens and finish reason of one answer, as a chat if the model has a template."""
+    chat = body | {"messages": [{"role": "user", "content": text}]}
+    async with session.post(f"{url}/v1/chat/completions", json=chat) as reply:
+        answer = await reply.json() if reply.status == 200 else None
+    if answer is None:
+        async with session.post(f"{url}/v1/completions", json=body | {"prompt": text}) as reply:
             reply.raise_for_status()
-            return str((await reply.json())["data"][0]["id"])
-
-    async def length(self, session: Any, model: str, text: str) -> tuple[int, str]:
-        """Output tokens and finish reason of one answer, as a chat if the model has a template."""
-        body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens}
-        chat = body | {"messages": [{"role": "user", "content": text}]}
-        async with session.post(f"{self.url}/v1/chat/completions", json=chat) as reply:
-            answer = await reply.json() if reply.status == 200 else None
-        if answer is None:
-            plain = body | {"prompt": text}
-            async with session.post(f"{self.url}/v1/completions", json=plain) as reply:
-                reply.raise_for_status()
-                answer = await reply.json()
-        tokens = int(answer["usage"]["completion_tokens"])
-        return tokens, str(answer["choices"][0]["finish_reason"])
+            answer = await reply.json()
+    tokens = int(answer["usage"]["completion_tokens"])
+    return tokens, str(answer["choices"][0]["finish_reason"])

@@ -1,8 +1,7 @@
 """The training loop: both heads together, on examples that may be drawn afresh every round.
 
-A text that has only a level or only a length contributes to one of the heads. The word
-embeddings stay as pretrained: they are half of all parameters, and words that the training texts
-lack must keep their place beside the others.
+A text with only a level or only a length trains one of the heads. The word embeddings stay as
+pretrained, so that words that the training texts lack keep their place beside the others.
 
 Levels and length buckets are ordered, so a guess that is further off must cost more: the loss is
 cross-entropy plus the squared earth mover's distance between the cumulated distributions (Hou,
@@ -57,8 +56,6 @@ def fit(
 ) -> None:
     """Train `network` in place for `epochs` rounds, or until `minutes` are over.
 
-    The result depends on the arguments alone, except where `minutes` cuts it short.
-
     Args:
         round_examples: the examples of a round, given its number; as many in every round.
         encoder_rate: learning rate of the encoder; 0 trains the heads alone, those of them
@@ -85,7 +82,9 @@ def fit(
                     return
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            loss = _loss(network, ids, mask, levels, lengths)
+            with autocast():
+                urgency, length = network(ids, mask)
+            loss = _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -103,25 +102,14 @@ def autocast() -> torch.autocast:
 
 
 def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> None:
-    """Move the network halfway to other weights of the same shapes.
+    """Move the network halfway to `weights`, another state of it.
 
     Halfway between a model and the same model fine-tuned to a few texts lies one that does better
     on such texts than either, and loses less of what the first one knew (Wortsman et al., "Robust
     fine-tuning of zero-shot models", 2022).
-
-    Args:
-        weights: as `network.state_dict()` gives them.
     """
     own = network.state_dict()
     network.load_state_dict({name: (own[name] + weights[name]) / 2 for name in own})
-
-
-def _loss(
-    network: UrgencyLengthClassifier, ids: Tensor, mask: Tensor, levels: Tensor, lengths: Tensor
-) -> Tensor:
-    with autocast():
-        urgency, length = network(ids, mask)
-    return _ordinal_loss(urgency, levels) + _LENGTH_WEIGHT * _ordinal_loss(length, lengths)
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor) -> Tensor:

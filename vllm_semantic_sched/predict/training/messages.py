@@ -47,9 +47,10 @@ def harmless_prompt(rng: random.Random) -> str:
     return capital(sentence) if rng.random() < 0.6 else sentence
 
 
-def framed_emergency(level: int, rng: random.Random) -> str:
-    """A prompt of the least urgent level that tells, invents or teaches what a message of urgency
-    `level` says."""
+def framed_emergency(rng: random.Random) -> str:
+    """A prompt of the least urgent level that tells, invents or teaches what an urgent message
+    says."""
+    level = rng.choice((0, 1))
     someone = person(rng)
     sentence = someone.fill(choose(rng.choice(wordings()[level].third), rng))
     sentence = f"{someone.name} {sentence}".rstrip(".! ")

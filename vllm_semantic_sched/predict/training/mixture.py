@@ -1,10 +1,10 @@
 """The training mixture: messages with a level, prompts with a length, and both combined."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from vllm_semantic_sched.datasets import (
     KtasVisit,
@@ -20,28 +20,16 @@ from vllm_semantic_sched.datasets import (
 from vllm_semantic_sched.predict.evaluation.domain import WORD, Domain
 from vllm_semantic_sched.predict.evaluation.examples import Example
 from vllm_semantic_sched.predict.training import messages, visits
-from vllm_semantic_sched.predict.training.noise import (
-    noisy,
-    with_noise,
-    with_question,
-    with_task,
-)
-from vllm_semantic_sched.predict.training.wording import (
-    capital,
-    choose,
-    surroundings,
-    written_rows,
-)
+from vllm_semantic_sched.predict.training.noise import noisy, with_noise, with_question, with_task
+from vllm_semantic_sched.predict.training.wording import capital, choose, surroundings, written_rows
 
 _Item = TypeVar("_Item")
 
-# Visits in the survey's own words and proportions, so that the model learns its base rates (0.8 %
-# at level 0, half at level 2).
+# Visits in the survey's own words and proportions, so that the model learns its base rates.
 _PLAIN_VISITS = 32_000
 # Visits as chart notes, in the same proportions: such notes are written in emergency departments.
 _CHARTED_VISITS = 7000
-# Visits of each level in other voices. People who write so are not a sample of an emergency
-# department, and a head trained on the survey's proportions would predict level 0 for no text.
+# Visits of each level in other voices; in the survey's proportions no text would get level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack.
 _WRITTEN = 8000
@@ -60,8 +48,7 @@ _HARMLESS_OF_DOMAIN = 0.4
 class Sources:
     """The records of one split, read once and rendered afresh every round.
 
-    All KTAS visits are here, whatever the split: none is trained on, because they are so few that
-    they are worth more as a check.
+    `ktas` has all KTAS visits, whatever the split: they are few, so they serve for checks alone.
     """
 
     visits: tuple[TriageVisit, ...]
@@ -71,7 +58,7 @@ class Sources:
     written: tuple[Example, ...] = ()
 
     @classmethod
-    def read(cls, root: Path, split: Split) -> "Sources":
+    def read(cls, root: Path, split: Split) -> Self:
         """Read all sources below `root`; raises DataNotFound if one is missing."""
         return cls(
             visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
@@ -81,15 +68,10 @@ class Sources:
             written=tuple(written_messages(split)),
         )
 
-    @property
-    def lengths(self) -> list[int]:
-        """Output lengths of all prompts and questions, in tokens."""
-        return [pair.output_tokens for pair in (*self.prompts, *self.questions)]
-
 
 def written_messages(split: Split) -> list[Example]:
-    """The messages written one by one for training: four fifths in the training split, the others
-    in the validation split. None is in the test split, which has messages of its own."""
+    """The messages written one by one: four fifths in the training split, the others in the
+    validation split, none in the test split."""
     if split == "test":
         return []
     rows = (Example(text, level) for text, level in written_rows())
@@ -105,24 +87,24 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
-    for _ in range(round(_HARMLESS * scale)):
-        examples.append(Example(noisy(messages.harmless_prompt(rng), rng), 4))
-    for _ in range(round(_FRAMED * scale)):
-        text = messages.framed_emergency(rng.choice((0, 1)), rng)
-        examples.append(Example(noisy(text, rng), 4))
-    for _ in range(round(_LOOKALIKES * scale)):
-        examples.append(Example(noisy(messages.lookalike(rng), rng), 4))
-    examples += _length_examples(_sample(sources.prompts, _PROMPTS * scale, rng), rng)
-    examples += _length_examples(_sample(sources.questions, _MEDICAL_QUESTIONS * scale, rng), rng)
-    examples += _composed_examples(sources, round(_COMPOSED * scale), rng)
+    for count, prompt in (
+        (_HARMLESS, messages.harmless_prompt),
+        (_FRAMED, messages.framed_emergency),
+        (_LOOKALIKES, messages.lookalike),
+    ):
+        for _ in range(round(count * scale)):
+            examples.append(Example(noisy(prompt(rng), rng), 4))
+    for pairs, count in ((sources.prompts, _PROMPTS), (sources.questions, _MEDICAL_QUESTIONS)):
+        for pair in _sample(pairs, count * scale, rng):
+            examples.append(Example(noisy(pair.text, rng), 4, pair.output_tokens))
+    for _ in range(round(_COMPOSED * scale)):
+        examples.append(_composed_example(sources, rng))
     rng.shuffle(examples)
     return examples
 
 
 def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
-    """`count` shuffled examples to train from, the same for the same `seed`.
-
-    Each level has as many as the others to within one; no example has an output length.
+    """`count` shuffled examples of a domain, of each level as many as of the others to within one.
 
     Raises:
         ValueError: the domain has neither `examples` nor `wordings`.
@@ -138,7 +120,11 @@ def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
     for number in range(count):
         level = number % levels
         if level == levels - 1 and rng.random() < _HARMLESS_OF_DOMAIN:
-            text = _domain_harmless(domain, rng)
+            # Look-alikes of emergencies could be incidents elsewhere ("my server crashed").
+            harmless = messages.harmless_prompt if domain.wordings else messages.everyday_prompt
+            text = harmless(rng)
+        elif domain.wordings:
+            text = messages.level_message(level, rng)
         else:
             text = _domain_message(domain, level, rng)
         examples.append(Example(noisy(text, rng), level))
@@ -161,57 +147,38 @@ def _visit_examples(
     return examples
 
 
-def _length_examples(pairs: Iterable[TextLength], rng: random.Random) -> list[Example]:
-    return [Example(noisy(pair.text, rng), 4, pair.output_tokens) for pair in pairs]
-
-
-def _composed_examples(sources: Sources, count: int, rng: random.Random) -> list[Example]:
-    """Messages followed by a request: urgency from the message, length from the request."""
-    examples = []
-    for _ in range(count):
-        source = rng.random()
-        if source < 0.5:
-            level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
-            message = messages.level_message(level, rng)
-        elif source < 0.75 and sources.written:
-            written = rng.choice(sources.written)
-            level, message = written.level or 0, written.text
-        else:
-            visit = rng.choice(sources.visits)
-            level, message = visit.level, visits.visit_message(visit, rng)
-        tokens = None
-        kind = rng.random()
-        if kind < 0.5:
-            text = with_task(message, rng.choice(surroundings().tasks), rng)
-        else:
-            pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
-            text = with_question(message, pair.text, rng)
-            tokens = pair.output_tokens
-        examples.append(Example(noisy(text, rng), level, tokens))
-    return examples
+def _composed_example(sources: Sources, rng: random.Random) -> Example:
+    """A message and a request: urgency from the message, length from the request."""
+    source = rng.random()
+    if source < 0.5:
+        level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
+        message = messages.level_message(level, rng)
+    elif source < 0.75 and sources.written:
+        written = rng.choice(sources.written)
+        level, message = written.level or 0, written.text
+    else:
+        visit = rng.choice(sources.visits)
+        level, message = visit.level, visits.visit_message(visit, rng)
+    kind = rng.random()
+    if kind < 0.5:
+        text = with_task(message, rng.choice(surroundings().tasks), rng)
+        return Example(noisy(text, rng), level)
+    pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
+    text = with_question(message, pair.text, rng)
+    return Example(noisy(text, rng), level, pair.output_tokens)
 
 
 def _sample(items: Sequence[_Item], count: float, rng: random.Random) -> list[_Item]:
     """`count` items, each as often as the others to within one."""
-    wanted = round(count)
     if not items:
         return []
-    whole, rest = divmod(wanted, len(items))
+    whole, rest = divmod(round(count), len(items))
     return [*items] * whole + rng.sample(items, rest)
 
 
-def _domain_harmless(domain: Domain, rng: random.Random) -> str:
-    # Look-alikes of emergencies could be incidents in another domain ("my server crashed").
-    return messages.harmless_prompt(rng) if domain.wordings else messages.everyday_prompt(rng)
-
-
 def _domain_message(domain: Domain, level: int, rng: random.Random) -> str:
-    if domain.wordings:
-        return messages.level_message(level, rng)
     sentence = choose(rng.choice(domain.examples[level]), rng)
     sentence = WORD.sub(lambda match: rng.choice(domain.words[match[1]]), sentence)
     if rng.random() < 0.15:
         sentence = rng.choice(surroundings().openers_calm) + sentence
-    if rng.random() < 0.5:
-        sentence = capital(sentence)
-    return sentence
+    return capital(sentence) if rng.random() < 0.5 else sentence

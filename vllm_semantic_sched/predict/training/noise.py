@@ -1,6 +1,4 @@
-"""Varies how a text arrives: after background, with a claim or a task, typed in haste, in a chat
-template.
-"""
+"""Varies a text: adds background, a claim, a task, hasty typing or a chat template."""
 
 import random
 
@@ -14,13 +12,13 @@ _OPENED = 0.06
 
 
 def noisy(text: str, rng: random.Random) -> str:
-    """`text` unchanged, late in a longer one, after a claim, or typed in haste."""
+    """`text` unchanged, late in a longer one, after a claim or a neutral opening, or with noise."""
     if rng.random() < _LATE:
         text = after_background(text, rng)
-    if rng.random() < _CLAIMS:
-        text = claiming(text, rng)
+    if rng.random() < _CLAIMS:  # whatever its urgency is
+        text = rng.choice(surroundings().claims) + text
     if rng.random() < _OPENED:
-        text = opened_neutrally(text, rng)
+        text = rng.choice(surroundings().openers_neutral) + text
     return with_noise(text, rng)
 
 
@@ -29,23 +27,11 @@ def after_background(message: str, rng: random.Random) -> str:
     # No more than four: within the predictor's window the message itself must stay readable.
     count = rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
     sentences = [choose(one, rng) for one in rng.sample(surroundings().background, count + 1)]
-    last = [sentences.pop()]
-    parts = [
-        *sentences,
-        rng.choice(surroundings().turns) + message,
-        *(last if rng.random() < 0.3 else []),
-    ]
-    return rng.choice((" ", " ", "\n")).join(parts)
-
-
-def claiming(text: str, rng: random.Random) -> str:
-    """`text` after a claim about its own urgency, whatever its urgency is."""
-    return rng.choice(surroundings().claims) + text
-
-
-def opened_neutrally(text: str, rng: random.Random) -> str:
-    """`text` after an opening that says nothing about it."""
-    return rng.choice(surroundings().openers_neutral) + text
+    last = sentences.pop()
+    sentences.append(rng.choice(surroundings().turns) + message)
+    if rng.random() < 0.3:
+        sentences.append(last)
+    return rng.choice((" ", " ", "\n")).join(sentences)
 
 
 def with_noise(text: str, rng: random.Random) -> str:

@@ -1,11 +1,9 @@
 """Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -13,24 +11,15 @@ from torch import nn
 
 from vllm_semantic_sched.datasets import split_of
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
-from vllm_semantic_sched.predict.evaluation.examples import (
-    Example,
-    read_examples,
-    write_examples,
-)
+from vllm_semantic_sched.predict.evaluation.examples import Example, read_examples, write_examples
+from vllm_semantic_sched.predict.evaluation.metrics import likeliest
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.training.base import (
-    load_base,
-    set_length_buckets,
-    set_level_names,
-)
+from vllm_semantic_sched.predict.training.base import load_base, set_length_buckets, set_level_names
 from vllm_semantic_sched.predict.training.calibration import (
-    ValidationRow,
     calibrate,
-    calibration_examples,
     fitted_thresholds,
-    validation_rows,
+    validation_figures,
 )
 from vllm_semantic_sched.predict.training.fit import (
     ENCODER_RATE,
@@ -42,11 +31,15 @@ from vllm_semantic_sched.predict.training.fit import (
 from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
 from vllm_semantic_sched.predict.weights import load_network, save_network
 
+# In the folder of a trained model: a policy with the fitted `decision.thresholds`, and the texts
+# that a fine-tuned model was and was not trained on.
 THRESHOLDS_FILE = "thresholds.yaml"
-"""A policy with the fitted `decision.thresholds`, in the folder of a trained model."""
+TRAINING_FILE = "train.csv"
+TEST_FILE = "test.csv"
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
+_CALIBRATION_SCALE = 0.05  # of the texts in a round of training
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
@@ -70,43 +63,33 @@ class Options:
     epochs: int
     minutes: float | None
     threads: int
-    on_step: Callable[[Step], object] = lambda step: None
+    on_step: Callable[[Step], object]
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """A policy file whose thresholds on the expected level were fitted to `texts` texts."""
-
-    path: Path
-    texts: int
-
-
-@dataclass(frozen=True)
-class FineTuned:
+class FineTuned(NamedTuple):
     """Outcome of training on labelled texts.
 
     Attributes:
-        training_file, test_file: CSVs with the texts that were and were not trained on.
-        tests: number of texts in `test_file`.
+        tests: number of test texts.
         known_tests: number of those that were trained on as well; None if the test texts are a
             part of the given texts, held out.
-        thresholds: None if levels were not trained.
+        threshold_texts: number of texts that the thresholds were fitted to; None if levels were
+            not trained.
     """
 
-    training_file: Path
-    test_file: Path
     tests: int
     known_tests: int | None
-    thresholds: Thresholds | None
+    threshold_texts: int | None
 
 
-def train_all(
-    options: Options, root: Path, scale: float = 1.0
-) -> tuple[Thresholds, list[ValidationRow]]:
+def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str, dict[str, Any]]]:
     """Train both heads on the data folder `root` and the package's wordings.
 
     Args:
         scale: share of the texts per round.
+
+    Returns:
+        Number of texts that the thresholds were fitted to, and the `validation_figures`.
 
     Raises:
         DataNotFound: a file is missing below `root`.
@@ -117,7 +100,8 @@ def train_all(
     torch.manual_seed(options.seed)
     folder, network, tokenizer = load_base(options.base)
     if options.base == "pretrained":
-        set_length_buckets(network, sources.lengths)
+        pairs = (*sources.prompts, *sources.questions)
+        set_length_buckets(network, [pair.output_tokens for pair in pairs])
         set_level_names(network, _LEVEL_NAMES)
     fit(
         network,
@@ -131,11 +115,12 @@ def train_all(
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
     )
-    calibrate(network, tokenizer, calibration_examples(validation, options.seed, scale))
+    unseen = training_round(validation, options.seed, _CALIBRATION_SCALE * scale)
+    calibrate(network, tokenizer, unseen)
     save_network(network, folder, options.output)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
-    thresholds = _write_thresholds(options, visits)
-    return thresholds, validation_rows(options.output, validation, options.seed)
+    _write_thresholds(options, visits)
+    return len(visits), validation_figures(options.output, validation, options.seed)
 
 
 def train_urgency(
@@ -165,19 +150,22 @@ def train_urgency(
             network.classifier = nn.Linear(network.config.dim, len(domain.levels))
 
     examples = read(table) if table else domain_examples(domain, count, options.seed)
-    same_heads = domain_name == "emergency" and options.base != "pretrained"
-    tuning = _Tuning("length", _URGENCY_RATE, prepare, same_heads)
-    return _fine_tune(options, examples, None if test is None else read(test), tuning)
+    return _fine_tune(
+        options,
+        examples,
+        None if test is None else read(test),
+        keep="length",
+        encoder_rate=_URGENCY_RATE,
+        prepare=prepare,
+        same_heads=domain_name == "emergency" and options.base != "pretrained",
+    )
 
 
-def train_length(
-    options: Options, table: Path, test: Path | None, tune_encoder: bool = False
-) -> FineTuned:
-    """Train the length head on texts with output lengths.
+def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
+    """Train the length head on a CSV with the columns text,output_tokens.
 
     Args:
-        table: CSV with the columns text,output_tokens.
-        test: CSV with the texts to hold out; None for a tenth of the texts.
+        test: see `train_urgency`.
         tune_encoder: train the encoder as well.
 
     Raises:
@@ -190,37 +178,37 @@ def train_length(
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
 
-    tuning = _Tuning("urgency", FINE_TUNING_RATE if tune_encoder else 0.0, prepare, False)
-    return _fine_tune(options, read(table), None if test is None else read(test), tuning)
-
-
-@dataclass(frozen=True)
-class _Tuning:
-    """How a base is trained further.
-
-    Attributes:
-        keep: the head that is not trained. It stays as it is under a frozen encoder, and is held
-            to its own predictions at the start while the encoder moves.
-        encoder_rate: learning rate of the encoder; 0 freezes it.
-        prepare: fits the network's heads to the training examples.
-        same_heads: the heads stay those of the base. Then the trained network is averaged with
-            the base, whose calibration it keeps.
-    """
-
-    keep: Literal["urgency", "length"]
-    encoder_rate: float
-    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None]
-    same_heads: bool
+    return _fine_tune(
+        options,
+        read(table),
+        None if test is None else read(test),
+        keep="urgency",
+        encoder_rate=FINE_TUNING_RATE if tune_encoder else 0.0,
+        prepare=prepare,
+    )
 
 
 def _fine_tune(
     options: Options,
     examples: Sequence[Example],
     tests: Sequence[Example] | None,
-    tuning: _Tuning,
+    *,
+    keep: Literal["urgency", "length"],
+    encoder_rate: float,
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
+    same_heads: bool = False,
 ) -> FineTuned:
     """Train the base on `examples`, less a tenth for calibration, where that is needed, and, if
-    `tests` is None, a tenth to test on."""
+    `tests` is None, a tenth to test on.
+
+    Args:
+        keep: the head that is not trained. It stays as it is under a frozen encoder, and is trained
+            on its own first predictions while the encoder changes.
+        encoder_rate: learning rate of the encoder; 0 freezes it.
+        prepare: fits the network's heads to the training examples.
+        same_heads: the heads stay those of the base. Then the trained network is averaged with
+            the base, whose calibration it keeps.
+    """
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
     torch.set_num_threads(options.threads)
@@ -229,7 +217,7 @@ def _fine_tune(
         [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     )
-    if tuning.same_heads:
+    if same_heads:
         training += validation
     known = None
     if tests is None:
@@ -240,12 +228,12 @@ def _fine_tune(
         trained = {one.text for one in training}
         known = sum(one.text in trained for one in tests)
     folder, network, tokenizer = load_base(options.base)
-    tuning.prepare(network, training)
+    prepare(network, training)
     fitted: Sequence[Example] = training
-    if not tuning.encoder_rate:
-        network.head(tuning.keep).requires_grad_(False)
+    if not encoder_rate:
+        network.head(keep).requires_grad_(False)
     elif options.base != "pretrained":
-        fitted = _with_predictions(training, folder, tuning.keep, options.threads)
+        fitted = _with_predictions(training, folder, keep, options.threads)
     fit(
         network,
         tokenizer,
@@ -253,22 +241,22 @@ def _fine_tune(
         seed=options.seed,
         epochs=options.epochs,
         minutes=options.minutes,
-        encoder_rate=tuning.encoder_rate,
+        encoder_rate=encoder_rate,
         on_step=options.on_step,
     )
-    if tuning.same_heads:
+    if same_heads:
         average(network, load_network(folder).state_dict())
-    elif tuning.keep == "length":
+    elif keep == "length":
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
-    training_file, test_file = options.output / "train.csv", options.output / "test.csv"
-    write_examples(training, training_file)
-    write_examples(tests, test_file)
-    thresholds = _write_thresholds(options, training) if tuning.keep == "length" else None
-    return FineTuned(training_file, test_file, len(tests), known, thresholds)
+    write_examples(training, options.output / TRAINING_FILE)
+    write_examples(tests, options.output / TEST_FILE)
+    if keep == "length":
+        _write_thresholds(options, training)
+    return FineTuned(len(tests), known, len(training) if keep == "length" else None)
 
 
-def _write_thresholds(options: Options, examples: Sequence[Example]) -> Thresholds:
+def _write_thresholds(options: Options, examples: Sequence[Example]) -> None:
     """Write a policy that cuts the stored model's expected level where it agrees best with the
     levels of `examples`."""
     predictor = TextPredictor.load(str(options.output), options.threads)
@@ -276,9 +264,7 @@ def _write_thresholds(options: Options, examples: Sequence[Example]) -> Threshol
     thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
     decision = {"rule": "thresholds", "thresholds": list(thresholds)}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
-    path = options.output / THRESHOLDS_FILE
-    path.write_text(text, encoding="utf-8")
-    return Thresholds(path, len(examples))
+    (options.output / THRESHOLDS_FILE).write_text(text, encoding="utf-8")
 
 
 def _with_predictions(
@@ -290,9 +276,8 @@ def _with_predictions(
     labelled = []
     for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
         if keep == "urgency":
-            one = replace(one, level=max(range(len(guess.urgency)), key=guess.urgency.__getitem__))
+            one = replace(one, level=likeliest(guess.urgency))
         elif guess.length is not None and buckets is not None:
-            bucket = max(range(len(guess.length)), key=guess.length.__getitem__)
-            one = replace(one, output_tokens=round(buckets.means[bucket]))
+            one = replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
         labelled.append(one)
     return labelled

@@ -33,9 +33,14 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^Contusion.*$", r"bruising"),
     )
 )
-_PAIN = re.compile(r"^(.+?)(?: and \w+)? pain(?:, ache)?.*$", re.I)
-_HURT = re.compile(r"^(?:Injury, other and unspecified, of|Sprain and strain of) (.+)$")
-_BROKEN = re.compile(r"^Fracture/dislocation of (.+)$")
+_FINDINGS = (
+    (re.compile(r"^(.+?)(?: and \w+)? pain(?:, ache)?.*$", re.I), "pain"),
+    (
+        re.compile(r"^(?:Injury, other and unspecified, of|Sprain and strain of) (.+)$"),
+        "[injury|contusion|trauma]",
+    ),
+    (re.compile(r"^Fracture/dislocation of (.+)$"), "[fx|r/o fx|fracture]"),
+)
 
 
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:
@@ -103,11 +108,7 @@ def chart_term(reason: str, rng: random.Random) -> str | None:
     _, chart = reasons().get(reason, ("", ""))
     if chart:
         return choose(f"[{chart}]", rng)
-    for pattern, finding in (
-        (_PAIN, "pain"),
-        (_HURT, "[injury|contusion|trauma]"),
-        (_BROKEN, "[fx|r/o fx|fracture]"),
-    ):
+    for pattern, finding in _FINDINGS:
         if match := pattern.match(reason):
             place = match.group(1).lower()
             form = f"[{place} {finding}|{finding}, {place}|{finding}, [Rt|Lt|both] {place}"

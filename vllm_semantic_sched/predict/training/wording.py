@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import Field
@@ -76,20 +76,22 @@ class Surroundings(Section):
     systems: _Texts
 
 
-class Person:
-    """Someone a message is about: how the speaker calls them, and their pronouns."""
+class Person(NamedTuple):
+    """The person that a message is about, as the speaker calls them."""
 
-    __slots__ = ("he", "him", "his", "name")
+    name: str
+    male: bool
 
-    def __init__(self, name: str, male: bool) -> None:
-        self.name = name
-        self.he, self.him, self.his = ("he", "him", "his") if male else ("she", "her", "her")
+    @property
+    def he(self) -> str:
+        """The pronoun."""
+        return "he" if self.male else "she"
 
     def fill(self, sentence: str) -> str:
         """`sentence` with {who}, {he}, {him} and {his} filled in."""
-        filled = sentence.replace("{who}", self.name)
-        filled = filled.replace("{his}self", {"his": "himself", "her": "herself"}[self.his])
-        return filled.replace("{he}", self.he).replace("{him}", self.him).replace("{his}", self.his)
+        him, his = ("him", "his") if self.male else ("her", "her")
+        filled = sentence.replace("{who}", self.name).replace("{his}self", f"{him}self")
+        return filled.replace("{he}", self.he).replace("{him}", him).replace("{his}", his)
 
 
 @functools.cache
@@ -108,10 +110,8 @@ def harmless() -> HarmlessTexts:
 @functools.cache
 def surroundings() -> Surroundings:
     """Openings, questions, claims and chat templates."""
-    numbers_and_slots = ("age", "young", "old", "text", "system")
-    return read_texts(
-        _TEXTS / "surroundings.yaml", Surroundings, (*_PERSON_NAMES, *numbers_and_slots)
-    )
+    names = (*_PERSON_NAMES, "age", "young", "old", "text", "system")
+    return read_texts(_TEXTS / "surroundings.yaml", Surroundings, names)
 
 
 @functools.cache
