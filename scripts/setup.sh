@@ -133,7 +133,10 @@ pip() { "$venv/bin/python" -m pip "$@"; }
 find_torch() {
     local index=${SEMSCHED_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
     torch_from=()
-    if [[ -n $index ]] && ! pip index versions torch 2>/dev/null | grep -q "[ ,]$torch+cpu"; then
+    # Not piped into `grep -q`, which would end pip by SIGPIPE and make the pipeline fail.
+    local versions
+    versions=$(pip index versions torch 2>/dev/null) || true
+    if [[ -n $index && $versions != *[\ ,]"$torch+cpu"* ]]; then
         torch_from=(--extra-index-url "$index")
     fi
 }
