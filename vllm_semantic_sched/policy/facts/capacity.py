@@ -56,7 +56,7 @@ class _Holding:
 
 
 class Holdings:
-    """The only record of what jobs with a seat hold. All operations are O(1), `below` O(levels).
+    """The only record of what jobs with a seat hold. Changes are O(levels), questions O(1).
 
     A job counts from when it is taken out of the queue until it loses its seat, at its own level,
     without what it gained by waiting. Its blocks are those that the meter reported last: up to
@@ -71,6 +71,7 @@ class Holdings:
         self.capacity: EngineCapacity | None = None
         self._jobs: dict[Job, _Holding] = {}
         self._levels = [Held() for _ in range(levels)]
+        self._below = [Held() for _ in range(levels)]  # sums, asked for more often than changed
         self._tenants: dict[str, Held] = {}
 
     def __len__(self) -> int:
@@ -90,12 +91,8 @@ class Holdings:
         return self._levels
 
     def below(self, level: int) -> Held:
-        """Seats and blocks of all jobs less urgent than `level`."""
-        total = Held()
-        for held in self._levels[level + 1 :]:
-            total.seats += held.seats
-            total.blocks += held.blocks
-        return total
+        """Return what all jobs less urgent than `level` hold together; `tokens` stays 0."""
+        return self._below[level]
 
     def tenant(self, tenant: str) -> Held | None:
         """Holdings of a tenant; None if it has no seat."""
@@ -135,12 +132,17 @@ class Holdings:
         """Move a job's holdings from level `before` to `job.level`."""
         holding = self._jobs.get(job)
         if holding is not None:
-            self._levels[before].add(-1, -holding.blocks, -holding.tokens)
-            self._levels[job.level].add(1, holding.blocks, holding.tokens)
+            self._add_to_level(before, -1, -holding.blocks, -holding.tokens)
+            self._add_to_level(job.level, 1, holding.blocks, holding.tokens)
 
     def _add(self, job: Job, seats: int, blocks: int, tokens: float) -> None:
-        self._levels[job.level].add(seats, blocks, tokens)
+        self._add_to_level(job.level, seats, blocks, tokens)
         tenant = self._tenants.get(job.tenant)
         if tenant is None:
             tenant = self._tenants[job.tenant] = Held()
         tenant.add(seats, blocks, tokens)
+
+    def _add_to_level(self, level: int, seats: int, blocks: int, tokens: float) -> None:
+        self._levels[level].add(seats, blocks, tokens)
+        for above in range(level):
+            self._below[above].add(seats, blocks, 0.0)
