@@ -5,10 +5,10 @@ import csv
 import json
 
 import pytest
+from predictor_examples import TwoLevels
 
 from vllm_semantic_sched.cli import evaluate
 from vllm_semantic_sched.datasets import split_of
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.evaluation.baselines import (
     MAJORITY,
     MEDIAN,
@@ -40,22 +40,6 @@ LEVEL_KEYS = {
     "confusion",
 }
 LENGTH_KEYS = {"n_length", "kendall_tau", "decile_accuracy", "mean_absolute_error_tokens"}
-
-
-class TwoLevels:
-    """Knows levels 0 and 1 by a word, and that poems are long."""
-
-    levels = 2
-    length_buckets = LengthBuckets((50,), (10.0, 200.0))
-
-    def predict(self, texts):
-        return [
-            Prediction(
-                (0.99, 0.01) if "breathing" in text else (0.01, 0.99),
-                (0.0, 1.0) if "poem" in text else (1.0, 0.0),
-            )
-            for text in texts
-        ]
 
 
 @pytest.fixture(autouse=True)

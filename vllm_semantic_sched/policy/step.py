@@ -142,7 +142,7 @@ class SchedulingStep:
     def arrived(
         self, view: EngineView, job: Job, dedup_key: str | None = None, origin: str = ""
     ) -> None:
-        """A new job is in the queue; it, or others because of it, may end. Between two steps.
+        """Admit or refuse a newly queued job, between two steps; others may end because of it.
 
         Args:
             dedup_key, origin: see `policy.overload.dedup`.
@@ -152,7 +152,7 @@ class SchedulingStep:
             self._end(view, self._overload.arrive(job, view.now(), seats, dedup_key, origin))
 
     def first_token(self, view: EngineView, job: Job) -> None:
-        """A running job's first token is there. After a step."""
+        """Record a job's first token after a step, and move the job if its rank changed."""
         if self._core.first_token(job):
             view.reposition([job])
 
@@ -262,8 +262,8 @@ class SchedulingStep:
     def _held_for(
         self, newcomer: Job, prefilling: Collection[Job], view: EngineView
     ) -> tuple[Job, ...]:
-        """Prefills that sit out this step for a more urgent newcomer that can come in; holding
-        them for one that cannot would only waste the step."""
+        """Prefills to hold in this step, so that a more urgent waiting job can start. None if it
+        could not start anyway: holding them would only waste the step."""
         budget = view.token_budget() - view.decode_tokens()
         if not prefilling or budget == math.inf:
             return ()

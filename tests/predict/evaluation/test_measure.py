@@ -1,9 +1,10 @@
 """Measuring predictors: guesses, baselines, claims, and sets without some labels."""
 
 import pytest
+from predictor_examples import TwoLevels
 
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.evaluation import measure
 from vllm_semantic_sched.predict.evaluation.baselines import (
     MAJORITY,
@@ -15,22 +16,6 @@ from vllm_semantic_sched.predict.evaluation.baselines import (
 )
 from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
 from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
-
-
-class TwoLevels:
-    """Knows levels 0 and 1 by a word, and that poems are long."""
-
-    levels = 2
-    length_buckets = LengthBuckets((50,), (10.0, 200.0))
-
-    def predict(self, texts):
-        return [
-            Prediction(
-                (0.99, 0.01) if "breathing" in text else (0.01, 0.99),
-                (0.0, 1.0) if "poem" in text else (1.0, 0.0),
-            )
-            for text in texts
-        ]
 
 
 def test_claim_figures_follow_the_model():

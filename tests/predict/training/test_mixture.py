@@ -4,8 +4,9 @@ import re
 from collections import Counter
 
 import pytest
+from predictor_examples import VISIT
 
-from vllm_semantic_sched.datasets import KtasVisit, TextLength, TriageVisit
+from vllm_semantic_sched.datasets import KtasVisit, TextLength
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.predict.evaluation.domain import load_domain, parse_domain
 from vllm_semantic_sched.predict.training.mixture import (
@@ -14,20 +15,6 @@ from vllm_semantic_sched.predict.training.mixture import (
     training_round,
 )
 
-VISIT = TriageVisit(
-    level=1,
-    split="train",
-    text="61-year-old male. Reason for visit: Chest pain; Nausea. Pain 8/10.",
-    age=61,
-    sex="male",
-    ambulance=True,
-    pain=8,
-    injury="no",
-    reasons=("Chest pain", "Nausea"),
-    heart_rate=104,
-    systolic=150,
-    oxygen=95,
-)
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
 
 

@@ -3,23 +3,11 @@
 import random
 import re
 
-from vllm_semantic_sched.datasets import KtasVisit, TriageVisit
+from predictor_examples import VISIT
+
+from vllm_semantic_sched.datasets import KtasVisit
 from vllm_semantic_sched.predict.training import messages, noise, visits
 
-VISIT = TriageVisit(
-    level=1,
-    split="train",
-    text="61-year-old male. Reason for visit: Chest pain; Nausea. Pain 8/10.",
-    age=61,
-    sex="male",
-    ambulance=True,
-    pain=8,
-    injury="no",
-    reasons=("Chest pain", "Nausea"),
-    heart_rate=104,
-    systolic=150,
-    oxygen=95,
-)
 LABEL_WORDS = re.compile(
     r"\b(emergent|semi-?urgent|non-?urgent|triage level|esi|ktas|level [0-5])\b", re.IGNORECASE
 )
