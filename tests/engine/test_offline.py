@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 SCRIPT = textwrap.dedent(
     """
-    import json, sys
+    import json, sys, time
     from vllm import LLM, SamplingParams
     from vllm_semantic_sched import refusal_of
 
@@ -36,6 +36,10 @@ SCRIPT = textwrap.dedent(
     refusal = refusal_of(older)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     counters = scheduler.counters
+    # On a busy machine short answers can end before their prompts are read.
+    deadline, unhinted = time.monotonic() + 60, SamplingParams(max_tokens=200, ignore_eos=True)
+    while not counters.total("predictions") and time.monotonic() < deadline:
+        llm.generate("tell me about snow", unhinted, use_tqdm=False)
     print(json.dumps({
         "tokens": [answer.outputs[0].token_ids for answer in answers],
         "invalid": counters.total("invalid_hints"),
