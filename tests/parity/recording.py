@@ -90,6 +90,9 @@ class DecisionLog:
     def first_token(self, job: Job) -> None:
         self._decisions.append(("first token", job.request_id))
 
+    def held(self, job: Job, seconds: float) -> None:
+        """What is held is recorded as it is ordered."""
+
     def limited(self, limits: StageLimits) -> None:
         held = sorted(job.request_id for job in limits.held)
         self._decisions.append(("limits", held, limits.prefill_tokens, limits.each))

@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
     times = ("queueing delay", "TTFT", "E2E")
-    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *times)
-    table = make_table("seconds: p50 / p99", *columns, words=0)
+    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", "held", *times)
+    table = make_table("held: seconds in all; times: seconds, p50 / p99", *columns, words=0)
     for name in ("tier", "preemptions"):
         table.columns[columns.index(name)].justify = "left"
     for row in rows:
@@ -93,6 +93,7 @@ def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int
         table.add_row(
             *(str(row[name]) for name in ("level", "tier", "requests", *_COUNTS)),
             preemptions or "-",
+            f"{row['held']:.1f}" if row["held"] else "-",
             *(_percentiles(row, name) for name in ("queueing_delay", "ttft", "e2e")),
         )
     console = make_console()

@@ -66,13 +66,22 @@ class EventLog:
 
     def moved(self, transition: Transition) -> None:
         """Queue a transition, or drop it if the queue is full."""
-        if len(self._events) >= self._limit:
-            self._dropped += 1
-        else:
+        if self._has_room():
             self._events.append(Event.of(transition, time.time()))
+
+    def held(self, job: Job, seconds: float) -> None:
+        """Queue the end of a hold, or drop it if the queue is full."""
+        if self._has_room():
+            self._events.append(Event.of_hold(job, seconds, time.time()))
 
     def first_token(self, job: Job) -> None:
         """Does nothing: later lines contain the time of the first token."""
+
+    def _has_room(self) -> bool:
+        if len(self._events) < self._limit:
+            return True
+        self._dropped += 1
+        return False
 
     def report(self, counters: Counters) -> None:
         """Update the counters of written and dropped lines."""

@@ -64,3 +64,10 @@ class GuardedListener:
             self._listener.first_token(job)
         except Exception:
             self._guard.failed("recording a first token")
+
+    def held(self, job: Job, seconds: float) -> None:
+        """Pass the end of a hold on."""
+        try:
+            self._listener.held(job, seconds)
+        except Exception:
+            self._guard.failed("recording a hold")

@@ -41,6 +41,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     check_vllm_version,
     preempt,
     replace_queues,
+    why_no_holds,
 )
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -142,6 +143,9 @@ class SemanticScheduler(HookedScheduler):
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
+        if core.protection.enabled and (reason := why_no_holds(vllm_config)) is not None:
+            core.protection.unsafe = True
+            logger.warning("Semantic scheduling: protect is off, because of %s.", reason)
         for doubt in profile.doubts(self.max_model_len):
             logger.warning("Semantic scheduling: %s.", doubt)
 
@@ -174,6 +178,8 @@ class SemanticScheduler(HookedScheduler):
             with self.guard("ending requests"):
                 self._endings.release()
             self.counters.observe("schedule_seconds", time.perf_counter() - begin)
+        if not output.total_num_scheduled_tokens:
+            self.core.protection.achieved_nothing()
         with self.guard("timing steps"):
             batch = batch_of(output, self.requests, self.num_spec_tokens, self.view.tokens_held())
             self.step_clock.scheduled(output, batch, time.monotonic())
@@ -375,6 +381,8 @@ class SemanticScheduler(HookedScheduler):
             "decode": scale.decode,
             "load": scale.load,
         }
+        self.counters.raise_to("hold_steps", core.protection.steps)
+        self.counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges

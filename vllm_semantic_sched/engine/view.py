@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.vllm_api import (
@@ -14,6 +14,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     blocks_can_be_freed,
     blocks_freed_by,
     blocks_needed,
+    can_advance,
     free_kv_blocks,
     free_seats,
     hold_for_one_step,
@@ -34,6 +35,9 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+# More requests than that are put into order by sorting all.
+_FEW = 4
 
 
 def engine_capacity(scheduler: Scheduler) -> EngineCapacity:
@@ -80,6 +84,7 @@ class VllmView:
         self._plan = plan
         self._evict = evict
         self._saved_limits: TokenLimits | None = None
+        self._held_decodes = 0
         self.now = clock
         self.predictions = predictions
         self.end = end
@@ -97,6 +102,19 @@ class VllmView:
         request = self._request(job)
         job.computed = request.num_computed_tokens
         job.generated = request.num_output_tokens
+
+    def running_by_urgency(self) -> Sequence[Job]:
+        """The running jobs, most urgent first."""
+        jobs = self._jobs
+        return [
+            jobs[request.request_id]
+            for request in self._scheduler.running
+            if request.request_id in jobs
+        ]
+
+    def can_advance(self, job: Job) -> bool:
+        """Whether a running job would get a token in the coming step."""
+        return can_advance(self._scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete. O(prefills under way)."""
@@ -146,7 +164,7 @@ class VllmView:
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take, draft tokens included."""
         scheduler = self._scheduler
-        decoding = len(scheduler.running) - len(inflight_prefills(scheduler))
+        decoding = len(scheduler.running) - len(inflight_prefills(scheduler)) - self._held_decodes
         return decoding * (1 + scheduler.num_spec_tokens)
 
     def is_ready(self, job: Job) -> bool:
@@ -174,6 +192,11 @@ class VllmView:
         """Move running requests to the places that their ranks give them."""
         running = self._scheduler.running
         moved = {self._request(job): None for job in jobs if job.state is JobState.RUNNING}
+        if len(moved) > _FEW:
+            with self._guard("ordering running requests"):
+                order, of = self._core.running.order, self._jobs
+                running.sort(key=lambda request: order(of[request.request_id]))
+            return
         # All out before the first goes in again: a place is found among those that are in order.
         for request in moved:
             running.remove(request)
@@ -196,6 +219,15 @@ class VllmView:
         """Preempt a running job; vLLM queues it again."""
         self._evict(self._request(job), reason)
 
+    def hold(self, jobs: Collection[Job]) -> None:
+        """Give running requests no token in the next schedule()."""
+        scheduler = self._scheduler
+        prefills = inflight_prefills(scheduler)
+        for job in jobs:
+            request = self._request(job)
+            hold_for_one_step(scheduler, request)
+            self._held_decodes += request not in prefills
+
     def limit_prefills(self, limits: StageLimits) -> None:
         """Lower the limits that the next schedule() obeys, until `restore_limits`."""
         scheduler = self._scheduler
@@ -211,7 +243,8 @@ class VllmView:
         set_token_limits(scheduler, saved._replace(step=step, prefill=prefill))
 
     def restore_limits(self) -> None:
-        """Undo what `limit_prefills` did."""
+        """Undo what `hold` and `limit_prefills` did."""
+        self._held_decodes = 0
         if self._saved_limits is not None:
             set_token_limits(self._scheduler, self._saved_limits)
             self._saved_limits = None

@@ -151,8 +151,35 @@ def inflight_prefills(scheduler: Scheduler) -> Collection[Request]:
 
 def hold_for_one_step(scheduler: Scheduler, request: Request) -> None:
     """Give a running request no token in the coming step; it keeps its seat and its KV."""
-    # schedule() increments the step before it compares.
-    request.next_decode_eligible_step = scheduler.current_step + 2
+    # schedule() increments the step before it compares. vLLM itself may hold it for longer.
+    request.next_decode_eligible_step = max(
+        request.next_decode_eligible_step, scheduler.current_step + 2
+    )
+
+
+def can_advance(scheduler: Scheduler, request: Request) -> bool:
+    """Whether schedule() would give a running request a token in the coming step."""
+    in_flight = request.num_output_placeholders
+    computed = request.num_computed_tokens
+    if in_flight and computed + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
+        return False  # its last token is in flight
+    if scheduler.current_step + 1 < request.next_decode_eligible_step:
+        return False
+    tokens: int = request.num_tokens_with_spec
+    return tokens + in_flight > computed
+
+
+def why_no_holds(config: VllmConfig) -> str | None:
+    """Why running requests cannot be held on this engine; None if they can.
+
+    The V1 model runner loses the draft tokens of a request that sits out a step, and with pipeline
+    parallelism vLLM itself decides in which steps a request decodes.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if config.speculative_config is not None and not config.use_v2_model_runner:
+        return "speculative decoding on vLLM's V1 model runner"
+    return None
 
 
 class TokenLimits(NamedTuple):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from vllm_semantic_sched.policy.config import Policy
@@ -22,6 +22,7 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
 from vllm_semantic_sched.policy.order.fairness import Fairness
+from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
@@ -61,7 +62,8 @@ class SchedulingCore:
         self.policy = policy
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
-        self.fairness = Fairness(policy, profile, self._make_queue)
+        self.protection = Protection(policy.protect)
+        self.fairness = Fairness(policy, profile, self._make_queue, self.protection.admits)
         self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.eviction = VictimEligibility(
@@ -85,6 +87,7 @@ class SchedulingCore:
         predicted and default levels are decided again.
         """
         self.fairness.adopt(policy, profile)
+        self.protection.knobs = policy.protect
         self.policy = policy
         self.version += 1
         parts: list[AdoptsPolicy] = [self.estimates, self.running, self.eviction]
@@ -157,8 +160,7 @@ class SchedulingCore:
         arrival order.
         """
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
-            self.running.discard(job)
-            self.fairness.leave(job)
+            self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
@@ -241,8 +243,7 @@ class SchedulingCore:
             and job.generated - job.generated_before < self.policy.retention.thrash_tokens
         )
         self.version += 1
-        self.running.discard(job)
-        self.fairness.leave(job)
+        self._leave(job)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
         job.generated_before = job.generated
@@ -292,8 +293,7 @@ class SchedulingCore:
         """
         self.version += 1
         self.waiting.remove(job)
-        self.running.discard(job)
-        self.fairness.leave(job)
+        self._leave(job)
         self.lifecycle.move(job, state, reason)
         self.estimates.learn(job, end)
 
@@ -336,6 +336,56 @@ class SchedulingCore:
     def skip_steps(self, steps: int) -> None:
         """Advance by at most `uneventful_steps` engine steps."""
         self.running.skip(steps)
+
+    @property
+    def has_protected(self) -> bool:
+        """Whether a job that others may be held for runs or waits. O(levels)."""
+        level = self.policy.protect.level
+        return level is not None and any(
+            self.holdings.level(at).seats or self.lifecycle.waiting(at) for at in range(level + 1)
+        )
+
+    def hold(self, jobs: Collection[Job], closed: bool, now: float) -> list[Job]:
+        """Record which running jobs sit out the coming step.
+
+        Args:
+            closed: whether the gate keeps less urgent jobs from being admitted.
+
+        Returns:
+            Jobs with a new place among the running ones: those that are not held any more.
+        """
+        protection, held = self.protection, self.protection.held
+        if closed != protection.closed:
+            protection.closed = closed
+            self.waiting.changed()
+            self.version += 1
+        if not jobs and not held:
+            return []
+        wanted = set(jobs)
+        released = [job for job in held if job not in wanted]
+        for job in released:
+            self._release(job, now)
+            if self.fairness.waited(job):
+                self._store_running(job)
+        for job in jobs:
+            if job not in held:
+                held[job] = now
+                self.running.hold(job)
+        self.fairness.meter.idle = len(held)
+        return released
+
+    def _release(self, job: Job, now: float) -> None:
+        seconds = now - self.protection.held.pop(job)
+        self.running.release(job)
+        job.waited += seconds
+        self.lifecycle.held(job, seconds)
+
+    def _leave(self, job: Job) -> None:
+        """A job gives back its seat, if it has one."""
+        if job in self.protection.held:
+            self._release(job, self.lifecycle.clock())
+        self.running.discard(job)
+        self.fairness.leave(job)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and

@@ -1,9 +1,10 @@
-"""Lines of the event log: one JSON object per transition of a request."""
+"""Lines of the event log: one JSON object per transition of a request, and per hold."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 
@@ -22,6 +23,7 @@ class Event(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     first_token: float | None  # Unix time
+    held: float = 0.0  # seconds; the end of a hold is no change of state
 
     @classmethod
     def of(cls, transition: Transition, now: float) -> Event:
@@ -42,6 +44,15 @@ class Event(NamedTuple):
             job.generated,
             None if job.first_token is None else now - (time - job.first_token),
         )
+
+    @classmethod
+    def of_hold(cls, job: Job, seconds: float, now: float) -> Event:
+        """A running job was held for this long, until Unix time `now`."""
+        state = job.state.value
+        return cls(
+            now, job.request_id, job.tenant, job.level, job.level_source.value,
+            state, state, "held", "", job.prompt_tokens, job.generated, None, seconds,
+        )  # fmt: skip
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
         """The JSON object; empty fields are left out."""
@@ -64,4 +75,6 @@ class Event(NamedTuple):
         line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token is not None:
             line["first_token"] = round(self.first_token, 6)
+        if self.held:
+            line["held"] = round(self.held, 6)
         return line

@@ -40,6 +40,9 @@ class Listener(Protocol):
     def first_token(self, job: Job) -> None:
         """Called after a job's first token, at the time `job.first_token`."""
 
+    def held(self, job: Job, seconds: float) -> None:
+        """Called when a running job was held for this long and gets tokens again, or ends."""
+
 
 class Lifecycle:
     """Moves jobs through their states. O(log n) per move.
@@ -89,6 +92,11 @@ class Lifecycle:
             job.first_token = self.clock()
             for listener in self.listeners:
                 listener.first_token(job)
+
+    def held(self, job: Job, seconds: float) -> None:
+        """Record that a running job was held for this long."""
+        for listener in self.listeners:
+            listener.held(job, seconds)
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a waiting job from level `before` to `job.level`."""

@@ -16,14 +16,16 @@ The order, and why:
 5. Requests that outgrew a hard reservation or their tenant's cap are preempted. What they held
    counts as free when room is made.
 6. Room is made: running requests are preempted for more urgent waiting ones.
-7. The stage limits bound the prefills of the step. They come last, because they depend on who
+7. Less urgent running requests are held while a protected one runs or starts, and the gate keeps
+   less urgent waiting ones out. Those that were just preempted need no hold.
+8. The stage limits bound the prefills of the step. They come last, because they depend on who
    runs and who is next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -57,6 +59,13 @@ class EngineView(AdmissionView, Protocol):
 
     def observe(self, job: Job) -> None:
         """Bring a running job's `generated` and `computed` up to date."""
+
+    def running_by_urgency(self) -> Sequence[Job]:
+        """The running jobs, most urgent first."""
+
+    def can_advance(self, job: Job) -> bool:
+        """Whether a running job would get a token in the coming step; not if its last one is in
+        flight."""
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete; their `computed` is up to date."""
@@ -93,6 +102,9 @@ class EngineView(AdmissionView, Protocol):
     def end(self, job: Job, refusal: Refusal) -> None:
         """End a job without its answer."""
 
+    def hold(self, jobs: Collection[Job]) -> None:
+        """Give these running jobs no token in the coming step; they keep seat and KV."""
+
     def limit_prefills(self, limits: StageLimits) -> None:
         """Bound the prefills of the coming step."""
 
@@ -119,6 +131,8 @@ class SchedulingStep:
         self._overload = overload
         self._on_error = on_error
         self._quiet_version = -1  # of the core, when a step found nothing to decide
+        self._watches_holds = False
+        self._prefills_beside: int | None = None  # tokens beside protected jobs; None: any
         self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
             ("advancing virtual time", self._tick),
             ("applying predictions", self._apply_predictions),
@@ -126,6 +140,7 @@ class SchedulingStep:
             ("ending what waited too long", self._end_overdue),
             ("keeping reservations", self._keep_reservations),
             ("making room for urgent requests", self._make_room),
+            ("holding less urgent requests", self._hold),
             ("limiting prefills", self._limit_prefills),
         )
 
@@ -158,9 +173,9 @@ class SchedulingStep:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the last step had nothing to decide about seats and prefills, and no job has
-        come, gone or moved since, so that the next one has not either."""
-        return self._core.version == self._quiet_version
+        """Whether the last step had nothing to decide about seats, holds and prefills, and no job
+        has come, gone or moved since, so that the next one has not either."""
+        return self._core.version == self._quiet_version and not self._watches_holds
 
     # Parts
 
@@ -208,6 +223,19 @@ class SchedulingStep:
         ):
             view.preempt(victim, "urgent")
 
+    def _hold(self, view: EngineView) -> None:
+        core, now = self._core, view.now()
+        self._prefills_beside = None
+        self._watches_holds = core.protection.enabled and core.has_protected
+        held: Sequence[Job] = ()
+        if core.protection.enabled and core.protection.begin_step(now) and self._watches_holds:
+            held = self._held_for_protected(view)
+        released = core.hold(held, self._prefills_beside == 0, now)
+        if released:
+            view.reposition(released)
+        if held:
+            view.hold(held)
+
     def _limit_prefills(self, view: EngineView) -> None:
         if not self.is_quiet:
             limits = self._stage_limits(view)
@@ -232,6 +260,31 @@ class SchedulingStep:
         self._quiet_version = core.version if quiet else -1
         return quiet
 
+    def _held_for_protected(self, view: EngineView) -> list[Job]:
+        """Running jobs to hold for those that are protected, if one of these gets a token in this
+        step: else the step could be empty."""
+        core, protection = self._core, self._core.protection
+        newcomer = core.waiting.peek()
+        if newcomer is not None and not (
+            protection.protects(newcomer) and self._can_start(newcomer, view)
+        ):
+            newcomer = None
+        protected: list[Job] = []
+        others: list[Job] = []
+        for job in view.running_by_urgency():
+            if protection.protects(job):
+                if view.can_advance(job):
+                    protected.append(job)
+            elif protection.yields(job):
+                others.append(job)
+        if not protected and newcomer is None:
+            return []
+        prefilling, stage = view.prefilling(), core.policy.stage
+        held, self._prefills_beside = protection.share_step(
+            protected, others, prefilling, newcomer, core.profile, stage.min_prefill_tokens
+        )
+        return held
+
     def _stage_limits(self, view: EngineView) -> StageLimits:
         """Alg. 2 of the paper: which prefills are held, and how many tokens they all may have."""
         core = self._core
@@ -250,6 +303,9 @@ class SchedulingStep:
             core.policy.stage,
             core.profile,
         )
+        if self._prefills_beside:
+            beside = self._prefills_beside
+            limit = beside if limit is None else min(limit, beside)
         if limit is None:
             return StageLimits(held) if held else NO_LIMITS
         if limit == 0:
@@ -268,13 +324,15 @@ class SchedulingStep:
         if not prefilling or budget == math.inf:
             return ()
         held = prefills_that_yield(newcomer, prefilling, int(budget))
-        admissible = (
-            held
-            and view.free_seats() > 0
+        return tuple(held) if held and self._can_start(newcomer, view) else ()
+
+    def _can_start(self, newcomer: Job, view: EngineView) -> bool:
+        """Whether the next waiting job gets a seat in this step."""
+        return (
+            view.free_seats() > 0
             and view.is_ready(newcomer)
             and view.needed_blocks(newcomer) <= view.free_blocks()
         )
-        return tuple(held) if admissible else ()
 
     def _changed(self, view: EngineView, jobs: list[Job]) -> None:
         view.reposition(jobs)

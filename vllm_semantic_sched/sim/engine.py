@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
@@ -209,6 +209,10 @@ class Engine:
     def observe(self, job: Job) -> None:
         """Bring a running job's `generated` and `computed` up to date."""
         self._decoding.observe(self._runs[job])
+
+    def running_by_urgency(self) -> Sequence[Job]:
+        """The running jobs, most urgent first."""
+        return self.running
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete."""

@@ -18,6 +18,7 @@ END_COLORS = {
     "cancelled": "#27915b",
     "failed": "#ff3b30",
 }
+HELD = "held"  # the kind of a span in which a request had a seat and got no token
 _ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
 _OTHER_END = "#8c8c8c"
 _MICROSECONDS = 1e6
@@ -25,7 +26,7 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request's time in a seat.
+    """A request's time in a seat, or a part of it in which the request was held.
 
     Attributes:
         request: number or id.
@@ -33,7 +34,7 @@ class Span:
         arrival, start, end: seconds on one clock.
         end_kind: why it ended: `finish`, `failed`, `cancelled`, `refused`, or what a preemption
             did with the KV (`recompute`, `swap`, `partial`, `drop`). Other words are drawn grey.
-            A request that never had a seat has one span of length zero.
+            `held` marks a hold. A request that never had a seat has one span of length zero.
         engine: number of the engine.
     """
 
@@ -52,7 +53,7 @@ def chrome_trace(
     """Make a trace in Chrome's JSON format, for Perfetto or chrome://tracing.
 
     It has a process per engine, a thread per request in order of first appearance, and a slice
-    for each time in a seat and each wait for one.
+    for each time in a seat, each hold and each wait for a seat.
 
     Args:
         spans: ordered by time within each request.
@@ -69,6 +70,9 @@ def chrome_trace(
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
             waits[key] = (span.arrival, "waiting")
+        if span.end_kind == HELD:
+            events.append(_slice(HELD, place, span.start, span.end, span))
+            continue
         since, wait = waits[key]
         if span.start > since:
             events.append(_slice(wait, place, since, span.start, span))
@@ -101,8 +105,8 @@ def _slice(
 
 def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
     """Draw a row per request: a dot at its arrival, a line while it waits, a bar for each time
-    in a seat, and an edge whose color says how that ended. More than about 100 requests are
-    unreadable."""
+    in a seat, pale while it is held, and an edge whose color says how that ended. More than about
+    100 requests are unreadable."""
     from matplotlib.figure import Figure
 
     rows = {request: row for row, request in enumerate(dict.fromkeys(s.request for s in spans))}
@@ -113,6 +117,10 @@ def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
         axis.plot(lifetime, [rows[request]] * 2, color="#c8c8c8", linewidth=1, zorder=0)
     for span in spans:
         row = rows[span.request]
+        if span.end_kind == HELD:
+            length = span.end - span.start
+            axis.barh(row, length, left=span.start, height=0.8, color="white", alpha=0.65, zorder=3)
+            continue
         axis.barh(row, span.end - span.start, left=span.start, height=0.8, color=_color(span.level))
         edge = END_COLORS.get(span.end_kind, _OTHER_END)
         axis.plot([span.end] * 2, [row - 0.45, row + 0.45], color=edge, linewidth=1.6)
@@ -131,11 +139,13 @@ def _legend(spans: Sequence[Span]) -> list[Any]:
     from matplotlib.patches import Patch
 
     levels = sorted({span.level for span in spans})
-    ends = dict.fromkeys(span.end_kind for span in spans)
+    ends = dict.fromkeys(span.end_kind for span in spans if span.end_kind != HELD)
+    held = any(span.end_kind == HELD for span in spans)
     return [
         *(Patch(color=_color(level), label=f"urgency {level}") for level in levels),
         *(Line2D([], [], color=END_COLORS.get(end, _OTHER_END), label=end) for end in ends),
         Line2D([], [], color="black", marker=".", linestyle="", label="arrival"),
+        *([Patch(facecolor="white", edgecolor="#c8c8c8", label="held")] if held else []),
     ]
 
 

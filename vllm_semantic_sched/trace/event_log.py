@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.sim.spans import Span
+from vllm_semantic_sched.sim.spans import HELD, Span
 
 END_STATES = ("completed", "failed", "cancelled", "refused")
 _STATES = {"queued", "running", "swapped", *END_STATES}
@@ -28,6 +28,7 @@ class LoggedRequest:
         first_seat, first_token, end: None if not reached before the log ends.
         state: the last one.
         preemptions: counts by what happened to the KV.
+        held: seconds in which it had a seat and got no token.
         spans: times in a seat, if `keeps_spans`.
     """
 
@@ -44,6 +45,7 @@ class LoggedRequest:
     first_token: float | None = None
     end: float | None = None
     preemptions: Counter[str] = field(default_factory=Counter)
+    held: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
     def end_span(self, now: float, kind: str) -> None:
@@ -54,6 +56,15 @@ class LoggedRequest:
         if self.keeps_spans:
             self.spans.append(
                 Span(self.request, self.level, self.arrival, start, now, kind, self.engine)
+            )
+
+    def end_hold(self, now: float, seconds: float) -> None:
+        """Count a hold that is over, and show it in the chart."""
+        self.held += seconds
+        if self.keeps_spans:
+            start = max(now - seconds, self.seated if self.seated is not None else 0.0)
+            self.spans.append(
+                Span(self.request, self.level, self.arrival, start, now, HELD, self.engine)
             )
 
 
@@ -133,7 +144,10 @@ class LogReader:
         request.level, request.tier, request.state = level, tier, state
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
-        self._change_state(request, event, now)
+        if "held" in event:
+            request.end_hold(now, float(event["held"]))
+        else:
+            self._change_state(request, event, now)
         if self._unfinished_kept and (
             not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
         ):
@@ -165,17 +179,22 @@ def log_parts(path: Path) -> list[Path]:
 
 
 class TierSummary:
-    """Counts and times of one tier. Needs eight bytes per request and time."""
+    """Counts and times of one tier; `held` is in seconds.
+
+    Needs eight bytes per request and time.
+    """
 
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
+        self.held = 0.0
         self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
 
     def add(self, request: LoggedRequest) -> None:
         """Count a request that has ended or is left unfinished."""
         self.states[request.state if request.end is not None else "unfinished"] += 1
         self.preemptions.update(request.preemptions)
+        self.held += request.held
         if not request.whole:
             return
         completed = request.end if request.state == "completed" else None
@@ -185,13 +204,14 @@ class TierSummary:
                 times.append(moment - request.arrival)
 
     def row(self) -> dict[str, Any]:
-        """Number of requests, counts by last state, preemptions by kind, and 50th and 99th
-        percentiles in seconds (None without values)."""
+        """Number of requests, counts by last state, preemptions by kind, seconds held, and 50th
+        and 99th percentiles in seconds (None without values)."""
         import numpy as np
 
         row: dict[str, Any] = {"requests": self.states.total()}
         row |= {state: self.states[state] for state in (*END_STATES, "unfinished")}
         row["preemptions"] = dict(self.preemptions)
+        row["held"] = self.held
         for name, times in self.times.items():
             for rank in (50, 99):
                 row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None

@@ -40,6 +40,10 @@ class RequestMetrics:
         if job.first_token is not None:
             self._observe("time_to_first_token_seconds", job, job.first_token)
 
+    def held(self, job: Job, seconds: float) -> None:
+        """Add up the time in which requests were held."""
+        self._counters.add("held_seconds", self._core.policy.tier_names[job.level], seconds)
+
     def gauges(self) -> Gauges:
         """Length and age of the queues by tier. O(tiers)."""
         lifecycle = self._core.lifecycle

@@ -84,6 +84,9 @@ COUNTERS = {
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."
     ),
+    "hold_steps": Metric("Engine steps in which requests were held for a protected one."),
+    "held_seconds": Metric("Seconds in which running requests were held.", ("tier",)),
+    "tokens_forgone": Metric("Tokens that held requests would have got in these steps."),
     "promotions": Metric("Promotions of requests by their waiting time."),
     "overtakings": Metric("Admissions of requests that only their age put before others."),
     "hurried_requests": Metric("Requests raised because their deadline was near."),

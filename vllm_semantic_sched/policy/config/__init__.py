@@ -10,7 +10,14 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Length, Predictor
 from vllm_semantic_sched.policy.config.eviction import Preemption, Retention
-from vllm_semantic_sched.policy.config.order import Aging, Deadlines, FairShareKnobs, Stage, Tenants
+from vllm_semantic_sched.policy.config.order import (
+    Aging,
+    Deadlines,
+    FairShareKnobs,
+    Protect,
+    Stage,
+    Tenants,
+)
 from vllm_semantic_sched.policy.config.overload import (
     Admission,
     Dedup,
@@ -55,6 +62,7 @@ class Policy(Section):
     preemption: Preemption = Preemption()
     retention: Retention = Retention()
     stage: Stage = Stage()
+    protect: Protect = Protect()
     predictor: Predictor = Predictor()
     decision: Decision = Decision()
     length: Length = Length()
@@ -76,8 +84,9 @@ class Policy(Section):
             ("default_level", self.default_level),
             ("hints.most_urgent_level", self.hints.most_urgent_level),
             ("stage.protected_level", self.stage.protected_level),
+            ("protect.level", self.protect.level),
         ):
-            if value > last:
+            if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
         return self
 

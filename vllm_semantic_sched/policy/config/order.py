@@ -1,4 +1,4 @@
-"""Keys about the order of requests: aging, deadlines, shares, tenants, stages."""
+"""Keys about the order of requests: aging, deadlines, shares, tenants, stages, holds."""
 
 from __future__ import annotations
 
@@ -181,4 +181,28 @@ class Stage(Section):
     )
     min_prefill_tokens: int = Field(
         64, ge=1, description="`cap`: prefill tokens allowed in every step."
+    )
+
+
+class Protect(Section):
+    """Holds: less urgent running requests sit out steps while an urgent one runs. They keep their
+    seat and their KV, and no less urgent request is admitted meanwhile."""
+
+    level: int | None = Field(
+        None,
+        ge=0,
+        description="Requests of this and more urgent levels are protected. Unset: no holds.",
+    )
+    slowdown: float = Field(
+        1.2,
+        ge=1,
+        description="Longest step beside a protected request, by the engine profile, as a "
+        "multiple of the step with the protected requests alone. The most urgent others run "
+        "beside them as far as that allows.",
+    )
+    longest_hold: float = Field(
+        5.0, gt=0, description="Most seconds that requests are held without a pause."
+    )
+    share: float = Field(
+        0.5, ge=0, lt=1, description="Most of the time, as a share, in which requests are held."
     )

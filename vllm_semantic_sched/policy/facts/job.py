@@ -110,7 +110,7 @@ class Job:
         share_boost: levels gained by its tier's missing share when it got its seat.
         state, entered: state and the time at which it began.
         started, first_token: time of the first seat and of the first token.
-        waited: seconds without a seat, up to `entered`.
+        waited: seconds without a seat, up to `entered`, and seconds in which it was held.
     """
 
     request_id: str

@@ -42,7 +42,8 @@ class Promotions:
         self._timers: AddressableHeap[Job] = AddressableHeap()
 
     def wait(self, job: Job) -> None:
-        """Start the timer of a job that waits, or waits again; time in a seat does not count."""
+        """Start the timer of a job that waits, or waits again; time in a seat counts only while
+        it was held."""
         if not self.knobs.enabled or job.promotions >= self.knobs.most_promotions(job.level):
             self._timers.discard(job)
             return
@@ -58,15 +59,24 @@ class Promotions:
         promoted: list[Job] = []
         for job in self._timers.pop_until(now, _MOST_PER_STEP):
             promoted.append(job)
-            waited = job.waited + now - job.entered
             # Rounding must not make the timer fire again for the same promotion.
-            earned = max(job.promotions + 1, int(waited / self.knobs.interval))
-            earned = min(earned, self.knobs.most_promotions(job.level))
-            self.count += earned - job.promotions
-            job.promotions = earned
-            job.aged = self.knobs.step * earned
+            self.earn(job, job.waited + now - job.entered, least=job.promotions + 1)
             self.wait(job)
         return promoted
+
+    def earn(self, job: Job, waited: float, least: int = 0) -> bool:
+        """Give a job the promotions that `waited` seconds are worth, but `least`; whether it got
+        any."""
+        if not self.knobs.enabled:
+            return False
+        earned = max(least, int(waited / self.knobs.interval))
+        earned = min(earned, self.knobs.most_promotions(job.level))
+        if earned <= job.promotions:
+            return False
+        self.count += earned - job.promotions
+        job.promotions = earned
+        job.aged = self.knobs.step * earned
+        return True
 
 
 class Overtaking:

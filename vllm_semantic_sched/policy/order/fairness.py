@@ -33,6 +33,9 @@ class Fairness:
 
     A job that the engine takes out of the queue either starts or returns within the same step,
     because it was not ready.
+
+    Args:
+        gate: whether a job may be admitted for all that protection cares.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Fairness:
         policy: Policy,
         profile: EngineProfile,
         make_queue: Callable[[QueueRules], WaitingQueue],
+        gate: Callable[[Job], bool] = lambda job: True,
     ) -> None:
         self._policy = policy
+        self._gate = gate
         self.holdings = Holdings(policy.levels)
         self.promotions = Promotions(policy.aging)
         self.overtaking = Overtaking(policy.aging)
@@ -143,6 +148,11 @@ class Fairness:
         if job in self.waiting:
             self._start_timers(job)
 
+    def waited(self, job: Job) -> bool:
+        """Count time that a running job was held, which is in `job.waited`; whether it was
+        promoted for it."""
+        return self.promotions.earn(job, job.waited)
+
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
         """Begin an engine step; returns waiting jobs whose rank changed."""
         metered = self._metered
@@ -213,6 +223,8 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return self.tenant_caps.admits(job) and self.reservation.admits(
-            job.level, job.tokens + AHEAD
+        return (
+            self._gate(job)
+            and self.tenant_caps.admits(job)
+            and self.reservation.admits(job.level, job.tokens + AHEAD)
         )

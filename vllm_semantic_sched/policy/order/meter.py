@@ -34,6 +34,7 @@ class Meter:
     Attributes:
         tokens_per_step: most output tokens of one job in a step (more than 1 with speculative
             decoding).
+        idle: running jobs that get no token now, because they are held.
         profile: may be replaced.
     """
 
@@ -45,6 +46,7 @@ class Meter:
     ) -> None:
         self.profile = profile
         self.tokens_per_step = 1
+        self.idle = 0
         self._charge = charge
         self._hold = hold
         self._step = 0
@@ -93,5 +95,6 @@ class Meter:
 
     def _decode_seconds(self, job: Job, stint: _Stint) -> float:
         # Running jobs share the fixed time of a decode step.
-        price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / len(self._stints)
+        sharing = max(1, len(self._stints) - self.idle)
+        price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / sharing
         return (job.tokens - stint.charged) * price

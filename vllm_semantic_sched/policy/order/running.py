@@ -17,7 +17,8 @@ class RunningSet:
     All running jobs advance by one token per step, so their order by remaining time does not
     change. It is stored as a finish tag: virtual time at the start plus remaining seconds, where
     virtual time advances by one decode step (`step_seconds`) per engine step. Tags stay frozen, and
-    jobs that started at different times compare correctly.
+    jobs that started at different times compare correctly. A held job does not advance: its tag
+    moves by as much as it missed when it is released.
     """
 
     def __init__(self, step_seconds: float) -> None:
@@ -25,6 +26,7 @@ class RunningSet:
         self._now = 0.0
         self._eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
+        self._held: dict[Job, float] = {}  # since when, in virtual time
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new profile; stored keys stay as they are."""
@@ -50,9 +52,24 @@ class RunningSet:
         tag = self._now + rank.remaining if rank.remaining else 0.0
         self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
         self._due.push(job, self._now + remaining)
+        if job in self._held:
+            self._held[job] = self._now
+
+    def hold(self, job: Job) -> None:
+        """A stored job gets no tokens until `release`."""
+        self._held[job] = self._now
+
+    def release(self, job: Job) -> None:
+        """A held job gets tokens again."""
+        missed = self._now - self._held.pop(job)
+        if missed and job in self._eviction:
+            level, tag, sequence = self._eviction.key(job)
+            self._eviction.push(job, (level, tag - missed if tag else tag, sequence))
+            self._due.push(job, self._due.key(job) + missed)
 
     def discard(self, job: Job) -> bool:
         """Remove a job; False if it is not stored."""
+        self._held.pop(job, None)
         self._due.discard(job)
         return self._eviction.discard(job)
 
@@ -64,7 +81,7 @@ class RunningSet:
     def remaining(self, job: Job) -> float:
         """Predicted seconds of work left: the stored value less the steps since."""
         tag: float = -self._eviction.key(job)[1]
-        return max(0.0, tag - self._now)
+        return max(0.0, tag - self._held.get(job, self._now))
 
     def least_urgent(self) -> Job | None:
         """The root of the eviction heap: least urgent, most remaining time."""

@@ -75,6 +75,9 @@ class OverloadControl:
         """See `lifecycle.Listener`."""
         self.load.first_token(job)
 
+    def held(self, job: Job, seconds: float) -> None:
+        """See `lifecycle.Listener`; time held counts neither as waiting nor as load."""
+
     # Decisions
 
     def arrive(
