@@ -19,6 +19,7 @@ PARTS = [
     "ending what waited too long",
     "keeping reservations",
     "making room for urgent requests",
+    "holding less urgent requests",
     "limiting prefills",
 ]
 
