@@ -235,10 +235,22 @@ class Naive:
         for job in advancing:
             self.generated[job] = self.generated.get(job, 0) + 1
 
-    def ended_prefills(self, before: set[Job]) -> None:
-        """To be called when the step is over: each prefill that ended gave a token."""
-        for job in before - set(self.engine.prefilling()):
+    def check_end(self, prefills: set[Job]) -> None:
+        """To be called when the step is over.
+
+        Args:
+            prefills: what was in prefill when it was decided. Each that ended gave a token.
+        """
+        engine = self.engine
+        for job in prefills - set(engine.prefilling()):
             self.generated[job] = self.generated.get(job, 0) + 1
+        for job in engine.running:
+            engine.observe(job)
+        growing = sum(
+            engine.pool.needed(job.tokens) > engine.blocks_of(job) for job in engine.running
+        )
+        if self.limited:
+            assert engine.free_blocks() == engine.pool.free - growing
 
 
 @settings(max_examples=60)
@@ -295,7 +307,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
         prefills = set(world.engine.prefilling())
         world.now += seconds
         world.engine.end_step(world.now)
-        naive.ended_prefills(prefills)
+        naive.check_end(prefills)
     assert all(run.finish is not None for run in world.runs) and not left
     assert all(run.job.generated == run.request.output_tokens for run in world.runs)
     if blocks is not None:
