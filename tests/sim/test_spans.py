@@ -26,6 +26,12 @@ def test_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
     assert counter["ts"] == 1e6 and counter["args"] == {"urgency 4": 1}
 
 
+def test_chrome_trace_says_how_long_a_request_was_held() -> None:
+    held = Span("a", 4, arrival=0.0, start=0.0, end=1.0, end_kind="finish", held=0.25)
+    slices = [e for e in chrome_trace([held, _SPANS[1]])["traceEvents"] if e["ph"] == "X"]
+    assert [event["args"].get("held_seconds") for event in slices] == [0.25, None]
+
+
 def test_gantt_chart_is_drawn(tmp_path) -> None:
     draw_gantt(_SPANS, tmp_path / "gantt.png", "title")
     assert (tmp_path / "gantt.png").stat().st_size > 3000

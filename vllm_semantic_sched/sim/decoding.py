@@ -19,13 +19,16 @@ class Decoding:
 
     Attributes:
         tick: steps so far.
+        held_growth: blocks that held sequences need for their next token.
     """
 
     def __init__(self, pool: BlockPool, find_longest: bool) -> None:
         self.tick = 0
+        self.held_growth = 0
         self._pool = pool
         self._count = 0
         self._tokens = 0  # of all sequences at tick 0
+        self._held: dict[Run, int] = {}  # and the blocks that each needs for its next token
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
         self._ends: AddressableHeap[Run] = AddressableHeap()
         # Empty if blocks are unlimited, because none are counted then.
@@ -35,6 +38,11 @@ class Decoding:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def held(self) -> int:
+        """Number of held sequences; they count in nothing else."""
+        return len(self._held)
 
     def __contains__(self, run: object) -> bool:
         return run in self._ends
@@ -85,6 +93,22 @@ class Decoding:
         if self._phases:
             del self._phases[self._phase(run)][run]
         run.offset = None
+
+    def hold(self, run: Run) -> None:
+        """Let the others advance without a sequence, which keeps its blocks; no-op if it does not
+        decode."""
+        if self._ends.discard(run):
+            self.observe(run)
+            self._stop(run)
+            needed = self._pool.needed(run.job.tokens) if self._phases else run.blocks
+            self._held[run] = needed - run.blocks
+            self.held_growth += self._held[run]
+
+    def release(self, run: Run) -> None:
+        """Let a held sequence advance with the others again; no-op if it is not held."""
+        if run in self._held:
+            self.held_growth -= self._held.pop(run)
+            self.add(run)
 
     # KV blocks
 

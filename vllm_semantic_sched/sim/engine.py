@@ -78,6 +78,8 @@ class Engine:
         self._swapped_out: list[int] = []
         self._predictions: list[Run] = []
         self._limits = NO_LIMITS
+        self._held: dict[Job, float] = {}  # and since when
+        self._hold_given = False  # in this step
 
     # Requests
 
@@ -119,7 +121,10 @@ class Engine:
         self._swapped_out = []
         self._chunks = {}
         self._limits = NO_LIMITS
+        self._hold_given = False
         self.step.run(self)
+        if self._held and not self._hold_given:
+            self.hold(())
         if self.step.is_quiet:
             self._grow()
         else:
@@ -162,7 +167,7 @@ class Engine:
             How many they are, and their duration. A step's time grows linearly with the context, so
             that the first and the last of them tell the sum.
         """
-        if not self.step.is_quiet:
+        if not self.step.is_quiet or self._held:
             return 0, 0.0
         decoding = self._decoding
         steps = min(self.core.uneventful_steps(), decoding.uneventful_steps)
@@ -223,6 +228,11 @@ class Engine:
         best = self.running[0] if self.running else None
         return None if best is None or best in self._prefilling else best
 
+    def can_advance(self, job: Job) -> bool:
+        """A running simulated job always can: no token is in flight between two steps, and KV is
+        loaded within one."""
+        return True
+
     def is_paused(self) -> bool:
         """A simulated engine is never paused."""
         return False
@@ -232,8 +242,9 @@ class Engine:
         return self.seats - len(self.running)
 
     def free_blocks(self) -> int:
-        """KV blocks for waiting requests: free ones less those that decodes are about to take."""
-        return self.pool.free - self._decoding.growth(1)
+        """KV blocks for waiting requests: free ones less those that decodes are about to take,
+        in the coming step or when they are no longer held."""
+        return self.pool.free - self._decoding.growth(1) - self._decoding.held_growth
 
     def kv_use(self) -> float:
         """Share of the KV blocks in use, 0 to 1."""
@@ -245,7 +256,8 @@ class Engine:
 
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take."""
-        return len(self._decoding)
+        held = 0 if self._hold_given else self._decoding.held  # so far nobody is, in this step
+        return len(self._decoding) + held
 
     def is_ready(self, job: Job) -> bool:
         """A waiting simulated request is always ready."""
@@ -306,6 +318,17 @@ class Engine:
         """Bound the prefills of the coming step."""
         self._limits = limits
 
+    def hold(self, jobs: Collection[Job]) -> None:
+        """Give these running jobs no token in the coming step; they keep seat and KV."""
+        self._hold_given = True
+        coming = dict.fromkeys(jobs)
+        for job in [job for job in self._held if job not in coming]:
+            self._release(self._runs[job])
+        for job in coming:
+            if job not in self._held:
+                self._held[job] = self._now
+                self._decoding.hold(self._runs[job])
+
     # What vLLM does with a step
 
     def _arrange(self) -> None:
@@ -316,7 +339,7 @@ class Engine:
         budget = min(self._token_budget - len(self._decoding), limit)
         ordered = sorted(self._prefilling, key=self.core.running.order) if self._prefilling else ()
         for job in ordered:
-            if job not in limits.held and budget > 0:
+            if job not in limits.held and job not in self._held and budget > 0:
                 budget -= self._schedule(job, min(budget, each))
         if not preempted:
             self._admit(budget, max(1, each))
@@ -385,15 +408,23 @@ class Engine:
         room = HostRoom(host.block_size, host.free) if host is not None else None
         return self.core.plan_preemption(job, room, can_drop=True)
 
+    def _release(self, run: Run) -> None:
+        """A held request goes on from where it was."""
+        run.held += self._now - self._held.pop(run.job)
+        self._decoding.release(run)
+
     def _leave(self, run: Run, kind: str) -> None:
         """A request gives back its seat and its blocks."""
+        if run.job in self._held:
+            self._release(run)
         self._remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
         self.pool.give_back(run.blocks)
         run.blocks = 0
         if self._keep_seats:
-            run.seats.append(Seat(run.seated, self._now, kind))
+            held = run.held - sum(seat.held for seat in run.seats)
+            run.seats.append(Seat(run.seated, self._now, kind, held))
 
     def _remove(self, job: Job) -> None:
         place = self.running.index(job)

@@ -29,6 +29,7 @@ METRICS = {
     "ttft_p99": "99th percentile of first token - arrival, s",
     "tpot_mean": "mean of (finish - first token) / (output tokens - 1), s",
     "queueing_mean": "mean of first seat - arrival, s",
+    "held_mean": "mean time in a seat without tokens, because the request was held, s",
     "recomputes": "preemptions whose KV was dropped",
     "swaps": "preemptions whose KV was kept on the host",
     "preemptions_per_minute": "preemptions per minute from first arrival to last finish",
@@ -38,12 +39,12 @@ METRICS = {
 """Columns of the results. Levels without an SLO have no `slo_met`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
-_COLUMNS = ("level", "tokens", "recomputes", "swaps", *_TIMES)
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", *_TIMES)
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _EXACT = 131_072  # values up to which percentiles are exact
 _RELATIVE_ACCURACY = 0.001
-_SUMMED = ("e2e", "ttft", "tpot", "tokens", "recomputes", "swaps", "promised", "kept")
+_SUMMED = ("e2e", "ttft", "tpot", "tokens", "recomputes", "swaps", "held", "promised", "kept")
 _DEPTH_BINS = 256
 
 
@@ -73,7 +74,7 @@ class Recorder:
         assert run.started is not None and run.first_token is not None and run.finish is not None
         self._finished.extend(
             (
-                *(request.level, request.output_tokens, run.recomputes, run.swaps),
+                *(request.level, request.output_tokens, run.recomputes, run.swaps, run.held),
                 *(request.arrival, run.started, run.first_token, run.finish),
             )
         )
@@ -188,6 +189,7 @@ class _Row:
                 "ttft_mean": sums["ttft"] / finished,
                 "tpot_mean": sums["tpot"] / finished,
                 "queueing_mean": sums["queueing"] / finished,
+                "held_mean": sums["held"] / finished,
                 "recomputes": sums["recomputes"],
                 "swaps": sums["swaps"],
                 "preemptions_per_minute": preemptions / span * 60,

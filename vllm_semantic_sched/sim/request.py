@@ -22,11 +22,13 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Seat:
-    """Time in a seat, in seconds; `end_kind`: finish, recompute or swap."""
+    """Time in a seat, in seconds; `end_kind`: finish, recompute or swap; `held`: how much of it
+    the request was held."""
 
     start: float
     end: float
     end_kind: str
+    held: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class Run:
         seated: time at which it got its current seat.
         started, first_token, finish: seconds; first time of each.
         recomputes, swaps: preemptions by kind of plan.
+        held: seconds in a seat without getting a token, up to the last release.
         seats: times in a seat, if recorded.
         engine: number of its engine.
         refused: code of its refusal; else empty.
@@ -59,6 +62,7 @@ class Run:
     finish: float | None = None
     recomputes: int = 0
     swaps: int = 0
+    held: float = 0.0
     seats: list[Seat] = field(default_factory=list)
     engine: int = 0
     refused: str = ""

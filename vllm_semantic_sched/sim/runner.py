@@ -147,4 +147,5 @@ def _spans(runs: Sequence[Run]) -> Iterator[Span]:
                 seat.end,
                 seat.end_kind,
                 run.engine,
+                seat.held,
             )

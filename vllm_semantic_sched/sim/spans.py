@@ -36,6 +36,7 @@ class Span:
             did with the KV (`recompute`, `swap`, `partial`, `drop`). Other words are drawn grey.
             `held` marks a hold. A request that never had a seat has one span of length zero.
         engine: number of the engine.
+        held: seconds of it without a token, because the request was held.
     """
 
     request: int | str
@@ -45,6 +46,7 @@ class Span:
     end: float
     end_kind: str
     engine: int = 0
+    held: float = 0.0
 
 
 def chrome_trace(
@@ -78,7 +80,10 @@ def chrome_trace(
             events.append(_slice(wait, place, since, span.start, span))
         waits[key] = (span.end, "swapped" if span.end_kind in _ON_HOST else "waiting")
         running = "running, " if span.end > span.start else ""
-        events.append(_slice(f"{running}{span.end_kind}", place, span.start, span.end, span))
+        ran = _slice(f"{running}{span.end_kind}", place, span.start, span.end, span)
+        if span.held:
+            ran["args"]["held_seconds"] = span.held
+        events.append(ran)
     for engine in sorted({engine for engine, _ in threads}):
         label = {"name": f"engine {engine}"}
         events.append({"ph": "M", "name": "process_name", "pid": engine, "tid": 0, "args": label})
