@@ -84,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
     times = ("queueing delay", "TTFT", "E2E")
-    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", "held", *times)
-    table = make_table("held: seconds in all; times: seconds, p50 / p99", *columns, words=0)
+    held = ("held",) if any(row["held"] for row in rows) else ()
+    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *held, *times)
+    title = "seconds: p50 / p99" + (", held: in all" if held else "")
+    table = make_table(title, *columns, words=0)
     for name in ("tier", "preemptions"):
         table.columns[columns.index(name)].justify = "left"
     for row in rows:
@@ -93,7 +95,7 @@ def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int
         table.add_row(
             *(str(row[name]) for name in ("level", "tier", "requests", *_COUNTS)),
             preemptions or "-",
-            f"{row['held']:.1f}" if row["held"] else "-",
+            *(f"{row[name]:.1f}" for name in held),
             *(_percentiles(row, name) for name in ("queueing_delay", "ttft", "e2e")),
         )
     console = make_console()
