@@ -75,8 +75,10 @@ class Protection:
         knobs = self.knobs
         elapsed = 0.0 if self._last is None else max(0.0, now - self._last)
         self._last = now
-        if self.held or self.closed:
-            # A long pause of the engine is no hold.
+        if self.held:
+            self._credit -= elapsed
+        elif self.closed:
+            # The engine may have been idle since then.
             self._credit -= min(elapsed, knobs.longest_hold)
         else:
             earned = elapsed * knobs.share / (1.0 - knobs.share)
