@@ -88,9 +88,8 @@ def test_figures_of_a_round(comparison):
 
 
 def test_idle_ratio_compares_the_same_requests():
-    alone = fake_idle(WORKLOAD)[:2]
-    assert all(record.level == 0 for record in alone)
-    slow = {record.index for record in fake_idle(WORKLOAD)[2:]}
+    urgent = [record for record in fake_idle(WORKLOAD) if record.level == 0]
+    alone, slow = urgent[:2], {record.index for record in urgent[2:]}
     records = fake_records(WORKLOAD, lambda request: 9.0 if request.index in slow else 0.1)
     assert Round(1, records, idle=alone).idle_ratio == pytest.approx(0.1 / IDLE_PACE)
     failed = [replace(record, error="refused") for record in records]

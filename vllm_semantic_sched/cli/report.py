@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.bench.targets import Target
 
 _REFERENCE = "fcfs"
-_TITLE_WIDTH = 22
-_TEXT_WIDTH = 64
+_TITLE_WIDTH = 16
+_TEXT_WIDTH = 80
+_TARGET_WIDTH = 58
 
 
 def print_mix(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None:
@@ -54,6 +55,7 @@ def print_decode_step(console: Console, step: DecodeStep | None) -> None:
 def print_targets(console: Console, targets: Iterable[Target]) -> None:
     """Print each target with the measured value."""
     table = make_table("targets", "target", "measured", "required", "")
+    table.columns[0].max_width = _TARGET_WIDTH
     for target in targets:
         verdict = "[green]met[/]" if target.met else "[red]missed[/]"
         required = f"at {'most' if target.at_most else 'least'} {target.required:g}"
@@ -63,9 +65,8 @@ def print_targets(console: Console, targets: Iterable[Target]) -> None:
 
 def _rounds(rows: Mapping[str, MixResult]) -> Table:
     table = make_table(
-        "rounds", "scheduler", "round", "steal", "steal,\nidle", "other\nprograms",
-        "output\ntok/s", "engine CPU s\n/ 1k tok", "norm. waiting\nurg. 0 / all", "idle\nms/tok",
-        "used for",
+        "rounds", "scheduler", "round", "steal, %\nload, idle", "other\nuse, %", "output\ntok/s",
+        "CPU s /\n1k tok", "norm. waiting\nurg. 0, all", "idle", "used for",
     )  # fmt: skip
     _narrow(table)
     for row in rows.values():
@@ -73,17 +74,17 @@ def _rounds(rows: Mapping[str, MixResult]) -> Table:
             table.add_row(
                 row.scheduler.title,
                 done.name,
-                f"{done.usage.steal:.1%}",
-                f"{done.idle_usage.steal:.1%}",
-                f"{done.usage.elsewhere:.0%}",
+                f"{100 * done.usage.steal:.1f} {100 * done.idle_usage.steal:5.1f}",
+                f"{100 * done.usage.elsewhere:.0f}",
                 f"{done.tokens_per_second:.0f}",
                 _number(done.engine_seconds_per_1000),
-                " / ".join(_waiting(done, level) for level in ("0", "all")),
+                f"{_waiting(done, '0')} {_waiting(done, 'all'):>5}",
                 _number(1e3 * _mean(done.idle_values, "0")),
                 _use(done, row),
             )
     table.caption = (
-        "best: every figure but p99. p99: over all rounds marked so. noisy: more than 3 % steal"
+        "best: every figure but p99, which is over the rounds marked so; noisy: over 3 % steal.\n"
+        "other use: CPU time of other programs; CPU s: of EngineCore; idle: urgency 0 when alone"
     )
     return table
 
@@ -98,16 +99,15 @@ def _use(done: Round, row: MixResult) -> str:
         )
         if applies
     ]
-    return ", ".join(marks) or "-"
+    return " ".join(marks) or "-"
 
 
 def _totals(rows: Mapping[str, MixResult]) -> Table:
     from vllm_semantic_sched.bench.usage import PREEMPTIONS
 
     table = make_table(
-        "totals", "scheduler", "answered", "output\ntok/s", "vs FCFS", "engine CPU s\n/ 1k tok",
-        "steps\n/ 1k tok", "overload", "preempt-\nions", "outputs differ\n(near ties)",
-        "latest\nsend, s",
+        "totals", "scheduler", "answered", "output\ntok/s", "vs FCFS", "CPU s /\n1k tok",
+        "steps /\n1k tok", "over-\nload", "preemp-\ntions", "outputs\ndiffer", "latest\nsend, s",
     )  # fmt: skip
     _narrow(table)
     first = next(iter(rows.values()))
@@ -123,11 +123,12 @@ def _totals(rows: Mapping[str, MixResult]) -> Table:
             "-" if ratio is None else f"{ratio:.3f}",
             _number(row.best.engine_seconds_per_1000),
             _number(row.best.steps_per_1000),
-            f"{row.overload:.1f}x",
+            f"{row.overload:.3g}x",
             f"{row.counters.get(PREEMPTIONS, 0):.0f}",
-            f"{len(row.counted_differences)} ({ties})" if compared else "-",
+            f"{len(row.counted_differences)}{f' (+{ties})' if ties else ''}" if compared else "-",
             f"{row.latest_send:.2f}",
         )
+    table.caption = "outputs differ: (+n) more at a near tie of the two best tokens"
     return table
 
 
@@ -143,7 +144,7 @@ def _level_table(level: str, rows: Mapping[str, MixResult]) -> Table:
     urgent = level == "0"
     table = make_table(
         title, "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns",
-        "norm. waiting\nmean p99", *(["/ idle"] if urgent else []), "slow-\ndown",
+        "norm. wait.\nmean p99", *(["/ idle"] if urgent else []), "slow-\ndown",
         "norm.w.\ngain", "p99 TTFT\ngain",
     )  # fmt: skip
     _narrow(table)
@@ -203,6 +204,7 @@ def _narrow(table: Table) -> None:
     """Let the titles wrap, so that the table fits a terminal of 100 columns."""
     table.columns[0].max_width = _TITLE_WIDTH
     table.padding = (0, 0, 0, 1)
+    table.pad_edge = False
     for column in table.columns[1:]:
         column.no_wrap = True
 
