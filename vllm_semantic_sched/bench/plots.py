@@ -12,7 +12,14 @@ from vllm_semantic_sched.bench.rounds import MixResult
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = ("#8c8c8c", "#d98032", "#2f7ebc", "#1b9e77", "#8c564b", "#9467bd")
+_COLORS = {
+    "fcfs": "#8c8c8c",
+    "priority": "#d98032",
+    "semantic": "#2f7ebc",
+    "semantic-true": "#1b9e77",
+    "semantic-known": "#9467bd",
+}
+_VARIANT_COLORS = ("#8c564b", "#bcbd22", "#17becf", "#e377c2")
 _IDLE_COLOR = "#c03030"
 
 
@@ -49,6 +56,8 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float) -> None:
+    from matplotlib.ticker import LogLocator
+
     levels = list(next(iter(rows.values())).levels)
     width = 0.86 / len(rows)
     for place, row in enumerate(rows.values()):
@@ -57,13 +66,13 @@ def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scal
             for level in levels
         ]
         offsets = [x + (place - (len(rows) - 1) / 2) * width for x in range(len(levels))]
-        bars = axis.bar(
-            offsets, heights, width, label=row.scheduler.title, color=_COLORS[place % len(_COLORS)]
-        )
+        color = _COLORS.get(row.scheduler.name, _VARIANT_COLORS[place % len(_VARIANT_COLORS)])
+        bars = axis.bar(offsets, heights, width, label=row.scheduler.title, color=color)
         labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
         axis.bar_label(bars, labels=labels, fontsize=7, padding=2, rotation=90)
     axis.set_yscale("log")
     axis.margins(y=0.12)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.set_xticks(range(len(levels)))
