@@ -1,8 +1,10 @@
 """Plans, rounds, picture and file of a comparison, without a server."""
 
 import json
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_results import (
@@ -25,7 +27,7 @@ from vllm_semantic_sched.bench.results import DecodeStep
 from vllm_semantic_sched.bench.rounds import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, process_title
-from vllm_semantic_sched.bench.usage import STEPS, read_counters
+from vllm_semantic_sched.bench.usage import STEPS, Usage, read_counters
 
 WORKLOAD = fake_workload()
 PACES = dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1, 0.1), strict=True))
@@ -225,6 +227,17 @@ def test_counters_are_summed_over_labels():
     )
     expected = {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0, STEPS: 12.0}
     assert read_counters(text) == expected
+
+
+def test_steal_is_neither_idle_time_nor_used_by_programs(monkeypatch):
+    times = namedtuple("times", "user system idle iowait steal guest")
+    monkeypatch.setattr("psutil.cpu_times", lambda: times(30.0, 10.0, 40.0, 5.0, 15.0, 9.0))
+    server = SimpleNamespace(
+        cpu_seconds=lambda: {"VLLM::EngineCore": 7.0}, get_text=lambda path: ""
+    )
+    usage = Usage.now(server)
+    assert (usage.total, usage.busy, usage.stolen) == (100.0, 40.0, 15.0)
+    assert usage.engine_seconds == 7.0
 
 
 def test_usage_between_two_moments():
