@@ -15,7 +15,7 @@ messages, from "my dad is not breathing" to "write a poem":
   Semantic (text)   SemanticScheduler, reads the urgency from the text
   Semantic (hint)   SemanticScheduler, given the true urgency
 
-Prints a table per urgency level and draws a picture. About four minutes after installation on
+Prints a table per urgency level and draws a picture. Five to six minutes after installation on
 two cores; nothing leaves this machine.
 
   --requests N   how many requests (default: 160; fewer are faster and noisier)
@@ -45,4 +45,4 @@ model=$root/build/tiny-model
 
 "$semsched" bench make-model "$model"
 exec "$semsched" bench run --model "$model" --output "$output" --mix even \
-    --requests "$requests" --max-output 256 "${more[@]}"
+    --requests "$requests" --max-output 256 --repeats 0 "${more[@]}"

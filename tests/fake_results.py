@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.bench.client import Record
-from vllm_semantic_sched.bench.metrics import IdleModel
-from vllm_semantic_sched.bench.results import Comparison, MixResult, Round
+from vllm_semantic_sched.bench.idle import idle_sample
+from vllm_semantic_sched.bench.results import Comparison
+from vllm_semantic_sched.bench.rounds import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec, parse_schedulers
 from vllm_semantic_sched.bench.texts import question_source
+from vllm_semantic_sched.bench.usage import Usage
 from vllm_semantic_sched.bench.workload import (
     BenchRequest,
     Workload,
@@ -15,17 +17,36 @@ from vllm_semantic_sched.bench.workload import (
     make_workload,
 )
 
-IDLE = IdleModel(0.1, 0.0, 0.01, 0.05, 0.0)
+Pace = float | Callable[[BenchRequest], float]
+IDLE_PACE = 0.05
+"""Seconds per token on the idle engine."""
 
 
-def fake_workload(requests: int = 20) -> Workload:
+def fake_workload(requests: int = 20, mix: str = "even") -> Workload:
     """Requests with built-in questions."""
-    return make_workload(WorkloadConfig(requests=requests, gap=0.01), question_source(None)[0])
+    config = WorkloadConfig(requests=requests, gap=0.01, mix=mix)
+    return make_workload(config, question_source(None)[0])
 
 
-def fake_records(
-    workload: Workload, pace: float | Callable[[BenchRequest], float], **fields: Any
-) -> list[Record]:
+def fake_usage(
+    steal: float = 0.0,
+    engine_seconds: float = 2.0,
+    counters: Mapping[str, float] | None = None,
+    elsewhere: float = 0.0,
+) -> Usage:
+    """Usage of a machine with 100 s of CPU time."""
+    ours = {"VLLM::EngineCore": engine_seconds, "client": 1.0}
+    busy = sum(ours.values()) + 100 * elsewhere
+    return Usage(dict(counters or {}), ours, busy, 100 * steal, 100.0)
+
+
+def fake_idle(workload: Workload, pace: float = IDLE_PACE) -> list[Record]:
+    """The idle engine's answers."""
+    sample = {request.index for request in idle_sample(workload.requests)}
+    return [one for one in fake_records(workload, pace) if one.index in sample]
+
+
+def fake_records(workload: Workload, pace: Pace, **fields: Any) -> list[Record]:
     """Each request is answered with `pace` seconds per token from its arrival on."""
     records = []
     for request in workload.requests:
@@ -48,21 +69,22 @@ def fake_row(
 ) -> MixResult:
     """One round of a scheduler."""
     row = MixResult(spec, workload)
-    row.add(Round(1, records, **usage), IDLE)
+    row.add(Round(1, records, **usage))
     return row
 
 
 def add_fake_round(
-    made: Comparison, workload: Workload, name: str, pace: float, number: int = 1, **usage: Any
+    made: Comparison, workload: Workload, name: str, pace: Pace, number: int = 1, **usage: Any
 ) -> None:
     """Add a round of the scheduler `name` with `pace` seconds per token."""
     (spec,) = parse_schedulers(name, "ems")
-    made.add(spec, workload, Round(number, fake_records(workload, pace), **usage))
+    fields = {"idle": fake_idle(workload), "usage": fake_usage()} | usage
+    made.add(spec, workload, Round(number, fake_records(workload, pace), **fields))
 
 
-def fake_comparison(workload: Workload, paces: Mapping[str, float]) -> Comparison:
+def fake_comparison(workload: Workload, paces: Mapping[str, Pace]) -> Comparison:
     """One round of each scheduler with its seconds per token."""
-    made = Comparison(IDLE, {"seed": 0})
+    made = Comparison({"seed": 0})
     for name, pace in paces.items():
         add_fake_round(made, workload, name, pace)
     return made

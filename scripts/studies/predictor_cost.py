@@ -25,10 +25,10 @@ from vllm_semantic_sched.bench.targets import Target, missed
 from vllm_semantic_sched.cli.comparison import (
     add_nice_argument,
     print_problems,
-    print_targets,
     show_progress,
 )
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.report import print_targets
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from common import main
 from vllm_semantic_sched.bench.compare import compare
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec, swap_arguments
 from vllm_semantic_sched.bench.targets import Target, missed
-from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.results import MixResult
+    from vllm_semantic_sched.bench.rounds import MixResult
 
 _MODES = "optimal,recompute,swap,paper"
 _FCFS = "fcfs"
@@ -90,27 +90,22 @@ def describe(rows: dict[str, MixResult]) -> list[str]:
 
 
 def added_latency(base: MixResult, other: MixResult) -> dict[str, tuple[float, int]]:
-    """Compare the E2E latency of levels 1 to 4, which pay for preemptions, with that under `base`.
+    """Compare the E2E latency of levels 1 to 4, which pay for preemptions, with that under `base`,
+    in the best rounds.
 
     Returns:
         Mean added seconds and number of requests, by band of prompt and output tokens.
     """
-    before = {
-        (done.number, record.index): record
-        for done in base.rounds
-        for record in done.records
-        if record.ok
-    }
+    before = {record.index: record for record in base.records if record.ok}
     bands: dict[str, list[float]] = {}
-    for done in other.rounds:
-        for record in done.records:
-            match = before.get((done.number, record.index))
-            if record.level == 0 or not record.ok or match is None:
-                continue
-            assert record.finish is not None and match.finish is not None
-            added = (record.finish - record.arrival) - (match.finish - match.arrival)
-            band = _band(record.prompt_tokens + record.output_tokens)
-            bands.setdefault(band, []).append(added)
+    for record in other.records:
+        match = before.get(record.index)
+        if record.level == 0 or not record.ok or match is None:
+            continue
+        assert record.finish is not None and match.finish is not None
+        added = (record.finish - record.arrival) - (match.finish - match.arrival)
+        band = _band(record.prompt_tokens + record.output_tokens)
+        bands.setdefault(band, []).append(added)
     return {
         band: (sum(bands[band]) / len(bands[band]), len(bands[band]))
         for band in map(_band, (0, *_BANDS))
@@ -165,11 +160,11 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     found = compare(plan, vars(args), comparison.show_progress(args.quiet))
     rows = found.mixes[args.mix]
-    comparison.print_mix(console, args.mix, rows)
+    report.print_mix(console, args.mix, rows)
     for line in describe(rows):
         console.print(line, soft_wrap=True)
     targets = check(rows)
-    comparison.print_targets(console, targets)
+    report.print_targets(console, targets)
     console.print(f"records: {plan.output / 'results.json'}", soft_wrap=True)
     problems = found.failures() + (missed(targets) if args.assert_targets else [])
     return comparison.print_problems(console, problems)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from common import capacity, main, percentiles, refusal_code, serve, write_json
 
-from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED, read_counters
+from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED
 from vllm_semantic_sched.bench.metrics import latest_send
 from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.usage import read_counters
 from vllm_semantic_sched.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table

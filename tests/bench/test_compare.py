@@ -1,144 +1,251 @@
-"""Results, targets, picture and file of a comparison, without a server."""
+"""Plans, rounds, picture and file of a comparison, without a server."""
 
 import json
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fake_results import IDLE, add_fake_round, fake_comparison, fake_workload
+from fake_results import (
+    IDLE_PACE,
+    add_fake_round,
+    fake_comparison,
+    fake_idle,
+    fake_records,
+    fake_usage,
+    fake_workload,
+)
 
-from vllm_semantic_sched.bench.client import LoadClient, Record
-from vllm_semantic_sched.bench.compare import RunPlan, end_token, read_counters
+from vllm_semantic_sched.bench import compare as comparing
+from vllm_semantic_sched.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.bench.compare import RunPlan, compare, end_token
+from vllm_semantic_sched.bench.idle import idle_sample
 from vllm_semantic_sched.bench.metrics import Difference
 from vllm_semantic_sched.bench.plots import draw_comparison
-from vllm_semantic_sched.bench.results import MixResult, Round
+from vllm_semantic_sched.bench.results import DecodeStep
+from vllm_semantic_sched.bench.rounds import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, process_title
-from vllm_semantic_sched.bench.targets import check_targets
+from vllm_semantic_sched.bench.usage import STEPS, Usage, read_counters
 
 WORKLOAD = fake_workload()
+PACES = dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1, 0.1), strict=True))
 
 
 @pytest.fixture
 def comparison():
-    return fake_comparison(WORKLOAD, dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True)))
+    return fake_comparison(WORKLOAD, PACES)
 
 
-def test_targets_compare_schedulers_of_the_same_mix(comparison):
-    targets = {target.text: target for target in check_targets(comparison.mixes)}
-    urgent = targets["even: urgency 0, mean normalized_waiting, fcfs / semantic-true"]
-    assert urgent.measured == pytest.approx(10.0)
-    assert targets["even: urgency 0, mean normalized_waiting, fcfs / semantic"].met
-    assert targets["even: urgency 0, mean normalized_waiting, priority / semantic-true"].met
-    assert not any("rare" in text for text in targets)
+@pytest.fixture
+def plan(tmp_path) -> RunPlan:
+    return RunPlan(
+        ServerConfig(Path(), Path()), parse_schedulers("fcfs,priority,semantic-true", None),
+        [WORKLOAD, fake_workload(mix="rare")], tmp_path, overload=None, eos_token=2, rounds=3,
+    )  # fmt: skip
 
 
-def test_a_slower_scheduler_misses_targets():
-    made = fake_comparison(WORKLOAD, {"fcfs": 0.1, "semantic": 0.2})
-    missed = [target.text for target in check_targets(made.mixes) if not target.met]
-    assert "even: all levels, mean normalized_waiting, fcfs / semantic" in missed
-    assert "even: output tokens per second, semantic / fcfs" in missed
+def rounds(*settings):
+    """A scheduler with a round for each (steal, engine CPU seconds, seconds per token)."""
+    row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
+    for number, (steal, seconds, pace) in enumerate(settings, start=1):
+        usage = fake_usage(steal=steal, engine_seconds=seconds)
+        row.add(Round(number, fake_records(WORKLOAD, pace), usage=usage))
+    return row
 
 
-def test_rounds_are_pooled_by_tokens_and_seconds(tmp_path):
-    made = fake_comparison(WORKLOAD, {})
-    for number, (pace, moved) in enumerate(((0.1, 3.0), (0.3, 4.0)), start=1):
-        add_fake_round(
-            made, WORKLOAD, "fcfs", pace, number,
-            counters={"moves": moved}, cpu_seconds={"client": moved},
-            machine_seconds=10.0, elsewhere_seconds=moved, differences=[Difference(number, 0)],
-        )  # fmt: skip
-    row = made.mixes["even"]["fcfs"]
-    fast, slow = (done.tokens_per_second for done in row.rounds)
-    assert slow < fast / 2
-    # The same tokens in each round: the pooled rate is the harmonic mean, not the mean.
-    assert row.tokens_per_second == pytest.approx(2 / (1 / fast + 1 / slow))
-    assert row.levels["all"]["ttft"].mean == pytest.approx(0.2)
-    assert row.levels["all"]["ttft"].count == row.requests == 40
-    assert (row.counters["moves"], row.cpu_seconds["client"], row.elsewhere) == (7.0, 7.0, 0.35)
-    assert [difference.index for difference in row.counted_differences] == [1, 2]
-    assert made.reference("even") is row.rounds[0]
+def test_best_round_has_the_least_steal_then_the_least_cpu_time():
+    assert rounds((0.04, 1.0, 0.1), (0.01, 9.0, 0.3)).best.number == 2
+    assert rounds((0.011, 2.0, 0.1), (0.009, 3.0, 0.1)).best.number == 1  # 1 % each
 
-    made.write(tmp_path / "r.json")
-    document = json.loads((tmp_path / "r.json").read_text())["mixes"]["even"]["fcfs"]
-    assert [item["tokens_per_second"] for item in document["rounds"]] == [fast, slow]
-    assert [record["round"] for record in document["records"]] == [1] * 20 + [2] * 20
+
+def test_steal_on_the_idle_engine_counts_too():
+    done = Round(1, [], usage=fake_usage(0.01), idle_usage=fake_usage(0.2))
+    assert done.steal == 0.2 and not done.calm
+
+
+def test_means_are_of_the_best_round_and_p99_of_all_calm_ones():
+    row = rounds((0.0, 1.0, 0.1), (0.01, 1.0, 0.3), (0.5, 1.0, 9.0))
+    ttft = row.levels["all"]["ttft"]
+    assert (ttft.mean, ttft.count, ttft.tail_count) == (pytest.approx(0.1), 20, 40)
+    assert ttft.p99 == pytest.approx(0.3)
+    assert row.requests == 60  # failures are counted in every round
+    only_noisy = rounds((0.5, 1.0, 9.0), (0.6, 1.0, 0.1))
+    assert only_noisy.levels["all"]["ttft"].tail_count == 20
+
+
+def test_figures_of_a_round(comparison):
+    tokens = WORKLOAD.output_tokens
+    done = Round(
+        1,
+        fake_records(WORKLOAD, 0.1),
+        idle=fake_idle(WORKLOAD),
+        usage=fake_usage(engine_seconds=3.0, counters={STEPS: 50.0}, elsewhere=0.25),
+    )
+    assert done.engine_seconds_per_1000 == pytest.approx(3000 / tokens)
+    assert done.steps_per_1000 == pytest.approx(50_000 / tokens)
+    assert done.usage.elsewhere == pytest.approx(0.25)
+    assert done.idle_ratio == pytest.approx(0.1 / IDLE_PACE)
+
+
+def test_idle_ratio_compares_the_same_requests():
+    urgent = [record for record in fake_idle(WORKLOAD) if record.level == 0]
+    alone, slow = urgent[:2], {record.index for record in urgent[2:]}
+    records = fake_records(WORKLOAD, lambda request: 9.0 if request.index in slow else 0.1)
+    assert Round(1, records, idle=alone).idle_ratio == pytest.approx(0.1 / IDLE_PACE)
+    failed = [replace(record, error="refused") for record in records]
+    assert Round(1, failed, idle=alone).idle_ratio != pytest.approx(2.0)
+
+
+def test_idle_sample_has_urgent_requests_and_prompts_of_all_lengths():
+    requests = fake_workload(200).requests
+    sample = idle_sample(requests)
+    assert sum(request.level == 0 for request in sample) == 24
+    others = [len(request.text) for request in sample if request.level > 0]
+    assert others == sorted(others) and len(others) == 4
+    assert others[-1] == max(len(request.text) for request in requests if request.level > 0)
+    assert len({request.index for request in sample}) == 28
 
 
 def test_latest_send_is_the_largest_of_all_rounds():
     record = Record(0, 0, "", 1, arrival=1.0)
     row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
     for number, sent in enumerate((1.5, 1.2), start=1):
-        row.add(Round(number, [replace(record, sent=sent)]), IDLE)
+        row.add(Round(number, [replace(record, sent=sent)]))
     assert row.latest_send == 0.5
     assert row.tokens_per_second == 0.0  # nothing finished
 
 
-def test_every_second_round_is_reversed():
-    plan = RunPlan(
-        ServerConfig(Path(), Path()), parse_schedulers("fcfs,priority,semantic", None),
-        [WORKLOAD], Path(), overload=None, eos_token=2, rounds=3,
-    )  # fmt: skip
-    names = [(number, spec.name[0]) for number, spec in plan.servers()]
-    assert names == [(1, "f"), (1, "p"), (1, "s"), (2, "s"), (2, "p"), (2, "f"),
-                     (3, "f"), (3, "p"), (3, "s")]  # fmt: skip
-    with pytest.raises(ValueError, match="round"):
-        replace(plan, rounds=0)
+def test_every_second_round_is_reversed(plan):
+    names = ["".join(v.spec.name[0] for v in plan.visits(number)) for number in (1, 2, 3)]
+    assert names == ["fps", "spf", "fps"]
+    for wrong in ({"rounds": 0}, {"repeats": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong)).rstrip("s")):
+            replace(plan, **wrong)
+
+
+class NoisyRun:
+    """Serves nothing; the first two visits of `priority` lose time in the mix `rare`."""
+
+    visits: list
+
+    def __init__(self, plan, comparison, progress):
+        self.comparison = comparison
+
+    def serve(self, visit):
+        NoisyRun.visits.append(visit)
+        noisy = visit.spec.name == "priority" and visit.attempt <= 2
+        return tuple(mix for mix in visit.mixes if noisy and mix == "rare")
+
+
+@pytest.mark.parametrize(("repeats", "starts"), [(0, "fps"), (1, "fpsp"), (2, "fpspp")])
+def test_noisy_mixes_are_repeated_at_the_end_of_the_round(plan, monkeypatch, repeats, starts):
+    NoisyRun.visits = []
+    monkeypatch.setattr(comparing, "_Run", NoisyRun)
+    monkeypatch.setattr(comparing, "prefer_client", lambda nice: None)
+    compare(replace(plan, rounds=1, repeats=repeats), {}, Progress())
+    made = NoisyRun.visits
+    assert "".join(visit.spec.name[0] for visit in made) == starts
+    assert [v.mixes for v in made] == [("even", "rare")] * 3 + [("rare",)] * (len(made) - 3)
+    assert [v.name for v in made[3:]] == ["1.2", "1.3"][: len(made) - 3]
 
 
 def test_picture_and_file_are_written(comparison, tmp_path):
     draw_comparison(comparison, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    comparison.decode_step = DecodeStep(16, 0.01, 0.012)
     comparison.write(tmp_path / "r.json")
     document = json.loads((tmp_path / "r.json").read_text())
     row = document["mixes"]["even"]["semantic-true"]
-    assert len(row["records"]) == 20
+    assert len(row["rounds"][0]["records"]) == 20
+    assert len(row["rounds"][0]["idle_records"]) == 8
+    assert row["idle_levels"]["0"]["ttft"]["mean"] == pytest.approx(IDLE_PACE)
     assert document["environment"]["cores"] >= 1
+    assert document["decode_step"]["seats"] == 16
 
 
-def test_request_body_enforces_length_without_stating_it():
+def test_file_has_every_round_marked(tmp_path):
+    made = fake_comparison(WORKLOAD, {})
+    for number, (pace, steal) in enumerate(((0.1, 0.5), (0.3, 0.01), (0.2, 0.02)), start=1):
+        add_fake_round(
+            made, WORKLOAD, "fcfs", pace, number,
+            usage=fake_usage(steal), differences=[Difference(number, 0)],
+        )  # fmt: skip
+    row = made.mixes["even"]["fcfs"]
+    assert made.reference("even") is row.rounds[0]
+    assert [difference.index for difference in row.counted_differences] == [1, 2, 3]
+    made.write(tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())["mixes"]["even"]["fcfs"]
+    marks = [[one[key] for key in ("calm", "counted", "best")] for one in document["rounds"]]
+    assert marks == [[False, False, False], [True, True, True], [True, True, False]]
+    assert document["tokens_per_second"] == row.rounds[1].tokens_per_second
+    assert len(document["rounds"][0]["records"]) == 20
+
+
+def test_misread_requests_are_listed_with_their_text(tmp_path):
+    made = fake_comparison(WORKLOAD, {})
+    records = fake_records(WORKLOAD, 0.1)
+    urgent = [record for record in records if record.level == 0]
+    for record, read in zip(urgent, (0, 3, None), strict=False):
+        record.read_level = read
+    spec = parse_schedulers("semantic", None)[0]
+    made.add(spec, WORKLOAD, Round(1, records))
+    made.write(tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())["mixes"]["even"]["semantic"]
+    (found,) = document["misread"]
+    assert found["text"] == WORKLOAD.requests[urgent[1].index].text
+    assert (found["level"], found["read_level"]) == (0, 3)
+
+
+def test_request_body_hides_the_length_from_the_scheduler():
     request = WORKLOAD.requests[0]
     body = LoadClient("http://x", eos_token=2, max_tokens=500).request_body(request)
     assert body["max_tokens"] == 500
-    assert body["min_tokens"] == request.output_tokens - 1
-    assert body["logit_bias"] == {"2": 100}
+    assert body["vllm_xargs"] == {"bench_answer": [request.output_tokens, 2]}
+    known = {"min_tokens", "logit_bias", "ignore_eos", "stop", "structured_outputs"}
+    assert not known & set(body)
 
 
-def test_request_bodies_state_urgency_only_to_priority_and_hint_schedulers():
+def test_extras_are_added_to_the_clients_own_fields():
     request = WORKLOAD.requests[0]
-    extras = {s.name: dict(s.body_extras(request)) for s in parse_schedulers(",".join(NAMES), None)}
-    assert extras == {
-        "fcfs": {},
-        "priority": {"priority": request.level},
-        "semantic": {},
-        "semantic-true": {"vllm_xargs": {"urgency": request.level}},
+    (spec,) = parse_schedulers("semantic-known", None)
+    body = LoadClient("http://x", 2, 500, spec.body_extras).request_body(request)
+    assert body["vllm_xargs"] == {
+        "bench_answer": [request.output_tokens, 2],
+        "urgency": request.level,
     }
-
-
-def test_scheduler_names_are_parsed_and_invalid_ones_raise():
-    specs = parse_schedulers("semantic,semantic@sjf", "ems")
-    assert '"policy": "ems"' in specs[0].server_args()[-1]
-    assert '"policy": "sjf"' in specs[1].server_args()[-1]
-    for bad in ("unknown", "fcfs@sjf", "fcfs,fcfs"):
-        with pytest.raises(ValueError):
-            parse_schedulers(bad, None)
-
-
-def test_only_semantic_schedulers_get_profile_and_host_memory():
-    stock, ours = parse_schedulers("fcfs,semantic", "ems", profile="mine.yaml", host_gib=0.5)
-    assert stock.server_args() == ()
-    config, connector = ours.server_args()[3::2]
-    assert json.loads(config) == {"semantic_sched": {"policy": "ems", "profile": "mine.yaml"}}
-    assert json.loads(connector)["kv_connector_extra_config"] == {"host_gib": 0.5}
-    assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()
+    assert (body["ignore_eos"], body["max_tokens"]) == (True, request.output_tokens)
 
 
 def test_counters_are_summed_over_labels():
     text = (
         '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'
         'vllm:num_preemptions_total{engine="1"} 4.0\nsemsched:errors_total 1.0\nother 9.0\n'
+        'vllm:iteration_tokens_total_count{engine="0"} 12.0\n'
+        'vllm:iteration_tokens_total_bucket{le="1.0"} 5.0\n'
     )
-    assert read_counters(text) == {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0}
+    expected = {"vllm:num_preemptions_total": 7.0, "semsched:errors_total": 1.0, STEPS: 12.0}
+    assert read_counters(text) == expected
+
+
+def test_steal_is_neither_idle_time_nor_used_by_programs(monkeypatch):
+    times = namedtuple("times", "user system idle iowait steal guest")
+    monkeypatch.setattr("psutil.cpu_times", lambda: times(30.0, 10.0, 40.0, 5.0, 15.0, 9.0))
+    server = SimpleNamespace(
+        cpu_seconds=lambda: {"VLLM::EngineCore": 7.0}, get_text=lambda path: ""
+    )
+    usage = Usage.now(server)
+    assert (usage.total, usage.busy, usage.stolen) == (100.0, 40.0, 15.0)
+    assert usage.engine_seconds == 7.0
+
+
+def test_usage_between_two_moments():
+    before = fake_usage(counters={"a": 1.0})
+    after = replace(fake_usage(0.5, counters={"a": 5.0}, elsewhere=0.2), total=200.0)
+    added = after.since(before)
+    assert added.counters == {"a": 4.0}
+    assert (added.steal, added.elsewhere) == (pytest.approx(0.5), pytest.approx(0.2))
 
 
 def test_model_without_end_token_raises(tmp_path):
@@ -152,10 +259,3 @@ def test_processes_are_named_after_their_module_or_program():
     assert process_title(["VLLM::EngineCore"]) == "VLLM::EngineCore"
     assert process_title(["/usr/bin/python", "script.py"]) == "python"
     assert process_title([]) == ""
-
-
-def test_log_names_have_no_slashes(tmp_path):
-    (spec,) = parse_schedulers("semantic@a/b.yaml", None)
-    config = spec.configure(ServerConfig(tmp_path, tmp_path / "x"), tmp_path, 2)
-    assert config.log == tmp_path / "server-semantic-a-b.yaml-2.log"
-    assert config.scheduler_args == spec.server_args()

@@ -9,9 +9,12 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 from vllm_semantic_sched.bench.client import LoadClient  # noqa: E402
+from vllm_semantic_sched.bench.idle import measure_decode_step  # noqa: E402
+from vllm_semantic_sched.bench.schedulers import parse_schedulers  # noqa: E402
 from vllm_semantic_sched.bench.server import ServerConfig, ServerFailed, VllmServer  # noqa: E402
 from vllm_semantic_sched.bench.texts import question_source  # noqa: E402
 from vllm_semantic_sched.bench.tiny_model import make_model  # noqa: E402
+from vllm_semantic_sched.bench.usage import PREEMPTIONS, STEPS, read_counters  # noqa: E402
 from vllm_semantic_sched.bench.workload import WorkloadConfig, make_workload  # noqa: E402
 
 
@@ -39,12 +42,26 @@ def test_model_is_written_once_with_a_real_tokenizer(model):
 def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
     config = WorkloadConfig(requests=30, gap=0.2, max_burst=12, max_output_tokens=120)
     requests = make_workload(config, question_source(None)[0]).requests
-    with VllmServer(ServerConfig(model, tmp_path / "server.log", seats=8)) as server:
+    # Too few blocks for eight requests: some are preempted, computed again, and still end in time.
+    shape = ServerConfig(model, tmp_path / "server.log", seats=8, num_blocks=34)
+    with VllmServer(shape) as server:
         client = LoadClient(server.url, eos_token=2, max_tokens=200)
+        before = read_counters(server.get_text("/metrics"))
         records = client.send(requests)
+        counters = read_counters(server.get_text("/metrics"))
+        (known,) = parse_schedulers("semantic-known", None)
+        stated = replace(client, extras=known.body_extras).send(requests[:4])
+        idle = measure_decode_step(client, 4)
         again = client.send_one_by_one(requests[:1], record_margins=True)
         refused = replace(client, extras=lambda request: {"n": -1}).send(requests[:1])
     assert [r.output_tokens for r in records] == [r.output_tokens for r in requests]
+    assert counters[PREEMPTIONS] > before[PREEMPTIONS]
+    # Each step gives a token to at most eight requests.
+    tokens = sum(r.output_tokens for r in records)
+    assert tokens / 8 <= counters[STEPS] - before[STEPS] <= tokens
+    assert all(r.ok and r.finish_reason == "length" for r in stated)
+    assert [r.token_hash for r in stated] == [r.token_hash for r in records[:4]]
+    assert idle is not None and 0 < idle.alone < idle.full * 2
     assert all(r.ok and r.finish_reason == "stop" for r in records), json.dumps(
         [r.error for r in records]
     )

@@ -57,6 +57,20 @@ def test_output_lengths_follow_the_question_within_bounds():
         assert min(asked["low"], 100) <= request.output_tokens <= min(asked["high"], 100)
 
 
+def test_long_prompts_are_less_urgent_requests_and_change_nothing_else():
+    short = make_workload(CONFIG, BUILTIN).requests
+    long = make_workload(replace(CONFIG, long_prompts=0.25), BUILTIN).requests
+    assert [replace(r, text="") for r in long] == [replace(r, text="") for r in short]
+    changed = [pair for pair in zip(short, long, strict=True) if pair[0] != pair[1]]
+    assert 0.15 < len(changed) / sum(request.level > 0 for request in short) < 0.35
+    for before, after in changed:
+        assert after.level > 0
+        assert len(after.text) - len(before.text) > 2000
+        assert after.text[:20] == before.text[:20] and after.text[-20:] == before.text[-20:]
+    with pytest.raises(ValueError, match="long_prompts"):
+        make_workload(replace(CONFIG, long_prompts=1.5), BUILTIN)
+
+
 def test_custom_mix_is_parsed_and_invalid_mix_raises():
     assert parse_mix("1:0:0:0:1") == (0.5, 0.0, 0.0, 0.0, 0.5)
     for bad in ("odd", "1:2", "1:1:1:1:-1", "0:0:0:0:0", ""):

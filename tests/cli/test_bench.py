@@ -5,12 +5,21 @@ import io
 import json
 
 import pytest
-from fake_results import add_fake_round, fake_comparison, fake_workload
+from fake_results import (
+    add_fake_round,
+    fake_comparison,
+    fake_records,
+    fake_usage,
+    fake_workload,
+)
 from rich.console import Console
 
-from vllm_semantic_sched.bench.schedulers import NAMES
+from vllm_semantic_sched.bench.results import DecodeStep
+from vllm_semantic_sched.bench.rounds import Round
+from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.bench.targets import Target, check_targets
-from vllm_semantic_sched.cli import comparison, main
+from vllm_semantic_sched.bench.usage import STEPS
+from vllm_semantic_sched.cli import comparison, main, report
 
 WORKLOAD = fake_workload()
 
@@ -20,27 +29,71 @@ def screen() -> Console:
     return Console(file=io.StringIO(), width=160)
 
 
+def row_of(text: str, title: str) -> list[str]:
+    return next(line for line in text.splitlines() if title in line).split()
+
+
 def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
-    made = fake_comparison(WORKLOAD, dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1), strict=True)))
-    comparison.print_mix(screen, "even", made.mixes["even"])
-    comparison.print_targets(screen, check_targets(made.mixes))
+    made = fake_comparison(WORKLOAD, dict.fromkeys(NAMES, 0.1))
+    report.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert all(f"urgency {level}" in text for level in range(5))
-    assert text.count("Semantic (hint)") == 7  # totals, five levels, all
+    assert text.count("Semantic (text)") == 9  # rounds, totals, five levels, all, misread
 
 
-def test_totals_of_several_rounds_have_a_range(screen):
+def test_tables_fit_100_columns(screen):
+    made = fake_comparison(WORKLOAD, {"fcfs": 9.87})
+    names = ("priority", "semantic", "semantic-true", "semantic-known", "semantic-true@no-holds")
+    usage = fake_usage(0.123, 23.4, {STEPS: 12345.0, "vllm:num_preemptions_total": 123.0}, 0.12)
+    for name in names:
+        for number in (1, 2):
+            add_fake_round(made, WORKLOAD, name, 12.34, number, usage=usage)
+    report.print_mix(screen, "even", made.mixes["even"])
+    report.print_targets(screen, check_targets(made.mixes))
+    lines = screen.file.getvalue().splitlines()
+    lines = [line for line in lines if "\u2500 mix" not in line and "answer lengths" not in line]
+    assert max(len(line.rstrip()) for line in lines) <= 100
+    assert not any("\u2026" in line for line in lines)
+
+
+def test_rounds_are_all_shown_with_their_use(screen):
     made = fake_comparison(WORKLOAD, {})
-    for number, pace in enumerate((0.1, 0.3), start=1):
-        add_fake_round(made, WORKLOAD, "fcfs", pace, number)
-    comparison.print_mix(screen, "even", made.mixes["even"])
-    row = made.mixes["even"]["fcfs"]
-    fast, slow = (done.tokens_per_second for done in row.rounds)
-    assert f"{row.tokens_per_second:.0f} ({slow:.0f}-{fast:.0f})" in screen.file.getvalue()
+    for number, (pace, steal) in enumerate(((0.1, 0.5), (0.3, 0.0), (0.2, 0.02)), start=1):
+        add_fake_round(made, WORKLOAD, "fcfs", pace, number, usage=fake_usage(steal))
+    report.print_mix(screen, "even", made.mixes["even"])
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]
+    shown = [(*line[2:4], " ".join(line[11:])) for line in lines if line[:2] == ["vLLM", "FCFS"]]
+    assert shown[:3] == [("1", "50.0", "noisy"), ("2", "0.0", "best p99"), ("3", "2.0", "p99")]
+
+
+def test_idle_engine_has_a_row_for_urgency_0(screen):
+    made = fake_comparison(WORKLOAD, {"fcfs": 0.2})
+    report.print_mix(screen, "even", made.mixes["even"])
+    idle = row_of(screen.file.getvalue(), "idle engine")
+    assert idle[2:5] == ["0.050", "0.050", "0.050"]
+    assert "4.000" in screen.file.getvalue()  # FCFS over idle
+
+
+def test_misread_requests_are_printed(screen):
+    made = fake_comparison(WORKLOAD, {})
+    records = fake_records(WORKLOAD, 0.1)
+    urgent = next(record for record in records if record.level == 0)
+    urgent.read_level = 3
+    made.add(parse_schedulers("semantic", None)[0], WORKLOAD, Round(1, records))
+    report.print_mix(screen, "even", made.mixes["even"])
+    text = screen.file.getvalue()
+    assert "1 of urgency 0 read as less urgent" in text
+    assert f"read as 3: {WORKLOAD.requests[urgent.index].text[:40]}" in text
+
+
+def test_decode_step_is_printed(screen):
+    report.print_decode_step(screen, None)
+    report.print_decode_step(screen, DecodeStep(16, 0.005, 0.006))
+    assert screen.file.getvalue().endswith("6.0 ms with 16; step(16) / step(1) = 1.20\n")
 
 
 def test_targets_have_a_verdict(screen):
-    comparison.print_targets(screen, [Target("ratio", 2.0, 1.0), Target("ms", 2.0, 1.0, True)])
+    report.print_targets(screen, [Target("ratio", 2.0, 1.0), Target("ms", 2.0, 1.0, True)])
     lines = [line.split() for line in screen.file.getvalue().splitlines()]
     assert ["ratio", "2", "at", "least", "1", "met"] in lines
     assert ["ms", "2", "at", "most", "1", "missed"] in lines
@@ -68,6 +121,14 @@ def test_run_refuses_a_model_without_end_token(tmp_path, capsys):
     command = ["bench", "run", "--model", str(tmp_path), "--output", str(tmp_path / "out")]
     assert main(command) == 2
     assert "eos_token_id" in capsys.readouterr().err
+
+
+def test_run_refuses_long_prompts_for_a_short_model(tmp_path, capsys):
+    config = {"eos_token_id": 2, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["bench", "run", "--model", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert main([*command, "--long-prompts", "0.2"]) == 2
+    assert "--size small" in capsys.readouterr().err
 
 
 def test_simulator_prints_a_row_per_size(capsys):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import retention
-from fake_results import fake_records, fake_row, fake_workload
+from fake_results import fake_records, fake_row, fake_usage, fake_workload
 from kv_copy import Shape, measure
 
-from vllm_semantic_sched.bench.results import MixResult
+from vllm_semantic_sched.bench.rounds import MixResult
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -39,7 +39,8 @@ def test_each_mode_has_a_policy_file_and_host_memory(args) -> None:
 def row(name: str, pace: float, **counters: float) -> MixResult:
     """A scheduler that takes `pace` seconds per token."""
     records = fake_records(WORKLOAD, pace, prompt_tokens=100)
-    return fake_row(SchedulerSpec(name, "semantic-true"), WORKLOAD, records, counters=counters)
+    usage = fake_usage(counters=counters)
+    return fake_row(SchedulerSpec(name, "semantic-true"), WORKLOAD, records, usage=usage)
 
 
 def rows(**paces: float) -> dict[str, MixResult]:
@@ -70,7 +71,9 @@ def test_summary_has_preemptions_and_tokens() -> None:
     swap = found["semantic-true@swap"]
     swap.rounds[0] = replace(
         swap.rounds[0],
-        counters={"semsched:preemptions_total": 3.0, "semsched:loaded_tokens_total": 70.0},
+        usage=fake_usage(
+            counters={"semsched:preemptions_total": 3.0, "semsched:loaded_tokens_total": 70.0}
+        ),
     )
     lines = retention.describe(found)
     assert "3 preemptions" in lines[1] and "70 loaded" in lines[1]

@@ -13,16 +13,14 @@ from typing import Any
 
 import aiohttp
 
-from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.bench.workload import ANSWER_FIELD, BenchRequest
 
-# Large enough that the intended token wins against any logit of a sane model.
-_STOP_BIAS = 100
 # The two best tokens and possibly the end token, which is masked until the end but still listed.
 _TOP_LOGPROBS = 3
 _REQUEST_SECONDS = 900.0
 
-BodyExtras = Callable[[BenchRequest], Mapping[str, object]]
-"""Further fields of a request's body."""
+BodyExtras = Callable[[BenchRequest], Mapping[str, Any]]
+"""Further fields of a request's body; those in `vllm_xargs` are added to the client's own."""
 Advance = Callable[[], object]
 
 
@@ -43,7 +41,8 @@ class Record:
 
     Times are seconds after the start of the run; None if the event did not happen. `margins[i]`
     is the difference of the two best log-probabilities at output position i, kept only where
-    outputs are checked.
+    outputs are checked. `read_level` is the level that the scheduler read from the text, None
+    where it is not known.
     """
 
     index: int
@@ -60,6 +59,7 @@ class Record:
     status: int | None = None
     error: str | None = None
     engine_queue_seconds: float | None = None
+    read_level: int | None = None
     token_ids: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
@@ -129,20 +129,21 @@ class LoadClient:
     ) -> dict[str, object]:
         """Return the body for /v1/completions.
 
-        The answer ends at exactly `request.output_tokens`: the end token is forbidden before
-        (`min_tokens`) and certain after (`logit_bias`). No other token's logit is changed.
+        The answer ends at exactly `request.output_tokens`, by the server's logits processor
+        (`bench.answer_length`). No other token's logit is changed.
         """
+        extras = dict(self.extras(request))
+        answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
         body: dict[str, object] = {
             "model": "bench",
             "prompt": request.text,
             "temperature": 0.0,
             "max_tokens": self.max_tokens,
-            "min_tokens": request.output_tokens - 1,
-            "logit_bias": {str(self.eos_token): _STOP_BIAS},
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **self.extras(request),
+            **extras,
+            "vllm_xargs": {**answer, **extras.get("vllm_xargs", {})},
         }
         if record_margins:
             body["logprobs"] = _TOP_LOGPROBS

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from vllm_semantic_sched.bench.client import LoadClient, Progress
-from vllm_semantic_sched.bench.metrics import Difference, differences, explain, fit_idle, throughput
-from vllm_semantic_sched.bench.results import Comparison, Round
+from vllm_semantic_sched.bench.idle import measure_decode_step, measure_idle
+from vllm_semantic_sched.bench.metrics import Difference, differences, explain, throughput
+from vllm_semantic_sched.bench.readings import read_levels
+from vllm_semantic_sched.bench.results import Comparison
+from vllm_semantic_sched.bench.rounds import Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, prefer_client
+from vllm_semantic_sched.bench.usage import Usage
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
 
 SPARE_TOKENS = 16
@@ -25,10 +27,6 @@ OTHER_SEED = 1_000_003
 """Added to the seed of a workload for requests of the same kind that it does not contain."""
 
 _WARM_UP_REQUESTS = 24
-_IDLE_REQUESTS = 24
-_IDLE_TOKENS = 128  # longer answers would add nothing to a straight line
-_PREEMPTIONS = "vllm:num_preemptions_total"
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.eE\d]+)$")
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,11 @@ class RunPlan:
     With `overload`, the gaps of the workloads are set so that they offer that many times the
     output tokens per second that the first server can give. Every scheduler runs `rounds` times,
     in reversed order in every second round: if the speed of the machine drifts steadily, it is on
-    average over two rounds the same for all of them.
+    average over two rounds the same for all of them. A mix from whose round the hypervisor took
+    too much time is run again at the end of the round, up to `repeats` times.
 
     Raises:
-        ValueError: no scheduler, no workload or no round.
+        ValueError: no scheduler, no workload or no round, or negative repeats.
     """
 
     server: ServerConfig
@@ -51,16 +50,34 @@ class RunPlan:
     overload: float | None
     eos_token: int
     rounds: int = 1
+    repeats: int = 0
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.schedulers or not self.workloads:
             raise ValueError("a comparison needs at least one scheduler, workload and round")
+        if self.repeats < 0:
+            raise ValueError(f"repeats must be at least 0, got {self.repeats}")
 
-    def servers(self) -> Iterator[tuple[int, SchedulerSpec]]:
-        """Yield the round (from 1) and the scheduler of each server in the order of their start."""
-        for number in range(1, self.rounds + 1):
-            for spec in self.schedulers if number % 2 else reversed(self.schedulers):
-                yield number, spec
+    def visits(self, number: int) -> Iterator[Visit]:
+        """Yield the servers of a round, counted from 1, in the order of their start."""
+        mixes = tuple(workload.config.mix for workload in self.workloads)
+        for spec in self.schedulers if number % 2 else reversed(self.schedulers):
+            yield Visit(number, spec, mixes)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One start of a scheduler's server, and the mixes that it gets."""
+
+    number: int
+    spec: SchedulerSpec
+    mixes: tuple[str, ...]
+    attempt: int = 1
+
+    @property
+    def name(self) -> str:
+        """Round and, if repeated, attempt: part of file names."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
 
 
 def end_token(model: Path) -> int:
@@ -82,7 +99,7 @@ def compare(
 ) -> Comparison:
     """Run every workload on every scheduler, in every round.
 
-    The idle engine and the capacity are measured once, with the first scheduler. Writes
+    The capacity and the decode step are measured once, with the first scheduler. Writes
     `results.json` after each server, so that an interrupted run is not lost, and the servers'
     logs beside it.
 
@@ -91,142 +108,128 @@ def compare(
 
     Raises:
         ServerFailed: a server did not start or ended by itself.
-        ValueError: the idle engine answered too few requests to compare with.
+        ValueError: the first server answered no request.
     """
-    progress = progress or Progress()
-    comparison: Comparison | None = None
-    workloads = plan.workloads
+    run = _Run(plan, Comparison(options), progress or Progress())
     prefer_client(plan.server.nice)
-    for number, spec in plan.servers():
-        place = f"{spec.name}, round {number}/{plan.rounds}" if plan.rounds > 1 else spec.name
-        progress.message(f"starting the server: {place}")
-        with VllmServer(spec.configure(plan.server, plan.output, number)) as server:
+    for number in range(1, plan.rounds + 1):
+        pending = list(plan.visits(number))
+        while pending:
+            visit = pending.pop(0)
+            noisy = run.serve(visit)
+            run.comparison.write(plan.output / "results.json")
+            if noisy and visit.attempt <= plan.repeats:
+                # At the end of the round: steal comes and goes in minutes.
+                pending.append(replace(visit, mixes=noisy, attempt=visit.attempt + 1))
+    return run.comparison
+
+
+class _Run:
+    """A comparison under way. `workloads` get their pace from the first server."""
+
+    def __init__(self, plan: RunPlan, comparison: Comparison, progress: Progress) -> None:
+        self.plan = plan
+        self.comparison = comparison
+        self.progress = progress
+        self.workloads: Sequence[Workload] | None = None
+
+    def serve(self, visit: Visit) -> tuple[str, ...]:
+        """Start a server, measure its mixes and add the rounds; return the mixes with too much
+        steal."""
+        plan, spec = self.plan, visit.spec
+        place = f"{spec.name}, round {visit.name} of {plan.rounds}"
+        self.progress.message(f"starting the server: {place}")
+        done: list[tuple[Workload, Round]] = []
+        with VllmServer(spec.configure(plan.server, plan.output, visit.name)) as server:
             client = LoadClient(
                 url=server.url,
                 eos_token=plan.eos_token,
                 max_tokens=plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
                 extras=spec.body_extras,
-                progress=progress,
+                progress=self.progress,
             )
-            client.send_together(_other_requests(plan, _WARM_UP_REQUESTS, "even", 32))
-            if comparison is None:
-                requests = _other_requests(plan, _IDLE_REQUESTS, "1:1:1:1:2", _IDLE_TOKENS)
-                alone = client.send_one_by_one(requests, "one by one on the idle engine")
-                comparison = Comparison(fit_idle(alone), options)
-                workloads = _set_pace(client, plan)
-            for workload in workloads:
-                mix = workload.config.mix
-                done = _measure(number, workload, server, client, f"{place}, {mix}")
-                reference = comparison.reference(mix)
-                if reference is not None:
-                    found = _differences(reference, done, workload, client)
-                    done = replace(done, differences=found)
-                comparison.add(spec, workload, done)
-        comparison.write(plan.output / "results.json")
-    assert comparison is not None
-    return comparison
+            client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
+            if self.workloads is None:
+                self.comparison.decode_step = measure_decode_step(client, plan.server.seats)
+                self.workloads = self._set_pace(client)
+            for workload in self.workloads:
+                if workload.config.mix in visit.mixes:
+                    label = f"{place}, {workload.config.mix}"
+                    found = _measure(visit, workload, server, client, label)
+                    done.append((workload, self._with_differences(found, workload, client)))
+        levels = read_levels(spec.events_file(plan.output, visit.name))
+        for workload, found in done:
+            for record in found.records:
+                record.read_level = levels.get(_request_id(workload, record.index))
+            self.comparison.add(spec, workload, found)
+        return tuple(workload.config.mix for workload, found in done if not found.calm)
 
+    def _set_pace(self, client: LoadClient) -> Sequence[Workload]:
+        """The workloads at the wanted overload, whatever the speed of this machine."""
+        plan = self.plan
+        if plan.overload is None:
+            return plan.workloads
+        like = plan.workloads[0].config
+        count = CAPACITY_ROUNDS * plan.server.seats
+        requests = self._other_requests(count, like.mix, like.max_output_tokens)
+        capacity = throughput([client.send_together(requests, "capacity")])
+        if capacity <= 0:
+            raise ValueError("the first server answered no request")
+        paced = []
+        for workload in plan.workloads:
+            burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
+            gap = burst / (plan.overload * capacity)
+            paced.append(make_workload(replace(workload.config, gap=gap)))
+        return paced
 
-def _set_pace(client: LoadClient, plan: RunPlan) -> Sequence[Workload]:
-    """The workloads at the wanted overload, whatever the speed of this machine."""
-    if plan.overload is None:
-        return plan.workloads
-    like = plan.workloads[0].config
-    count = CAPACITY_ROUNDS * plan.server.seats
-    requests = _other_requests(plan, count, like.mix, like.max_output_tokens)
-    capacity = throughput([client.send_together(requests, "capacity")])
-    if capacity <= 0:
-        raise ValueError("the first server answered no request")
-    paced = []
-    for workload in plan.workloads:
-        burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
-        gap = burst / (plan.overload * capacity)
-        paced.append(make_workload(replace(workload.config, gap=gap)))
-    return paced
+    def _other_requests(self, count: int, mix: str, max_tokens: int) -> tuple[BenchRequest, ...]:
+        """Requests of the same kind that the measured workloads do not contain."""
+        like = self.plan.workloads[0].config
+        other = replace(like, mix=mix, seed=like.seed + OTHER_SEED, max_output_tokens=max_tokens)
+        return make_workload(replace(other, requests=count)).requests
 
+    def _with_differences(self, done: Round, workload: Workload, client: LoadClient) -> Round:
+        """Add the outputs that differ from the reference's, with their margins.
 
-def _differences(
-    reference: Round, done: Round, workload: Workload, client: LoadClient
-) -> list[Difference]:
-    """Differing outputs with their margins.
-
-    Each of these requests is sent again with log-probabilities: in the measured run they would
-    slow the server down.
-    """
-    found = differences(reference.records, done.records)
-    if not found:
-        return found
-    wanted = {difference.index for difference in found}
-    requests = [request for request in workload.requests if request.index in wanted]
-    repeated = client.send_one_by_one(requests, record_margins=True)
-    again = {record.index: record for record in repeated}
-    answers = {record.index: record for record in done.records}
-    return [explain(item, answers[item.index], again[item.index]) for item in found]
-
-
-def _other_requests(
-    plan: RunPlan, count: int, mix: str, max_tokens: int
-) -> tuple[BenchRequest, ...]:
-    """Requests of the same kind that the measured workloads do not contain."""
-    like = plan.workloads[0].config
-    other = replace(like, mix=mix, seed=like.seed + OTHER_SEED, max_output_tokens=max_tokens)
-    return make_workload(replace(other, requests=count)).requests
+        Each of these requests is sent again with log-probabilities: in the measured run they would
+        slow the server down.
+        """
+        reference = self.comparison.reference(workload.config.mix)
+        found = differences(reference.records, done.records) if reference else []
+        if not found:
+            return done
+        wanted = {difference.index for difference in found}
+        requests = [request for request in workload.requests if request.index in wanted]
+        repeated = client.send_one_by_one(requests, record_margins=True)
+        again = {record.index: record for record in repeated}
+        answers = {record.index: record for record in done.records}
+        explained: list[Difference] = [
+            explain(item, answers[item.index], again[item.index]) for item in found
+        ]
+        return replace(done, differences=explained)
 
 
 def _measure(
-    number: int, workload: Workload, server: VllmServer, client: LoadClient, label: str
+    visit: Visit, workload: Workload, server: VllmServer, client: LoadClient, label: str
 ) -> Round:
-    before = _Usage.now(server)
-    records = client.send(workload.requests, label)
+    def extras(request: BenchRequest) -> Mapping[str, Any]:
+        return {**client.extras(request), "request_id": _request_id(workload, request.index)}
+
+    start = Usage.now(server)
+    records = replace(client, extras=extras).send(workload.requests, label)
     server.check()
-    after = _Usage.now(server)
-    ours = _difference(after.ours, before.ours)
-    busy = after.machine_busy - before.machine_busy
+    loaded = Usage.now(server)
+    # Not before the load: the predictor would remember the texts.
+    idle = measure_idle(client, workload, f"{label}, idle engine")
     return Round(
-        number,
+        visit.number,
         records,
-        counters=_difference(after.counters, before.counters),
-        cpu_seconds=ours,
-        machine_seconds=after.machine_total - before.machine_total,
-        elsewhere_seconds=max(0.0, busy - sum(ours.values())),
+        attempt=visit.attempt,
+        idle=idle,
+        usage=loaded.since(start),
+        idle_usage=Usage.now(server).since(loaded),
     )
 
 
-@dataclass(frozen=True)
-class _Usage:
-    """Counters at one moment; CPU times are in seconds."""
-
-    counters: Mapping[str, float]
-    ours: Mapping[str, float]
-    machine_busy: float
-    machine_total: float
-
-    @classmethod
-    def now(cls, server: VllmServer) -> _Usage:
-        own = psutil.Process().cpu_times()
-        machine = psutil.cpu_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # Guest time is part of user time and would count twice.
-        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-        return cls(
-            counters=read_counters(server.get_text("/metrics")),
-            ours={**server.cpu_seconds(), "client": own.user + own.system},
-            machine_busy=total - idle,
-            machine_total=total,
-        )
-
-
-def read_counters(metrics: str) -> dict[str, float]:
-    """Parse vLLM's preemptions and the scheduler's counters from /metrics, summed over labels."""
-    values: dict[str, float] = {}
-    for line in metrics.splitlines():
-        match = _SAMPLE.match(line)
-        if not match or not match[1].endswith("_total"):  # a gauge has no meaningful difference
-            continue
-        if match[1] == _PREEMPTIONS or match[1].startswith("semsched:"):
-            values[match[1]] = values.get(match[1], 0.0) + float(match[2])
-    return values
-
-
-def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+def _request_id(workload: Workload, index: int) -> str:
+    return f"{workload.config.mix}-{index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,12 +65,16 @@ def fit_idle(records: Sequence[Record]) -> IdleModel:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and percentiles (linear interpolation between ranks) of one metric."""
+    """Mean and percentiles (linear interpolation between ranks) of one metric.
+
+    `p99` is over `tail_count` requests, which may be more than the `count` of mean and median.
+    """
 
     count: int
     mean: float
     p50: float
     p99: float
+    tail_count: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Metric:
     title: str
     unit: str
     scale: float
-    value: Callable[[Record, IdleModel], float | None]
+    value: Callable[[Record, IdleModel | None], float | None]
 
 
 def _e2e(record: Record) -> float:
@@ -88,17 +93,20 @@ def _e2e(record: Record) -> float:
     return record.finish - record.arrival
 
 
-def _tpot(record: Record, idle: IdleModel) -> float | None:
+def _tpot(record: Record, idle: IdleModel | None) -> float | None:
     if record.output_tokens < 2 or record.first_token is None or record.finish is None:
         return None
     return (record.finish - record.first_token) / (record.output_tokens - 1)
 
 
-def _normalized_waiting(record: Record, idle: IdleModel) -> float:
+def normalized_waiting(record: Record) -> float:
+    """Return (finish - arrival) / output tokens of an answered request, in seconds per token."""
     return _e2e(record) / record.output_tokens
 
 
-def _slowdown(record: Record, idle: IdleModel) -> float:
+def _slowdown(record: Record, idle: IdleModel | None) -> float | None:
+    if idle is None:
+        return None
     return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
 
 
@@ -107,25 +115,41 @@ METRICS: tuple[Metric, ...] = (
     Metric("tpot", "TPOT", "ms", 1e3, _tpot),
     Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
     Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
-    Metric("normalized_waiting", "norm. waiting", "ms/tok", 1e3, _normalized_waiting),
+    Metric(
+        "normalized_waiting",
+        "norm. waiting",
+        "ms/tok",
+        1e3,
+        lambda record, idle: normalized_waiting(record),
+    ),
     Metric("slowdown", "slowdown", "x", 1, _slowdown),
 )
 """In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
 
 
-def summarize(values: Iterable[float | None]) -> Summary:
-    """Summarize the defined values; NaN if there is none."""
-    defined = np.array([value for value in values if value is not None], dtype=float)
-    if defined.size == 0:
-        return Summary(0, float("nan"), float("nan"), float("nan"))
-    p50, p99 = np.percentile(defined, [50, 99])
-    return Summary(int(defined.size), float(defined.mean()), float(p50), float(p99))
+LevelValues = dict[str, dict[str, list[float]]]
+"""Defined values of every metric, by level ("0" to "4" and "all") and then by `Metric.key`."""
 
 
-def by_level(records: Sequence[Record], idle: IdleModel) -> dict[str, dict[str, Summary]]:
-    """Summarize every metric, by level ("0" to "4" and "all") and then by `Metric.key`.
+def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> Summary:
+    """Summarize values; NaN if there is none.
 
-    Only answered requests count.
+    Args:
+        tail: the values of which to take p99, if not the same.
+    """
+    middle = np.array(list(values), dtype=float)
+    rest = middle if tail is None else np.array(list(tail), dtype=float)
+    if middle.size == 0:
+        return Summary(0, math.nan, math.nan, math.nan, 0)
+    p50, p99 = float(np.percentile(middle, 50)), float(np.percentile(rest, 99))
+    return Summary(int(middle.size), float(middle.mean()), p50, p99, int(rest.size))
+
+
+def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
+    """Return the values of every metric. Only answered requests count.
+
+    Args:
+        idle: None leaves slowdown undefined.
     """
     done = [record for record in records if record.ok]
     groups: dict[str, list[Record]] = {"all": done}
@@ -133,7 +157,9 @@ def by_level(records: Sequence[Record], idle: IdleModel) -> dict[str, dict[str, 
         groups.setdefault(str(record.level), []).append(record)
     return {
         group: {
-            metric.key: summarize(metric.value(record, idle) for record in members)
+            metric.key: [
+                value for record in members if (value := metric.value(record, idle)) is not None
+            ]
             for metric in METRICS
         }
         for group, members in sorted(groups.items())

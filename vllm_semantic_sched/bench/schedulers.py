@@ -7,20 +7,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from vllm_semantic_sched.bench.readings import write_logging_policy
 from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
 """Arguments of `vllm serve` that give refused requests a status and a code."""
-NAMES = ("fcfs", "priority", "semantic", "semantic-true")
+NAMES = ("fcfs", "priority", "semantic", "semantic-true", "semantic-known")
 
 _TITLES = {
     "fcfs": "vLLM FCFS",
     "priority": "vLLM priority",
     "semantic": "Semantic (text)",
     "semantic-true": "Semantic (hint)",
+    "semantic-known": "Semantic (hint, length stated)",
 }
 
 
@@ -45,8 +49,19 @@ class SchedulerSpec:
     @property
     def title(self) -> str:
         """The row's heading."""
-        suffix = self.name.partition("@")[2]
-        return f"{_TITLES[self.kind]} @{suffix}" if suffix else _TITLES[self.kind]
+        suffix = f" @{self.variant}" if self.variant else ""
+        return _TITLES[self.kind] + suffix
+
+    @property
+    def variant(self) -> str:
+        """Name of the policy, if it is not the run's default: of a file, without folder and
+        ending."""
+        return Path(self.name.partition("@")[2]).name.removesuffix(".yaml")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether urgency is read from the text."""
+        return self.kind == "semantic"
 
     def server_args(self) -> tuple[str, ...]:
         """Return the arguments of `vllm serve` that select this scheduler."""
@@ -60,19 +75,43 @@ class SchedulerSpec:
             args += ("--additional-config", json.dumps({"semantic_sched": config}))
         return args + self.extra_args
 
-    def configure(self, server: ServerConfig, folder: Path, number: int = 1) -> ServerConfig:
-        """Return `server` with this scheduler, and a log in `folder` for its `number`th start."""
-        # A name may contain the path of a policy: keep only what can be part of a file name.
-        log = f"server-{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{number}.log"
-        return replace(server, log=folder / log, scheduler_args=self.server_args())
+    def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
+        """Return `server` with this scheduler, and a log in `folder`.
 
-    def body_extras(self, request: BenchRequest) -> Mapping[str, object]:
-        """Return the fields of the request's body that tell this scheduler the urgency."""
+        A scheduler that reads texts gets a copy of its policy with an event log, `events_file`.
+
+        Args:
+            start: tells apart the starts of this scheduler.
+        """
+        log = folder / f"server-{self._file_name(start)}.log"
+        spec = self
+        if self.reads_text:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"policy-{self._file_name(start)}.yaml"
+            events = self.events_file(folder, start)
+            write_logging_policy(self.policy or DEFAULT_POLICY, path, events)
+            spec = replace(self, policy=str(path.resolve()))
+        return replace(server, log=log, scheduler_args=spec.server_args())
+
+    def events_file(self, folder: Path, start: str = "1") -> Path:
+        """Return the event log of a scheduler that reads texts."""
+        return folder / f"events-{self._file_name(start)}.jsonl"
+
+    def _file_name(self, start: str) -> str:
+        # A name may contain the path of a policy: keep only what can be part of a file name.
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{start}"
+
+    def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
+        """Return the fields of the request's body that tell this scheduler the urgency, and, for
+        `semantic-known`, the length."""
         if self.kind == "priority":
             return {"priority": request.level}
-        if self.kind == "semantic-true":
-            return {"vllm_xargs": {"urgency": request.level}}
-        return {}
+        if not self.kind.startswith("semantic-"):
+            return {}
+        hint = {"vllm_xargs": {"urgency": request.level}}
+        if self.kind == "semantic-known":
+            return {**hint, "ignore_eos": True, "max_tokens": request.output_tokens}
+        return hint
 
 
 def swap_arguments(host_gib: float) -> tuple[str, ...]:

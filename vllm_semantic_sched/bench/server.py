@@ -19,6 +19,7 @@ from pathlib import Path
 PREDICTOR = "vllm_semantic_sched.predict.worker"
 """Name of the predictor process in `VllmServer.cpu_seconds`."""
 
+_ANSWER_LENGTH = "vllm_semantic_sched.bench.answer_length:AnswerLength"
 _LOG_TAIL_LINES = 40
 _STOP_GRACE_SECONDS = 10.0
 
@@ -58,6 +59,7 @@ class ServerConfig:
         args += ["--served-model-name", "bench", "--disable-uvicorn-access-log"]
         # The queueing delay is taken from the engine's own clock, per request.
         args += ["--enable-per-request-metrics", "--stream-interval", str(self.stream_interval)]
+        args += ["--logits-processors", _ANSWER_LENGTH]
         if _is_float32(self.model):
             # vLLM's "auto" turns fp32 weights into bf16, where equal logits are common and
             # greedy outputs of two runs cannot be compared.
@@ -75,6 +77,8 @@ class ServerConfig:
         """Return this process's environment with telemetry and downloads turned off."""
         offline = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
         environment = {**os.environ, **offline}
+        # Logits processors of vLLM's newer model runner have another interface.
+        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

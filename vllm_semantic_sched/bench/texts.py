@@ -23,6 +23,12 @@ _Choice = TypeVar("_Choice")
 # A longer prompt says more about long inputs than about scheduling, and would not fit the model of
 # the default benchmark together with its answer.
 _MAX_QUESTION_CHARACTERS = 600
+_CONTEXT_LINES = 53
+
+MAX_PROMPT_TOKENS = 400
+"""Upper bound of message and question."""
+CONTEXT_TOKENS = 1100
+"""Upper bound of a long context."""
 
 
 QuestionSource = Callable[["np.random.Generator"], TextLength]
@@ -62,6 +68,19 @@ def write_message(level: int, rng: np.random.Generator) -> str:
     elif style < 0.2:
         text = text.replace("'", "")
     return str(opening + text)
+
+
+def write_context(rng: np.random.Generator) -> str:
+    """Write about 1,000 tokens of a neutral call log, different every time.
+
+    It says nothing about urgency or the length of the answer, and shares no prefix with another.
+    """
+    lines = (
+        f"Line {int(rng.integers(10, 100))}: call {int(rng.integers(1000, 10000))} forwarded "
+        f"to desk {int(rng.integers(1, 30))}."
+        for _ in range(_CONTEXT_LINES)
+    )
+    return "Call log of today. " + " ".join(lines) + " End of the log."
 
 
 def question_source(root: Path | None) -> tuple[QuestionSource, str]:

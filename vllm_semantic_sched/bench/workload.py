@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.bench.texts import QuestionSource, question_source, write_message
+from vllm_semantic_sched.bench.texts import (
+    QuestionSource,
+    question_source,
+    write_context,
+    write_message,
+)
 from vllm_semantic_sched.datasets import data_root
 
 # The command line shows the defaults below: numpy is imported only where a workload is drawn.
@@ -32,10 +37,17 @@ MIXES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 """Share of each urgency level, most urgent first."""
 
+ANSWER_FIELD = "bench_answer"
+"""Key in `vllm_xargs` under which `bench.answer_length` finds the length of an answer."""
+
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What to draw. Times in seconds, lengths in tokens."""
+    """What to draw. Times in seconds, lengths in tokens.
+
+    `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
+    tokens between message and question.
+    """
 
     requests: int = 600
     mix: str = "even"
@@ -44,6 +56,7 @@ class WorkloadConfig:
     seed: int = 0
     min_output_tokens: int = 8
     max_output_tokens: int = 384
+    long_prompts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,8 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
 
     if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
         raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
+    if not 0 <= config.long_prompts <= 1:
+        raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
     # The mix is part of the seed: two mixes sent to one server must not share prompts, or the
     # second would find them in the prefix cache.
     rng = np.random.default_rng([config.seed, zlib.crc32(config.mix.encode())])
@@ -128,10 +143,15 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         description = "given by the caller"
     levels = _draw_levels(parse_mix(config.mix), config.requests, rng)
     arrivals = _draw_arrivals(config, rng)
+    # A generator of its own: the same requests with and without long contexts.
+    context_rng = np.random.default_rng([config.seed, 1])
     requests = []
     for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
         question = source(rng)
-        text = f"{write_message(level, rng)} {question.text}"
+        parts = [write_message(level, rng), question.text]
+        if level > 0 and context_rng.random() < config.long_prompts:
+            parts.insert(1, write_context(context_rng))
+        text = " ".join(parts)
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
         requests.append(BenchRequest(index, arrival, level, text, length))

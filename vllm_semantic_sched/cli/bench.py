@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_semantic_sched.bench.simulator import SCENARIO
 from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.bench.workload import WorkloadConfig
-from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console, make_table
 
 if TYPE_CHECKING:
@@ -48,7 +48,12 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
     comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
     add = parser.add_argument
-    add("--schedulers", default=_SCHEDULERS, help="comma-separated (default: %(default)s)")
+    add(
+        "--schedulers",
+        default=_SCHEDULERS,
+        help="comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
+        "runs another policy, by name or file (default: %(default)s)",
+    )
     add("--profile", help="engine profile of the semantic schedulers, by name or path")
     add(
         "--host-gib",
@@ -64,7 +69,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail if a greedy output differs from the first scheduler's",
     )
-    add("--assert-targets", action="store_true", help="fail if a required ratio is missed")
+    add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
 
 
 def _run_comparison(args: argparse.Namespace) -> int:
@@ -80,11 +85,13 @@ def _run_comparison(args: argparse.Namespace) -> int:
     console = make_console()
     found = compare(plan, vars(args), comparison.show_progress(args.quiet))
     for mix, rows in found.mixes.items():
-        comparison.print_mix(console, mix, rows)
+        report.print_mix(console, mix, rows)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     targets = check_targets(found.mixes)
-    comparison.print_targets(console, targets)
+    report.print_decode_step(console, found.decode_step)
+    if args.assert_targets:
+        report.print_targets(console, targets)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
 
     problems = found.failures()

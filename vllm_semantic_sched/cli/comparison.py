@@ -1,8 +1,9 @@
-"""Options, progress, tables and exit status of commands that compare schedulers on real servers."""
+"""Options, progress and exit status of commands that compare schedulers on real servers."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import signal
 import sys
@@ -14,21 +15,15 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.bench.server import ServerConfig
+from vllm_semantic_sched.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
 from vllm_semantic_sched.bench.workload import WorkloadConfig, make_workload, parse_mix
-from vllm_semantic_sched.cli.console import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from vllm_semantic_sched.bench.client import Progress
     from vllm_semantic_sched.bench.compare import RunPlan
-    from vllm_semantic_sched.bench.metrics import Metric, Summary
-    from vllm_semantic_sched.bench.results import MixResult
     from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-    from vllm_semantic_sched.bench.targets import Target
-
-_REFERENCE = "fcfs"
 
 # Options
 
@@ -61,8 +56,23 @@ def add_plan_arguments(
         "--rounds",
         type=int,
         default=1,
-        help="run every scheduler this many times, in reversed order every second time, and pool "
-        "the records: use 2 or more if the machine's speed drifts (%(default)s)",
+        help="run every scheduler this many times, in reversed order every second time, and "
+        "compare the best rounds (%(default)s)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help="run a round again, up to this many times, if the hypervisor took more than 3 %% of "
+        "the CPU time away (%(default)s)",
+    )
+    add(
+        "--long-prompts",
+        type=float,
+        default=load.long_prompts,
+        metavar="SHARE",
+        help="share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
+        "(%(default)s)",
     )
 
 
@@ -125,7 +135,9 @@ def make_plan(
         max_burst=args.maxcon,
         seed=args.seed,
         max_output_tokens=args.max_output,
+        long_prompts=args.long_prompts,
     )
+    _check_model_length(args.model, load)
     return RunPlan(
         server=make_server(args),
         schedulers=schedulers,
@@ -134,7 +146,21 @@ def make_plan(
         overload=None if args.gap else args.overload,
         eos_token=end_token(args.model),
         rounds=args.rounds,
+        repeats=args.repeats,
     )
+
+
+def _check_model_length(model: Path, load: WorkloadConfig) -> None:
+    """Raise ValueError if the model cannot hold the longest requests of the load."""
+    config = json.loads((model / "config.json").read_text())
+    longest = config.get("max_position_embeddings")
+    needed = MAX_PROMPT_TOKENS + (CONTEXT_TOKENS if load.long_prompts else 0)
+    needed += load.max_output_tokens
+    if longest is not None and longest < needed:
+        raise ValueError(
+            f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
+            "`bench make-model --size small`, or choose a shorter --max-output"
+        )
 
 
 # Progress and exit status
@@ -185,104 +211,3 @@ def print_problems(console: Console, problems: Iterable[str]) -> int:
         console.print(f"[red]{problem}[/]", soft_wrap=True)
         status = 1
     return status
-
-
-# Tables
-
-
-def print_mix(console: Console, mix: str, rows: dict[str, MixResult]) -> None:
-    """Print the results of one mix of levels: totals and a table per urgency level."""
-    first = next(iter(rows.values()))
-    console.print()
-    rounds = len(first.rounds)
-    times = f", {rounds} times" if rounds > 1 else ""
-    console.rule(f"mix {mix}: {len(first.workload.requests)} requests{times}")
-    console.print(f"answer lengths: {first.workload.length_source}")
-    console.print(_totals(rows))
-    for level in first.levels:
-        console.print(_level_table(level, rows))
-    console.print(
-        "Each cell is mean, p50, p99. norm. waiting = (finish - arrival) / output tokens; "
-        "slowdown = E2E / E2E of the same request on an idle engine (fitted); "
-        "gain = FCFS / this row."
-    )
-
-
-def print_targets(console: Console, targets: Iterable[Target]) -> None:
-    """Print each target with the measured value."""
-    table = make_table("targets", "target", "measured", "required", "")
-    for target in targets:
-        verdict = "[green]met[/]" if target.met else "[red]missed[/]"
-        required = f"at {'most' if target.at_most else 'least'} {target.required:g}"
-        table.add_row(target.text, f"{target.measured:.3g}", required, verdict)
-    console.print(table)
-
-
-def _totals(rows: dict[str, MixResult]) -> Table:
-    table = make_table(
-        "totals", "scheduler", "answered", "output tok/s", "vs FCFS", "overload", "preemptions",
-        "outputs differ", "latest send", "CPU used elsewhere",
-    )  # fmt: skip
-    first = next(iter(rows.values()))
-    reference = rows.get(_REFERENCE)
-    for row in rows.values():
-        ratio = row.tokens_per_second / reference.tokens_per_second if reference else None
-        compared = row is not first or len(row.rounds) > 1
-        differ = f"{len(row.counted_differences)} ({len(row.differences)} with near ties)"
-        speeds = [done.tokens_per_second for done in row.rounds]
-        spread = f" ({min(speeds):.0f}-{max(speeds):.0f})" if len(speeds) > 1 else ""
-        table.add_row(
-            row.scheduler.title,
-            f"{row.requests - len(row.failed)}/{row.requests}",
-            f"{row.tokens_per_second:.0f}{spread}",
-            "-" if ratio is None else f"{ratio:.3f}",
-            f"{row.overload:.1f}x",
-            f"{row.counters.get('vllm:num_preemptions_total', 0):.0f}",
-            differ if compared else "-",
-            f"{row.latest_send:.2f} s",
-            f"{row.elsewhere:.0%}",
-        )
-    return table
-
-
-def _level_table(level: str, rows: dict[str, MixResult]) -> Table:
-    from vllm_semantic_sched.bench.metrics import METRICS
-
-    title = "all levels" if level == "all" else f"urgency {level}"
-    if level == "0":
-        title += " (most urgent)"
-    count = next(iter(rows.values())).levels[level][METRICS[0].key].count
-    columns = ["scheduler", *(f"{metric.title},\n{metric.unit}" for metric in METRICS)]
-    gain_columns = ("norm.w.\ngain", "p99 TTFT\ngain")
-    table = make_table(f"{title}, {count} requests", *columns, *gain_columns)
-    for column in table.columns[: len(columns)]:
-        column.no_wrap = True
-    reference = rows.get(_REFERENCE)
-    for row in rows.values():
-        summaries = row.levels.get(level)
-        if summaries is None:
-            table.add_row(row.scheduler.title, *["-"] * (len(METRICS) + 2))
-            continue
-        cells = [_cell(summaries[metric.key], metric) for metric in METRICS]
-        gains = ["-", "-"]
-        if reference is not None and level in reference.levels:
-            base = reference.levels[level]
-            gains = [
-                f"{base['normalized_waiting'].mean / summaries['normalized_waiting'].mean:.2f}x",
-                f"{base['ttft'].p99 / summaries['ttft'].p99:.2f}x",
-            ]
-        table.add_row(row.scheduler.title, *cells, *gains)
-    return table
-
-
-def _cell(summary: Summary, metric: Metric) -> str:
-    values = (summary.mean, summary.p50, summary.p99)
-    return " ".join(_three_digits(value * metric.scale) for value in values)
-
-
-def _three_digits(value: float) -> str:
-    """About three digits and five characters, so that columns line up."""
-    for limit, digits in ((10, 3), (100, 2), (1000, 1)):
-        if value < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:.0f}"
