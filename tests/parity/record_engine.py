@@ -1,34 +1,74 @@
-"""Runs the real engine with a small model in this process, once per policy, and writes what was
-recorded: python -m parity.record_engine MODEL OUT POLICY..."""
+"""Runs the real engine with a small model in processes of its own, one after another, and writes
+what was recorded: python -m parity.record_engine MODEL OUT ENGINES, where ENGINES is a JSON list of
+{"asynchronous", "swap", "policies"}. OUT gets a list of recordings per engine."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import pickle
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 import vllm_semantic_sched.engine.prediction
 import vllm_semantic_sched.engine.scheduler
+from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
 
 from .recording import Recording, ScriptedPredictor, VirtualTime, record
 
 REQUESTS = 60
 TENANTS = ("", "a", "b")
+SWAP = {
+    "kv_connector": "SemanticSwapConnector",
+    "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"host_gib": 0.02},
+}
+
+
+@dataclass
+class EngineCase:
+    """An engine and the policies that it runs under, one after another."""
+
+    asynchronous: bool
+    swap: bool
+    policies: list[str]
 
 
 def main() -> None:
-    model, out, *policies = sys.argv[1:]
+    model, out, engines = sys.argv[1:]
+    recordings = []
+    # A new process for each engine, forked after the imports, which take longer than the start.
+    context = multiprocessing.get_context("fork")
+    for number, fields in enumerate(json.loads(engines)):
+        part = Path(f"{out}.{number}")
+        process = context.Process(target=run_engine, args=(model, EngineCase(**fields), part))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
+        recordings.append(pickle.loads(part.read_bytes()))
+    Path(out).write_bytes(pickle.dumps(recordings))
+
+
+def run_engine(model: str, case: EngineCase, out: Path) -> None:
     time = VirtualTime()
     vllm_semantic_sched.engine.prediction.PredictionService = ScriptedPredictor
     vllm_semantic_sched.engine.scheduler.ServiceClock = lambda: ServiceClock(time)
+    if case.asynchronous:
+        schedule_asynchronously()
     llm = LLM(
         model,
-        additional_config={"semantic_sched": {"policy": policies[0]}},
+        additional_config={"semantic_sched": {"policy": case.policies[0]}},
         scheduler_cls="vllm_semantic_sched.SemanticScheduler",
+        kv_transfer_config=SWAP if case.swap else None,
         dtype="float32",
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -40,7 +80,18 @@ def main() -> None:
         num_gpu_blocks_override=22,
         block_size=32,
     )
-    Path(out).write_bytes(pickle.dumps([run(llm, policy, time) for policy in policies]))
+    out.write_bytes(pickle.dumps([run(llm, policy, time) for policy in case.policies]))
+
+
+def schedule_asynchronously() -> None:
+    """Switch on what vLLM switches off on a CPU: two steps in flight, as on a GPU."""
+    switch_off = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        switch_off(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def run(llm: LLM, policy: str, time: VirtualTime) -> Recording:
@@ -49,24 +100,33 @@ def run(llm: LLM, policy: str, time: VirtualTime) -> Recording:
     core = engine.engine_core.engine_core
     old = core.scheduler
     old.vllm_config.additional_config["semantic_sched"]["policy"] = policy
-    core.scheduler = scheduler = type(old)(
+    core.scheduler = scheduler = SemanticScheduler(
         vllm_config=old.vllm_config,
         kv_cache_config=old.kv_cache_config,
         structured_output_manager=old.structured_output_manager,
         block_size=old.block_size,
         log_stats=old.log_stats,
     )
-    recording = record(scheduler, policy)
+    ours = isinstance(scheduler, SemanticScheduler)  # the policy `fcfs` gives vLLM's own
+    recording = record(scheduler, policy) if ours else Recording(policy)
     rng = random.Random(3)
     sent = 0
     while sent < REQUESTS or engine.has_unfinished_requests():
         for _ in range(rng.choice([0, 0, 0, 1, 1])):
             if sent < REQUESTS:
-                send(engine, f"{policy}{sent}", rng)
+                send(engine, str(sent), rng)
                 sent += 1
-        engine.step()
+        for output in engine.step():
+            answer = output.outputs[0]
+            if answer.finish_reason == "length":
+                recording.answers[output.request_id] = tuple(answer.token_ids)
         time.now += rng.choice([0.02, 0.05, 0.3, 1.0, 2.0])
-    assert scheduler.counters.total("policy_errors") == 0
+    if ours:
+        assert scheduler.counters.total("policy_errors") == 0
+        recording.counters = {
+            "_".join((name, *labels)): total
+            for (name, labels), total in scheduler.counters.totals().items()
+        }
     return recording
 
 

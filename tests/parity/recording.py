@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_semantic_sched.engine.vllm_api import tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
@@ -32,18 +33,24 @@ class Step:
 
     Attributes:
         predictions: (request, prediction) that came back.
-        progress: computed and generated tokens of running requests.
+        progress: computed and generated tokens of running requests, and how many of the computed
+            ones are not in flight.
         free_blocks, kv_use: of the KV cache, before the step's decisions.
-        tokens: scheduled by vLLM, by request.
+        host_blocks: free ones on the host.
+        answers: of the view to questions about one request that the simulator has no notion of,
+            by question and request.
+        computed: by request, after the step.
         preempted, admitted: how many vLLM preempted and admitted by itself.
     """
 
     now: float
     predictions: list[tuple[str, Prediction | None]] = field(default_factory=list)
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    progress: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     free_blocks: int = 0
     kv_use: float = 0.0
-    tokens: dict[str, int] = field(default_factory=dict)
+    host_blocks: int = 0
+    answers: dict[tuple[str, str], Any] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
     preempted: int = 0
     admitted: int = 0
 
@@ -65,15 +72,24 @@ class Output:
 
 @dataclass
 class Recording:
-    """Inputs of the policy in order, and its decisions after each of them."""
+    """Inputs of the policy in order, and its decisions after each of them.
+
+    Attributes:
+        host_blocks: on the host; None without swap.
+        answers: tokens of each request that was not refused.
+        counters: totals at the end, by name and labels.
+    """
 
     policy: str
-    seats: int
-    blocks: int
-    block_size: int
-    token_budget: int
+    seats: int = 0
+    blocks: int = 0
+    block_size: int = 0
+    token_budget: int = 0
+    host_blocks: int | None = None
     events: list[Arrival | Step | Output] = field(default_factory=list)
     decisions: list[list[Decision]] = field(default_factory=list)
+    answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
 
 
 class DecisionLog:
@@ -96,6 +112,9 @@ class DecisionLog:
     def limited(self, limits: StageLimits) -> None:
         held = sorted(job.request_id for job in limits.held)
         self._decisions.append(("limits", held, limits.prefill_tokens, limits.each))
+
+    def held(self, jobs: Iterable[Job]) -> None:
+        self._decisions.append(("hold", sorted(job.request_id for job in jobs)))
 
     def ordered(self, core: Any) -> None:
         """The order that the step left behind, with what each job gained."""
@@ -177,10 +196,12 @@ class ScriptedPredictor:
 def record(scheduler: Any, policy: str) -> Recording:
     """Record everything that a `SemanticScheduler` does from now on."""
     core, step, view, log = scheduler.core, scheduler.step, scheduler.view, DecisionLog()
-    capacity = core.holdings.capacity
+    capacity, swap = core.holdings.capacity, scheduler.preemptions.connector
     recording = Recording(
         policy, capacity.seats, capacity.blocks, capacity.block_size, view.token_budget()
     )
+    if swap is not None:
+        recording.host_blocks = swap.slots
     core.lifecycle.listeners.append(log)
     events = recording.events
 
@@ -188,7 +209,9 @@ def record(scheduler: Any, policy: str) -> Recording:
         recording.decisions.append(log.take())
 
     def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(owner, name)
+        inner = getattr(owner, name, None)
+        if inner is None:
+            return
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
     def new_job(inner: Any, request_id: str, **fields: Any) -> Job:
@@ -206,9 +229,14 @@ def record(scheduler: Any, policy: str) -> Recording:
     def run(inner: Any, view: Any) -> None:
         here = events[-1]
         here.free_blocks, here.kv_use = view.free_blocks(), view.kv_use()
+        if swap is not None:
+            here.host_blocks = swap.ledger.pool.free
         for request in scheduler.running:
-            tokens = (request.num_computed_tokens, request.num_output_tokens)
-            here.progress[request.request_id] = tokens
+            here.progress[request.request_id] = (
+                request.num_computed_tokens,
+                request.num_output_tokens,
+                tokens_with_kv(request),
+            )
         inner(view)
         log.ordered(core)
 
@@ -221,11 +249,26 @@ def record(scheduler: Any, policy: str) -> Recording:
         log.limited(limits)
         inner(limits)
 
+    def hold(inner: Any, jobs: Collection[Job]) -> None:
+        log.held(jobs)
+        inner(jobs)
+
+    def question(name: str) -> None:
+        def ask(inner: Any, job: Job) -> Any:
+            answer = inner(job)
+            if isinstance(events[-1], Step):
+                events[-1].answers[name, job.request_id] = answer
+            return answer
+
+        wrap(view, name, ask)
+
     def schedule(inner: Any, *args: Any, **kwargs: Any) -> Any:
         here = Step(view.now())
         events.append(here)
         output = inner(*args, **kwargs)
-        here.tokens = dict(output.num_scheduled_tokens)
+        here.computed = {
+            name: request.num_computed_tokens for name, request in scheduler.requests.items()
+        }
         taken = log.take()
         moves = [entry for entry in taken if entry[0] == "moved"]
         here.preempted = sum(entry[4] == "kv_shortage" for entry in moves)
@@ -259,6 +302,9 @@ def record(scheduler: Any, policy: str) -> Recording:
     wrap(step, "run", run)
     wrap(view, "predictions", predictions)
     wrap(view, "limit_prefills", limit_prefills)
+    wrap(view, "hold", hold)
+    for name in ("freeable_blocks", "needed_blocks", "is_ready", "can_advance"):
+        question(name)
     wrap(scheduler, "schedule", schedule)
     wrap(scheduler, "update_from_output", update_from_output)
     wrap(core.estimates, "observe_step", observe_step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -25,7 +26,8 @@ from .recording import BUCKETS, Arrival, Decision, DecisionLog, Output, Recordin
 
 class ReplayEngine(Engine):
     """The simulated engine, with the real one's facts: time, predictions, progress, free blocks,
-    and how many requests vLLM preempted and admitted. Which ones is decided here."""
+    steps in flight, and how many requests vLLM preempted and admitted. Which ones is decided
+    here."""
 
     def __init__(self, recording: Recording, log: DecisionLog) -> None:
         policy = load_policy(recording.policy)
@@ -35,13 +37,16 @@ class ReplayEngine(Engine):
         core.set_capacity(capacity)
         overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
         core.lifecycle.listeners += [overload, log]
+        host = None
+        if recording.host_blocks is not None:
+            host = BlockPool(recording.host_blocks, recording.block_size)
         super().__init__(
             core,
             SumOfTokens(profile),
             BlockPool(None, recording.block_size),
             seats=recording.seats,
             token_budget=recording.token_budget,
-            host=None,
+            host=host,
             overload=overload,
         )
         self._log = log
@@ -65,27 +70,35 @@ class ReplayEngine(Engine):
 
     def run_step(self, event: Step) -> None:
         self._now, self._here, self._free = event.now, event, event.free_blocks
+        if self._host is not None:
+            self._host.free = event.host_blocks
+        self._hold_given = False
         self.step.run(self)
+        if not self._hold_given:
+            super().hold(())
         self._log.ordered(self.core)
         for _ in range(event.preempted):
             self.preempt(self.running[-1], "kv_shortage")
-        admitted = []
-        for _ in range(event.admitted):
-            job = self.core.waiting.peek()
-            if job is None:
-                break  # the difference shows in the decisions
-            self.core.take(job, self.core.waiting)
-            admitted.append(job)
-        for job in admitted:
-            job.computed = event.tokens.get(job.request_id, 0)
+        for job in self._admitted(event.admitted):
+            job.computed = event.computed.get(job.request_id, 0)
             self.waiting[0] -= 1
             self.core.start(job)
             self._prefilling[job] = None
             self._insert(job)
         for job in list(self._prefilling):
-            computed = event.progress.get(job.request_id, (0, 0))[0]
-            if computed + event.tokens.get(job.request_id, 0) >= job.tokens:
+            if event.computed.get(job.request_id, 0) >= job.tokens:
                 del self._prefilling[job]
+
+    def _admitted(self, number: int) -> list[Job]:
+        """The first so many of those waiting that can start."""
+        admitted: list[Job] = []
+        skipped: list[Job] = []
+        while len(admitted) < number and (job := self.core.waiting.peek()) is not None:
+            self.core.take(job, self.core.waiting)
+            (admitted if self.is_ready(job) else skipped).append(job)
+        for job in skipped:
+            self.core.requeue(job, self.core.waiting)
+        return admitted  # if too few, the difference shows in the decisions
 
     def output(self, event: Output) -> None:
         self._now = event.now
@@ -111,7 +124,7 @@ class ReplayEngine(Engine):
 
     def observe(self, job: Job) -> None:
         if job in self.core.running and job.request_id in self._here.progress:
-            job.computed, job.generated = self._here.progress[job.request_id]
+            job.computed, job.generated, _ = self._here.progress[job.request_id]
 
     def prefilling(self) -> Any:
         for job in self._prefilling:
@@ -125,11 +138,27 @@ class ReplayEngine(Engine):
         return self._free
 
     def decode_tokens(self) -> int:
-        return len(self.running) - len(self._prefilling)
+        return sum(job not in self._prefilling and job not in self._held for job in self.running)
+
+    def is_ready(self, job: Job) -> bool:
+        return bool(self._answer("is_ready", job, True))
+
+    def can_advance(self, job: Job) -> bool:
+        return bool(self._answer("can_advance", job, True))
 
     def freeable_blocks(self, job: Job) -> int | None:
+        if self._answer("freeable_blocks", job, 0) is None:
+            return None  # a step in flight may write them
         self.observe(job)
         return self.pool.needed(job.computed)
+
+    def _answer(self, question: str, job: Job, default: Any) -> Any:
+        return self._here.answers.get((question, job.request_id), default)
+
+    def _plan(self, job: Job) -> PreemptionPlan:
+        room = HostRoom(self._host.block_size, self._host.free) if self._host else None
+        _, job.generated, job.computed = self._here.progress[job.request_id]
+        return self.core.plan_preemption(job, room, can_drop=True)
 
     # Orders: what they free counts as free
 
@@ -146,6 +175,10 @@ class ReplayEngine(Engine):
     def limit_prefills(self, limits: StageLimits) -> None:
         self._log.limited(limits)
         super().limit_prefills(limits)
+
+    def hold(self, jobs: Collection[Job]) -> None:
+        self._log.held(jobs)
+        super().hold(jobs)
 
     def _give_back(self, job: Job) -> None:
         freed = self.freeable_blocks(job)
