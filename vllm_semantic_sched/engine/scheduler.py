@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from vllm_semantic_sched.engine.arrivals import Arrival, Arrivals
 from vllm_semantic_sched.engine.client_requests import ClientRequests
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
 from vllm_semantic_sched.engine.ending import Endings, end_of
@@ -39,6 +40,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     attach_message,
     check_vllm_version,
+    on_new_request,
     preempt,
     replace_queues,
 )
@@ -47,7 +49,6 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
-from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -79,6 +80,7 @@ class SemanticScheduler(HookedScheduler):
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         check_vllm_version()
         commands.install()
+        on_new_request(_prepare)
         settings = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if settings[0].base == "fcfs":
@@ -118,12 +120,13 @@ class SemanticScheduler(HookedScheduler):
         self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
         core.lifecycle.listeners.append(GuardedListener(self.overload, self.guard))
         core.adopters.append(self.overload)
-        self._clients = ClientRequests(core, self.refuse, self.counters, logger)
+        self._clients = ClientRequests(self.refuse, self.counters, logger)
         self.step_clock = StepClock()
         self.preemptions = Preemptions(self, core, self.counters, logger)
         self.predictions = PredictionFeed(
             core, self.jobs, self.structured_output_manager, self.counters, logger
         )
+        self.arrivals = Arrivals(core, self.predictions, self.jobs.__contains__, self.can_refuse)
         self.step = SchedulingStep(core, self.overload, on_error=self.guard.failed)
         self.view = VllmView(
             self,
@@ -152,13 +155,11 @@ class SemanticScheduler(HookedScheduler):
             super().add_request(request)
             return
         self._adopt_policy()
-        with self.guard("reading a new request"):
-            self.jobs[request.request_id] = self._new_job(self.core, request)
+        arrival = self._new_job(request)
         super().add_request(request)
-        if (job := self.jobs.get(request.request_id)) is not None:
+        if arrival is not None and arrival.refusable:
             with self.guard("admitting a request"):
-                if self.can_refuse(request):
-                    self._clients.arrived(request, job, self.step, self.view)
+                self._clients.arrived(arrival, self.step, self.view)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
@@ -283,29 +284,15 @@ class SemanticScheduler(HookedScheduler):
             with self.guard("adopting a policy"):
                 self.live_policy.adopt()
 
-    def _new_job(self, core: SchedulingCore, request: Request) -> Job:
-        extra_args = request.sampling_params.extra_args if request.sampling_params else None
-        hint = core.read_hints(extra_args, request.priority)
-        if hint.problem is not None:
-            if not self.counters.total("invalid_hints"):
-                logger.warning(
-                    "Request %s: %s; served at its predicted level. Further invalid hints are "
-                    "counted in semsched:invalid_hints_total only.",
-                    request.request_id,
-                    hint.problem,
-                )
-            self.counters.add("invalid_hints")
-        job = core.new_job(
-            request.request_id,
-            arrival=self.clock(),
-            prompt_tokens=request.num_prompt_tokens,
-            max_output_tokens=request.max_tokens,
-            hint=hint,
-            awaits_prediction=self.predictions.submit(request, hint),
-            tenant=read_tenant(extra_args),
-        )
-        self.counters.add("requests", hint.source.value)
-        return job
+    def _new_job(self, request: Request) -> Arrival | None:
+        """Make a new request known to the core; None if that fails."""
+        with self.guard("reading a new request"):
+            arrival = self.arrivals.take(request)
+            self.core.arrive(arrival.job, self.clock())
+            self.jobs[request.request_id] = arrival.job
+            self._clients.read(arrival)
+            return arrival
+        return None
 
     def evict(self, request: Request, reason: str) -> None:
         """Preempt a running request between two steps.
@@ -378,6 +365,11 @@ class SemanticScheduler(HookedScheduler):
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges
+
+
+def _prepare(scheduler: Scheduler, request: Request) -> None:
+    if isinstance(scheduler, SemanticScheduler):
+        scheduler.arrivals.prepare(request)
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

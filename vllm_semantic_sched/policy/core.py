@@ -131,22 +131,41 @@ class SchedulingCore:
         tenant: str = ANONYMOUS,
     ) -> Job:
         """Create a job for a new request, without queueing it."""
-        level = self.policy.default_level if hint.level is None else hint.level
-        job = Job(
+        job = self.draft(
+            request_id, prompt_tokens, max_output_tokens, hint, awaits_prediction, tenant
+        )
+        self.arrive(job, arrival)
+        return job
+
+    def draft(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        hint: Hint,
+        awaits_prediction: bool,
+        tenant: str = ANONYMOUS,
+    ) -> Job:
+        """Create a job for a request that is on its way, for `arrive`. Safe on any thread."""
+        return Job(
             request_id=request_id,
-            sequence=next(self._sequence),
-            arrival=arrival,
+            sequence=-1,
+            arrival=0.0,
             prompt_tokens=prompt_tokens,
             max_output_tokens=max_output_tokens,
-            level=level,
+            level=self.policy.default_level if hint.level is None else hint.level,
             level_source=hint.source,
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
-        if hint.level is not None or not awaits_prediction:
-            job.level = self._capped(job, level)
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Take in a drafted job, without queueing it."""
+        job.sequence = next(self._sequence)
+        job.arrival = now
+        if job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction:
+            job.level = self._capped(job, job.level)
         self.lifecycle.arrive(job)
-        return job
 
     # Queueing
 
