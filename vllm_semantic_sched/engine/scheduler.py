@@ -103,9 +103,9 @@ class SemanticScheduler(HookedScheduler):
         self.core = core = SchedulingCore(policy, profile, clock=self.clock)
         self._request_metrics = RequestMetrics(core, self.counters)
         self._event_log = self._open_event_log(core)
-        for listener in (self._request_metrics, self._event_log):
-            if listener is not None:
-                core.lifecycle.listeners.append(GuardedListener(listener, self.guard))
+        if self._event_log is not None:
+            core.lifecycle.listeners.append(GuardedListener(self._event_log, self.guard))
+        core.lifecycle.later_listeners.append(GuardedListener(self._request_metrics, self.guard))
         self._preempting_for = "kv_shortage"  # what vLLM itself preempts for
         # self.running is kept sorted, so the tail, where vLLM takes its victims, is the least
         # urgent request.
@@ -118,7 +118,7 @@ class SemanticScheduler(HookedScheduler):
         capacity = engine_capacity(self)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
-        core.lifecycle.listeners.append(GuardedListener(self.overload, self.guard))
+        core.lifecycle.later_listeners.append(GuardedListener(self.overload, self.guard))
         core.adopters.append(self.overload)
         self._clients = ClientRequests(self.refuse, self.counters, logger)
         self.step_clock = StepClock()
@@ -154,12 +154,15 @@ class SemanticScheduler(HookedScheduler):
         if request.request_id in self.jobs:
             super().add_request(request)
             return
-        self._adopt_policy()
+        if self.live_policy.has_news:
+            self._adopt_policy()
         arrival = self._new_job(request)
         super().add_request(request)
         if arrival is not None and arrival.refusable:
-            with self.guard("admitting a request"):
+            try:  # not `with`: a burst of arrivals delays the next step
                 self._clients.arrived(arrival, self.step, self.view)
+            except Exception:
+                self.guard.failed("admitting a request")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
@@ -286,13 +289,15 @@ class SemanticScheduler(HookedScheduler):
 
     def _new_job(self, request: Request) -> Arrival | None:
         """Make a new request known to the core; None if that fails."""
-        with self.guard("reading a new request"):
+        try:
             arrival = self.arrivals.take(request)
             self.core.arrive(arrival.job, self.clock())
             self.jobs[request.request_id] = arrival.job
             self._clients.read(arrival)
-            return arrival
-        return None
+        except Exception:
+            self.guard.failed("reading a new request")
+            return None
+        return arrival
 
     def evict(self, request: Request, reason: str) -> None:
         """Preempt a running request between two steps.

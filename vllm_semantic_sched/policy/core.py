@@ -147,7 +147,7 @@ class SchedulingCore:
         tenant: str = ANONYMOUS,
     ) -> Job:
         """Create a job for a request that is on its way, for `arrive`. Safe on any thread."""
-        return Job(
+        job = Job(
             request_id=request_id,
             sequence=-1,
             arrival=0.0,
@@ -158,12 +158,17 @@ class SchedulingCore:
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
+        job.drafted_seconds = self.estimates.rank_seconds(job)
+        job.drafted_tokens = self.estimates.tokens(job)
+        return job
 
     def arrive(self, job: Job, now: float) -> None:
         """Take in a drafted job, without queueing it."""
         job.sequence = next(self._sequence)
         job.arrival = now
-        if job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction:
+        if self.fairness.top_levels.limits and (
+            job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
+        ):
             job.level = self._capped(job, job.level)
         self.lifecycle.arrive(job)
 
@@ -179,14 +184,18 @@ class SchedulingCore:
             self.running.discard(job)
             self.fairness.leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
+        seconds, job.drafted_seconds = job.drafted_seconds, None
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
-            self.version += 1
             queue.buffer(job)
-            if queue is self.waiting:
-                self.fairness.wait(job)
+        elif seconds is not None:
+            queue.push(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
+            return
+        self.version += 1
+        if queue is self.waiting:
+            self.fairness.wait(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
