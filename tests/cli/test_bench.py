@@ -143,8 +143,11 @@ def test_overhead_measures_every_policy_and_size(tmp_path, capsys):
     sizes = ["--waiting", "10,20", "--running", "16", "--steps", "10"]
     assert main(["bench", "overhead", *sizes, "--everything", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["microseconds"]
-    names = ("stock", "ems", "fcfs", "everything")
+    names = ("stock", "ems", "fcfs", "everything", "ems, text", "everything, text")
     expected = {(name, size) for name in names for size in (10, 20)}
     assert {(one["scheduler"], one["waiting"]) for one in figures} == expected
     assert all(one["schedule"]["p50"] > 0 for one in figures)
-    assert "whole step" in capsys.readouterr().out
+    assert all(one["prepare"]["p50"] > 0 for one in figures if one["scheduler"] == "ems, text")
+    printed = capsys.readouterr().out
+    assert "whole step" in printed and "preempts for it" in printed
+    assert max(map(len, printed.splitlines())) <= 100

@@ -359,7 +359,7 @@ def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        ("core", "new_job"),
+        ("core", "arrive"),
         ("core", "enqueue"),
         ("core", "requeue"),
         ("core", "tick"),
@@ -375,7 +375,7 @@ def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None
         ("core.waiting", "remove"),
         ("core.running", "order"),
         ("view", "predictions"),
-        ("predictions", "submit"),
+        ("predictions", "reads"),
         ("view", "needed_blocks"),
     ],
 )

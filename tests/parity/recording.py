@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ Decision = tuple[Any, ...]
 
 @dataclass
 class Arrival:
-    """A request, as `SchedulingCore.new_job` and `SchedulingStep.arrived` get it."""
+    """A request, as `SchedulingCore.arrive` and `SchedulingStep.arrived` get it."""
 
     now: float
-    new_job: dict[str, Any]
+    job: Job
     arrived: tuple[Any, ...] = ()
 
 
@@ -214,9 +215,9 @@ def record(scheduler: Any, policy: str) -> Recording:
             return
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
-    def new_job(inner: Any, request_id: str, **fields: Any) -> Job:
-        events.append(Arrival(view.now(), {"request_id": request_id, **fields}))
-        return inner(request_id, **fields)
+    def arrive(inner: Any, job: Job, now: float) -> None:
+        events.append(Arrival(now, copy.copy(job)))
+        inner(job, now)
 
     def arrived(inner: Any, view: Any, job: Job, *key: Any) -> None:
         events[-1].arrived = key
@@ -296,7 +297,7 @@ def record(scheduler: Any, policy: str) -> Recording:
             events[-1].ended.append((job.request_id, job.generated, args))
         inner(job, *args)
 
-    wrap(core, "new_job", new_job)
+    wrap(core, "arrive", arrive)
     wrap(step, "arrived", arrived)
     wrap(scheduler, "add_request", add_request)
     wrap(step, "run", run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -56,11 +57,11 @@ class ReplayEngine(Engine):
 
     def arrive(self, event: Arrival) -> None:
         self._now = event.now
-        fields = event.new_job
-        job = self.core.new_job(**fields)
+        job = copy.copy(event.job)
+        self.core.arrive(job, event.now)
         self._jobs[job.request_id] = job
         request = SimRequest(
-            0, job.arrival, 0, job.prompt_tokens, job.max_output_tokens, fields["tenant"]
+            0, job.arrival, 0, job.prompt_tokens, job.max_output_tokens, job.tenant
         )
         run = Run(request, job, None)
         self._runs[job] = run

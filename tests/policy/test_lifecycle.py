@@ -99,5 +99,4 @@ def test_times_add_up_and_counters_match_a_recount(actions) -> None:
         assert job.waited == pytest.approx(waited)
         starts = [t.time for t in mine if t.state is JobState.RUNNING]
         assert job.started == (starts[0] if starts else None)
-    assert sum(lifecycle.transitions.values()) == len(recorder.transitions)
     assert len(recorder.first_tokens) == len(set(recorder.first_tokens))

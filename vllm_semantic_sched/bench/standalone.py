@@ -33,6 +33,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,6 +46,7 @@ _MODEL = {
     "max_position_embeddings": 131072,
 }
 BLOCK_SIZE = 16
+_PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
 
 
 def build_scheduler(
@@ -141,6 +144,37 @@ def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutp
         prompt_logprobs_dict={},
         pooler_output=[],
     )
+
+
+class StubReader:
+    """Answers in place of the predictor's service, at the next step: every prompt is of level 3
+    and has an answer of the first length bucket."""
+
+    pending = cached = restarts = 0
+    up = True
+
+    def __init__(self) -> None:
+        self._submitted: list[str] = []
+
+    def submit(self, request_id: str, *args: Any, **kwargs: Any) -> bool:
+        """Take a prompt."""
+        self._submitted.append(request_id)
+        return True
+
+    def drain(self) -> list[tuple[str, Prediction]]:
+        """Answer all prompts since the last call."""
+        submitted, self._submitted = self._submitted, []
+        return [(request_id, _PREDICTION) for request_id in submitted]
+
+    def passes(self) -> list[tuple[int, float]]:
+        """No forward passes."""
+        return []
+
+    def cancel(self, request_id: str) -> None:
+        """Nothing to cancel."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
 
 def run_step(scheduler: Scheduler) -> SchedulerOutput:

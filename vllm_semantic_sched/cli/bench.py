@@ -14,6 +14,7 @@ from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.bench.workload import WorkloadConfig
 from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.overhead import StepTimes
@@ -125,15 +126,17 @@ def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.bench.overhead import ALL_FEATURES, measure
+    from vllm_semantic_sched.bench.overhead import ALL_FEATURES, Case, measure, measure_urgent
 
     sizes = [int(size) for size in args.waiting.split(",")]
-    policies: dict[str, str | None] = {_STOCK: None}
-    policies |= {name.strip(): name.strip() for name in args.policies.split(",")}
+    policies = {name.strip(): name.strip() for name in args.policies.split(",")}
     if args.everything:
         policies["everything"] = str(ALL_FEATURES)
+    reads = {name: policy for name, policy in policies.items() if load_policy(policy).reads(False)}
+    cases = {_STOCK: Case(None)} | {name: Case(policy) for name, policy in policies.items()}
+    cases |= {f"{name}, text": Case(policy, text=True) for name, policy in reads.items()}
     figures = measure(
-        policies,
+        cases,
         sizes,
         running=args.running,
         tenants=args.tenants,
@@ -142,7 +145,15 @@ def _run_overhead(args: argparse.Namespace) -> int:
         finish_every=args.finish_every,
         progress=comparison.show_progress(),
     )
-    _print_overhead(figures, sizes, list(policies), args.running)
+    # Where seats are reserved for urgent requests nothing is preempted.
+    urgent = {
+        name: measure_urgent(policy, args.running, sizes[0], rounds=max(1, args.steps // 4))
+        for name, policy in policies.items()
+        if load_policy(policy).uses_urgency and name != "everything"
+    }
+    _print_steps(figures, sizes, args.running)
+    _print_arrivals(figures)
+    _print_urgent(urgent, figures, sizes[0])
     if args.json:
         document = {
             "running": args.running,
@@ -152,43 +163,77 @@ def _run_overhead(args: argparse.Namespace) -> int:
                 {"scheduler": name, "waiting": size, **parts}
                 for (name, size), parts in figures.items()
             ],
+            "microseconds_urgent": [
+                {"scheduler": name, "waiting": sizes[0], **parts} for name, parts in urgent.items()
+            ],
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
-def _print_overhead(
-    figures: Mapping[tuple[str, int], StepTimes],
-    sizes: Sequence[int],
-    names: Sequence[str],
-    running: int,
-) -> None:
-    def cell(figure: Mapping[str, float]) -> str:
-        return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
+_Figures = Mapping[tuple[str, int], "StepTimes"]
 
+
+def _print_steps(figures: _Figures, sizes: Sequence[int], running: int) -> None:
     def step(parts: StepTimes) -> float:
         return parts["schedule"]["p50"] + parts["update"]["p50"]
 
     table = make_table(
         f"one step with {running} running, microseconds of CPU time (p50 / p99)",
-        "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]} waiting",
-        "update_from_output()", "add_request()", "whole step vs stock",
+        "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]}", "update_from_output()",
+        "whole step",
     )  # fmt: skip
-    for name in names:
-        for size in sizes:
-            parts, stock = figures[name, size], figures[_STOCK, size]
-            p50 = parts["schedule"]["p50"]
-            table.add_row(
-                "vLLM FCFS" if name == _STOCK else f"semantic, {name}",
-                f"{size:,}",
-                cell(parts["schedule"]),
-                f"{p50 / stock['schedule']['p50']:.2f}x",
-                f"{p50 / figures[name, sizes[0]]['schedule']['p50']:.2f}x",
-                cell(parts["update"]),
-                cell(parts["arrival"]),
-                f"{step(parts) / step(stock):.2f}x",
-            )
+    for (name, size), parts in figures.items():
+        stock = figures[_STOCK, size]
+        p50 = parts["schedule"]["p50"]
+        table.add_row(
+            _title(name),
+            f"{size:,}",
+            _cell(parts["schedule"]),
+            f"{p50 / stock['schedule']['p50']:.2f}x",
+            f"{p50 / figures[name, sizes[0]]['schedule']['p50']:.2f}x",
+            _cell(parts["update"]),
+            f"{step(parts) / step(stock):.2f}x",
+        )
     make_console().print(table)
+
+
+def _print_arrivals(figures: _Figures) -> None:
+    table = make_table(
+        "one arrival, microseconds of CPU time (p50 / p99); a stub predicts from texts",
+        "scheduler", "waiting", "add_request()", "vs stock", "on the input thread",
+    )  # fmt: skip
+    for (name, size), parts in figures.items():
+        ratio = parts["arrival"]["p50"] / figures[_STOCK, size]["arrival"]["p50"]
+        table.add_row(
+            _title(name),
+            f"{size:,}",
+            _cell(parts["arrival"]),
+            f"{ratio:.1f}x",
+            "-" if name == _STOCK else _cell(parts["prepare"]),
+        )
+    make_console().print(table)
+
+
+def _print_urgent(urgent: Mapping[str, StepTimes], figures: _Figures, size: int) -> None:
+    table = make_table(
+        f"schedule() around an urgent request, {size:,} waiting, microseconds (p50 / p99)",
+        "scheduler", "step", "schedule()", "vs stock without",
+    )  # fmt: skip
+    titles = {"preempts": "preempts for it", "beside": "runs beside it"}
+    for name, parts in urgent.items():
+        for part, title in titles.items():
+            ratio = parts[part]["p50"] / figures[_STOCK, size]["schedule"]["p50"]
+            table.add_row(_title(name), title, _cell(parts[part]), f"{ratio:.2f}x")
+    make_console().print(table)
+
+
+def _title(name: str) -> str:
+    return "vLLM FCFS" if name == _STOCK else f"semantic, {name}"
+
+
+def _cell(figure: Mapping[str, float]) -> str:
+    return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
 
 
 # bench simulator
@@ -254,7 +299,7 @@ _COMMANDS = {
         "compare schedulers under the same load on a real vllm serve",
     ),
     "overhead": _Command(
-        _add_overhead_arguments, _run_overhead, "time schedule() with many waiting requests"
+        _add_overhead_arguments, _run_overhead, "time steps and arrivals with many waiting requests"
     ),
     "simulator": _Command(
         _add_simulator_arguments,

@@ -1,26 +1,18 @@
-"""Requests on their way in and out: deduplication keys, and the parts of one client request."""
+"""Requests of clients on their way in and out, and the parts of one client request."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 
+from vllm_semantic_sched.engine.arrivals import Arrival, parent_of
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.view import VllmView
-from vllm_semantic_sched.engine.vllm_api import Request
-from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
 
-# vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
-_PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
-
-# One of several answers to a prompt.
-_ANSWER = re.compile(r"\d+_(?P<parent>.*)")
 _MOST_ANSWERS = 128
 _REMEMBERED = 256
 
@@ -34,32 +26,46 @@ class ClientRequests:
 
     def __init__(
         self,
-        core: SchedulingCore,
         refuse: Callable[[str, Refusal], bool],
         counters: Counters,
         logger: logging.Logger,
     ) -> None:
-        self._core = core
         self._refuse = refuse
         self._counters = counters
         self._logger = logger
         self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
 
-    def arrived(self, request: Request, job: Job, step: SchedulingStep, view: VllmView) -> None:
+    def read(self, arrival: Arrival) -> None:
+        """Count a new request, and log the first of each problem in requests."""
+        counters, request_id = self._counters, arrival.job.request_id
+        counters.add("requests", arrival.hint.source.value)
+        if arrival.unread:
+            counters.add("unread_prompts")
+        if arrival.hint.problem is not None:
+            self._problem(
+                "invalid_hints",
+                request_id,
+                f"{arrival.hint.problem}; served at its predicted level",
+            )
+        if arrival.dedup_problem is not None:
+            self._problem(
+                "invalid_dedup_keys", request_id, f"{arrival.dedup_problem}; served without it"
+            )
+
+    def arrived(self, arrival: Arrival, step: SchedulingStep, view: VllmView) -> None:
         """A request is in the queue; it, or others because of it, may end."""
-        answer = _ANSWER.fullmatch(request.request_id)
-        if answer and (refusal := self._refused_parents.get(answer["parent"])) is not None:
-            self.end(job, refusal)
-            return
-        part = _PART.fullmatch(request.request_id)
-        origin = part["origin"] if part else request.request_id
-        step.arrived(view, job, self._dedup_key(request), origin)
+        if self._refused_parents and arrival.parent is not None:
+            refusal = self._refused_parents.get(arrival.parent)
+            if refusal is not None:
+                self.end(arrival.job, refusal)
+                return
+        step.arrived(view, arrival.job, arrival.dedup_key, arrival.origin)
 
     def end(self, job: Job, refusal: Refusal) -> None:
         """End a request, and the other answers to the same prompt."""
         self._refuse(job.request_id, refusal)
-        if answer := _ANSWER.fullmatch(job.request_id):
-            self._end_other_answers(answer["parent"], refusal)
+        if (parent := parent_of(job.request_id)) is not None:
+            self._end_other_answers(parent, refusal)
 
     def _end_other_answers(self, parent: str, refusal: Refusal) -> None:
         """vLLM tells the client of the refusal when all answers have ended: end the others too,
@@ -70,17 +76,12 @@ class ClientRequests:
         for number in range(_MOST_ANSWERS):
             self._refuse(f"{number}_{parent}", refusal)
 
-    def _dedup_key(self, request: Request) -> str | None:
-        params = request.sampling_params
-        try:
-            return read_key(params.extra_args if params else None, self._core.policy.dedup)
-        except BadKey as problem:
-            if not self._counters.total("invalid_dedup_keys"):
-                self._logger.warning(
-                    "Request %s: %s; served without it. Further ones are counted in "
-                    "semsched:invalid_dedup_keys_total only.",
-                    request.request_id,
-                    problem,
-                )
-            self._counters.add("invalid_dedup_keys")
-            return None
+    def _problem(self, counter: str, request_id: str, problem: str) -> None:
+        if not self._counters.total(counter):
+            self._logger.warning(
+                "Request %s: %s. Further ones are counted in semsched:%s_total only.",
+                request_id,
+                problem,
+                counter,
+            )
+        self._counters.add(counter)

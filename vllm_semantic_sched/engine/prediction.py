@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ from vllm_semantic_sched.predict.service import PredictionService
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
+
+# Requests remembered between their submission and their arrival. Far more than vLLM's input queue
+# holds: only requests that it rejects stay here.
+_MOST_AHEAD = 65536
 
 
 class PredictionFeed:
@@ -44,6 +49,10 @@ class PredictionFeed:
         self._core = core
         self._jobs = jobs
         self._counters = counters
+        # Submitted before the scheduler has seen them, and answers that came as early. Both
+        # threads change the first, each time by one atomic call.
+        self._ahead: OrderedDict[str, None] = OrderedDict()
+        self._early: list[tuple[str, Prediction | None]] = []
         self.service: PredictionService | None = None
         self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
@@ -73,25 +82,38 @@ class PredictionFeed:
             "predictor_up": float(self.service.up),
         }
 
+    def reads(self, request: Request, hint: Hint) -> bool:
+        """Whether the predictor should read a request's text."""
+        return (
+            self.service is not None
+            and self._core.policy.reads(hinted=hint.level is not None)
+            and bool(request.prompt_token_ids)
+        )
+
     def submit(self, request: Request, hint: Hint) -> bool:
-        """Send a request's prompt to the predictor.
+        """Send a request's prompt to the predictor. May be called on vLLM's input thread, before
+        the scheduler knows the request; it then calls `arrived`.
 
         Returns:
             False if no prediction will arrive.
         """
-        policy = self._core.policy
-        if self.service is None or not policy.reads(hinted=hint.level is not None):
+        if self.service is None:
             return False
-        tokens = request.prompt_token_ids
-        if not tokens:
-            return False
+        tokens = request.prompt_token_ids or []
         if len(tokens) > 2 * _WINDOW:
             tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
-        level = policy.default_level if hint.level is None else hint.level
+        level = self._core.policy.default_level if hint.level is None else hint.level
+        self._ahead[request.request_id] = None
+        if len(self._ahead) > _MOST_AHEAD:
+            self._ahead.popitem(last=False)
         if self.service.submit(request.request_id, tokens, level):
             return True
-        self._counters.add("unread_prompts")
+        self._ahead.pop(request.request_id, None)
         return False
+
+    def arrived(self, request_id: str) -> None:
+        """The scheduler knows a request that was submitted; its prediction can be applied."""
+        self._ahead.pop(request_id, None)
 
     def cancel(self, job: Job) -> None:
         """Withdraw the prompt of a request that ended, to save its forward pass."""
@@ -108,13 +130,18 @@ class PredictionFeed:
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
         now = self._core.lifecycle.clock()
-        for request_id, prediction in self.service.drain():
+        early, self._early = self._early, []
+        for request_id, prediction in (*early, *self.service.drain()):
+            job = self._jobs.get(request_id)
+            if job is None and request_id in self._ahead:
+                self._early.append((request_id, prediction))
+                continue
             if prediction is None:
                 self._counters.add("failed_predictions")
-            job = self._jobs.get(request_id)
             if job is None:  # it has ended in the meantime
                 continue
-            self._counters.observe("prediction_latency_seconds", now - job.arrival)
+            # A prediction from memory may come before the request.
+            self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
             yield job, prediction
             if job.level_source is LevelSource.PREDICTION:  # as the caller has applied it
                 self._counters.add("predictions", str(job.level))

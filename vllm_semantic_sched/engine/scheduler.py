@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from vllm_semantic_sched.engine.arrivals import Arrival, Arrivals
 from vllm_semantic_sched.engine.client_requests import ClientRequests
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
 from vllm_semantic_sched.engine.ending import Endings, end_of
@@ -39,6 +40,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     attach_message,
     check_vllm_version,
+    on_new_request,
     preempt,
     replace_queues,
     why_no_holds,
@@ -48,7 +50,6 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
-from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -80,6 +81,7 @@ class SemanticScheduler(HookedScheduler):
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         check_vllm_version()
         commands.install()
+        on_new_request(_prepare)
         settings = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if settings[0].base == "fcfs":
@@ -102,9 +104,9 @@ class SemanticScheduler(HookedScheduler):
         self.core = core = SchedulingCore(policy, profile, clock=self.clock)
         self._request_metrics = RequestMetrics(core, self.counters)
         self._event_log = self._open_event_log(core)
-        for listener in (self._request_metrics, self._event_log):
-            if listener is not None:
-                core.lifecycle.listeners.append(GuardedListener(listener, self.guard))
+        if self._event_log is not None:
+            core.lifecycle.listeners.append(GuardedListener(self._event_log, self.guard))
+        core.lifecycle.later_listeners.append(GuardedListener(self._request_metrics, self.guard))
         self._preempting_for = "kv_shortage"  # what vLLM itself preempts for
         # self.running is kept sorted, so the tail, where vLLM takes its victims, is the least
         # urgent request.
@@ -117,14 +119,15 @@ class SemanticScheduler(HookedScheduler):
         capacity = engine_capacity(self)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
-        core.lifecycle.listeners.append(GuardedListener(self.overload, self.guard))
+        core.lifecycle.later_listeners.append(GuardedListener(self.overload, self.guard))
         core.adopters.append(self.overload)
-        self._clients = ClientRequests(core, self.refuse, self.counters, logger)
+        self._clients = ClientRequests(self.refuse, self.counters, logger)
         self.step_clock = StepClock()
         self.preemptions = Preemptions(self, core, self.counters, logger)
         self.predictions = PredictionFeed(
             core, self.jobs, self.structured_output_manager, self.counters, logger
         )
+        self.arrivals = Arrivals(core, self.predictions, self.jobs.__contains__, self.can_refuse)
         self.step = SchedulingStep(core, self.overload, on_error=self.guard.failed)
         self.view = VllmView(
             self,
@@ -155,14 +158,15 @@ class SemanticScheduler(HookedScheduler):
         if request.request_id in self.jobs:
             super().add_request(request)
             return
-        self._adopt_policy()
-        with self.guard("reading a new request"):
-            self.jobs[request.request_id] = self._new_job(self.core, request)
+        if self.live_policy.has_news:
+            self._adopt_policy()
+        arrival = self._new_job(request)
         super().add_request(request)
-        if (job := self.jobs.get(request.request_id)) is not None:
-            with self.guard("admitting a request"):
-                if self.can_refuse(request):
-                    self._clients.arrived(request, job, self.step, self.view)
+        if arrival is not None and arrival.refusable:
+            try:  # not `with`: a burst of arrivals delays the next step
+                self._clients.arrived(arrival, self.step, self.view)
+            except Exception:
+                self.guard.failed("admitting a request")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
@@ -289,29 +293,17 @@ class SemanticScheduler(HookedScheduler):
             with self.guard("adopting a policy"):
                 self.live_policy.adopt()
 
-    def _new_job(self, core: SchedulingCore, request: Request) -> Job:
-        extra_args = request.sampling_params.extra_args if request.sampling_params else None
-        hint = core.read_hints(extra_args, request.priority)
-        if hint.problem is not None:
-            if not self.counters.total("invalid_hints"):
-                logger.warning(
-                    "Request %s: %s; served at its predicted level. Further invalid hints are "
-                    "counted in semsched:invalid_hints_total only.",
-                    request.request_id,
-                    hint.problem,
-                )
-            self.counters.add("invalid_hints")
-        job = core.new_job(
-            request.request_id,
-            arrival=self.clock(),
-            prompt_tokens=request.num_prompt_tokens,
-            max_output_tokens=request.max_tokens,
-            hint=hint,
-            awaits_prediction=self.predictions.submit(request, hint),
-            tenant=read_tenant(extra_args),
-        )
-        self.counters.add("requests", hint.source.value)
-        return job
+    def _new_job(self, request: Request) -> Arrival | None:
+        """Make a new request known to the core; None if that fails."""
+        try:
+            arrival = self.arrivals.take(request)
+            self.core.arrive(arrival.job, self.clock())
+            self.jobs[request.request_id] = arrival.job
+            self._clients.read(arrival)
+        except Exception:
+            self.guard.failed("reading a new request")
+            return None
+        return arrival
 
     def evict(self, request: Request, reason: str) -> None:
         """Preempt a running request between two steps.
@@ -386,6 +378,11 @@ class SemanticScheduler(HookedScheduler):
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges
+
+
+def _prepare(scheduler: Scheduler, request: Request) -> None:
+    if isinstance(scheduler, SemanticScheduler):
+        scheduler.arrivals.prepare(request)
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

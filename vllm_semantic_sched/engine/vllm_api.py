@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,8 @@ __all__ = [
     "PauseState", "Request", "RequestQueue", "RequestStatus", "Scheduler", "SchedulerOutput",
     "StatLoggerBase", "VllmConfig", "group_kernel_blocks", "iter_layer_specs",
 ]  # fmt: skip
+
+logger = logging.getLogger("vllm.semantic_sched")
 
 # Version
 
@@ -428,6 +431,38 @@ def detach_message(stats: Any) -> dict[str, Any] | None:
     del carrier[text]
     message: dict[str, Any] = json.loads(text.removeprefix(_MARK))
     return message
+
+
+_PREPROCESS = EngineCore.preprocess_add_request
+
+
+def on_new_request(function: Callable[[Any, Request], None]) -> None:
+    """Call a function for every new request of this engine process, where vLLM has just built it:
+    in a server on the input thread, beside the model's steps.
+
+    Args:
+        function: gets the scheduler and the request. If it raises, vLLM goes on without it.
+    """
+
+    def preprocess(core: EngineCore, request: Any) -> Any:
+        new = _PREPROCESS(core, request)
+        try:
+            function(core.scheduler, new[0])
+        except Exception:
+            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
+        return new
+
+    setattr(EngineCore, _PREPROCESS.__name__, preprocess)
+
+
+def attach_arrival(request: Request, arrival: object) -> None:
+    """Keep what was read of a new request on it; see `attached_arrival`."""
+    request.semsched_arrival = arrival  # type: ignore[attr-defined]
+
+
+def attached_arrival(request: Request) -> Any:
+    """What `attach_arrival` has kept; None if nothing."""
+    return getattr(request, "semsched_arrival", None)
 
 
 def add_utility(name: str, function: Callable[[Any, Any], Any]) -> None:

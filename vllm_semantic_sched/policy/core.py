@@ -134,22 +134,46 @@ class SchedulingCore:
         tenant: str = ANONYMOUS,
     ) -> Job:
         """Create a job for a new request, without queueing it."""
-        level = self.policy.default_level if hint.level is None else hint.level
+        job = self.draft(
+            request_id, prompt_tokens, max_output_tokens, hint, awaits_prediction, tenant
+        )
+        self.arrive(job, arrival)
+        return job
+
+    def draft(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        hint: Hint,
+        awaits_prediction: bool,
+        tenant: str = ANONYMOUS,
+    ) -> Job:
+        """Create a job for a request that is on its way, for `arrive`. Safe on any thread."""
         job = Job(
             request_id=request_id,
-            sequence=next(self._sequence),
-            arrival=arrival,
+            sequence=-1,
+            arrival=0.0,
             prompt_tokens=prompt_tokens,
             max_output_tokens=max_output_tokens,
-            level=level,
+            level=self.policy.default_level if hint.level is None else hint.level,
             level_source=hint.source,
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
-        if hint.level is not None or not awaits_prediction:
-            job.level = self._capped(job, level)
-        self.lifecycle.arrive(job)
+        job.drafted_seconds = self.estimates.rank_seconds(job)
+        job.drafted_tokens = self.estimates.tokens(job)
         return job
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Take in a drafted job, without queueing it."""
+        job.sequence = next(self._sequence)
+        job.arrival = now
+        if self.fairness.top_levels.limits and (
+            job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
+        ):
+            job.level = self._capped(job, job.level)
+        self.lifecycle.arrive(job)
 
     # Queueing
 
@@ -162,14 +186,18 @@ class SchedulingCore:
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
+        seconds, job.drafted_seconds = job.drafted_seconds, None
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
-            self.version += 1
             queue.buffer(job)
-            if queue is self.waiting:
-                self.fairness.wait(job)
+        elif seconds is not None:
+            queue.push(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
+            return
+        self.version += 1
+        if queue is self.waiting:
+            self.fairness.wait(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""

@@ -6,7 +6,6 @@ overload control, metrics, event log.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -50,13 +49,14 @@ class Lifecycle:
     Attributes:
         clock: seconds, the same clock as that of `Job.arrival`.
         listeners: called after every transition.
-        transitions: number of transitions by edge (before, after).
+        later_listeners: called after every transition but arrivals, after `listeners`. An arrival
+            happens between two steps and has to be cheap.
         starting: jobs that have had a seat but no token yet.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.listeners: list[Listener] = []
-        self.transitions: Counter[tuple[JobState | None, JobState]] = Counter()
+        self.later_listeners: list[Listener] = []
         self.starting: dict[Job, None] = {}
         self.clock = clock
         self._waiting: dict[int, AddressableHeap[Job]] = {}
@@ -65,7 +65,10 @@ class Lifecycle:
         """Record that a new job waits."""
         job.entered = job.arrival
         self._push(job)
-        self._tell(job, None, job.arrival)
+        if self.listeners:
+            transition = Transition(job, None, job.state, job.arrival)
+            for listener in self.listeners:
+                listener.moved(transition)
 
     def move(self, job: Job, state: JobState, reason: str = "", plan: str = "") -> None:
         """Change a job's state; see `Transition` for the arguments.
@@ -90,7 +93,7 @@ class Lifecycle:
         if job.first_token is None:
             self.starting.pop(job, None)
             job.first_token = self.clock()
-            for listener in self.listeners:
+            for listener in (*self.listeners, *self.later_listeners):
                 listener.first_token(job)
 
     def held(self, job: Job, seconds: float) -> None:
@@ -120,13 +123,10 @@ class Lifecycle:
         return heap
 
     def _push(self, job: Job) -> None:
-        self._heap(job.level).push(job, (job.entered, job.sequence))
+        heap = self._waiting.get(job.level) or self._heap(job.level)
+        heap.push(job, (job.entered, job.sequence))
 
-    def _tell(
-        self, job: Job, before: JobState | None, now: float, reason: str = "", plan: str = ""
-    ) -> None:
-        self.transitions[before, job.state] += 1
-        if self.listeners:
-            transition = Transition(job, before, job.state, now, reason, plan)
-            for listener in self.listeners:
-                listener.moved(transition)
+    def _tell(self, job: Job, before: JobState, now: float, reason: str, plan: str) -> None:
+        transition = Transition(job, before, job.state, now, reason, plan)
+        for listener in (*self.listeners, *self.later_listeners):
+            listener.moved(transition)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -163,8 +164,9 @@ class SchedulingStep:
             dedup_key, origin: see `policy.overload.dedup`.
         """
         if self._overload is not None:
-            seats = self._seats_open(view)
-            self._end(view, self._overload.arrive(job, view.now(), seats, dedup_key, origin))
+            seats = partial(self._seats_open, view)
+            ended = self._overload.arrive(job, job.arrival, seats, dedup_key, origin)
+            self._end(view, ended)
 
     def first_token(self, view: EngineView, job: Job) -> None:
         """Record a job's first token after a step, and move the job if its rank changed."""
@@ -340,7 +342,7 @@ class SchedulingStep:
             return
         for job in jobs:
             if not job.state.is_end:
-                seats = self._seats_open(view)
+                seats = partial(self._seats_open, view)
                 self._end(view, self._overload.revised(job, view.now(), seats))
 
     def _end(self, view: EngineView, ended: Iterable[Ended]) -> None:

@@ -1,6 +1,7 @@
 """Admission, deduplication, queue timeouts and shedding in combination."""
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -66,7 +67,8 @@ class World:
         )
         self.jobs.append(job)
         self.core.enqueue(job, self.core.waiting)
-        self.end(self.control.arrive(job, self.now, self.free_seats, key, origin or f"r{number}"))
+        seats = partial(getattr, self, "free_seats")
+        self.end(self.control.arrive(job, self.now, seats, key, origin or f"r{number}"))
         return job
 
     def end(self, endings) -> None:
@@ -204,7 +206,7 @@ def test_job_with_a_new_level_is_judged_by_that_tier() -> None:
     world.arrive(2)
     job = world.arrive(1)
     job.level = 2
-    world.end(world.control.revised(job, world.now, 0))
+    world.end(world.control.revised(job, world.now, lambda: 0))
     assert world.refused == {job: Code.OVER_CAPACITY}
 
 
@@ -429,7 +431,7 @@ class RandomRequests(RuleBasedStateMachine):
         world = self.world
         job = world.waiting[which % len(world.waiting)]
         world.core.set_level(job, level)
-        world.end(world.control.revised(job, world.now, world.free_seats))
+        world.end(world.control.revised(job, world.now, lambda: world.free_seats))
 
     @rule(seconds=st.floats(0, 4))
     def step(self, seconds) -> None:

@@ -26,7 +26,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._totals: defaultdict[tuple[str, Labels], float] = defaultdict(float)
-        self._added: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._sent: dict[tuple[str, Labels], float] = {}
         self._observed: dict[tuple[str, Labels], _Observations] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}  # as last sent
         self._next_message = 0.0
@@ -42,13 +42,11 @@ class Counters:
 
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
         """Add to a counter."""
-        key = name, _labels(label)
-        self._totals[key] += count
-        self._added[key] += count
+        self._totals[name, (label,) if isinstance(label, str) else label] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
         """Raise a counter to a total that is counted elsewhere."""
-        more = total - self._totals[name, _labels(label)]
+        more = total - self.total(name, label)
         if more > 0:
             self.add(name, label, more)
 
@@ -63,7 +61,7 @@ class Counters:
     def total(self, name: str, label: str | Labels | None = None) -> float:
         """Value of a counter; without a label, the sum over all labels."""
         if label is not None:
-            return self._totals[name, _labels(label)]
+            return self._totals.get((name, _labels(label)), 0.0)
         return sum(count for (key, _), count in self._totals.items() if key == name)
 
     def totals(self) -> dict[tuple[str, Labels], float]:
@@ -89,7 +87,11 @@ class Counters:
         self._next_message = now + _INTERVAL
         moved = self._moved(gauges())  # first, because it may bring counters up to date
         message = {
-            "counters": [[name, labels, count] for (name, labels), count in self._added.items()],
+            "counters": [
+                [name, labels, total - self._sent.get((name, labels), 0.0)]
+                for (name, labels), total in self._totals.items()
+                if total != self._sent.get((name, labels))
+            ],
             "histograms": [
                 [name, labels, list(observed.counts.items()), observed.sum]
                 for (name, labels), observed in self._observed.items()
@@ -98,7 +100,7 @@ class Counters:
         }
         if not any(message.values()):
             return None
-        self._added.clear()
+        self._sent = dict(self._totals)
         self._observed.clear()
         return message
 

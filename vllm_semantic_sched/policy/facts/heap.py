@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+_heappush = heapq.heappush  # each new request is pushed several times
 
 
 class AddressableHeap(Generic[T]):
@@ -23,7 +24,7 @@ class AddressableHeap(Generic[T]):
     def __init__(self) -> None:
         self._entries: list[tuple[Any, int, T]] = []
         self._live: dict[T, tuple[Any, int, T]] = {}
-        self._ticks = itertools.count()
+        self._tick = itertools.count().__next__
 
     def __len__(self) -> int:
         return len(self._live)
@@ -41,10 +42,11 @@ class AddressableHeap(Generic[T]):
 
     def push(self, item: T, key: Any) -> None:
         """Store `item` under `key`, or change its key."""
-        entry = (key, next(self._ticks), item)
-        moved = item in self._live
-        self._live[item] = entry
-        heapq.heappush(self._entries, entry)
+        live = self._live
+        entry = (key, self._tick(), item)
+        moved = item in live
+        live[item] = entry
+        _heappush(self._entries, entry)
         if moved:
             self._compact_if_sparse()
 

@@ -109,6 +109,8 @@ class Job:
         deadline_boost: levels gained by a near deadline.
         share_boost: levels gained by its tier's missing share when it got its seat.
         state, entered: state and the time at which it began.
+        drafted_seconds, drafted_tokens: rank seconds, and prompt and output tokens, that were
+            expected when it was drafted; each is used once, at its arrival.
         started, first_token: time of the first seat and of the first token.
         waited: seconds without a seat, up to `entered`, and seconds in which it was held.
     """
@@ -140,6 +142,8 @@ class Job:
     started: float | None = None
     first_token: float | None = None
     waited: float = 0.0
+    drafted_seconds: float | None = None
+    drafted_tokens: float | None = None
 
     @property
     def effective_level(self) -> float:

@@ -31,7 +31,8 @@ class DeadlineWatch:
         """Start the timer of a job that begins to wait or has changed to a tier with this SLO."""
         if not self.knobs.enabled or slo.ttft is None or job.generated:
             job.deadline_boost = 0.0
-            self.stop(job)
+            if job in self._takes_seats:
+                self.stop(job)
             return
         job.deadline = job.arrival + slo.ttft
         raise_at = job.deadline - self.knobs.before * slo.ttft

@@ -108,7 +108,7 @@ class Fairness:
 
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
-        charge = self._taken.pop(job, None)
+        charge = self._taken.pop(job, None) if self._taken else None
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._account(job, charge.level, -charge.seconds, first=not job.preemptions)
@@ -194,7 +194,7 @@ class Fairness:
 
     def _start_timers(self, job: Job) -> None:
         self.promotions.wait(job)
-        self.deadlines.wait(job, self._policy.tier(job.level).slo)
+        self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
 
     def _stop_timers(self, job: Job) -> None:
         self.promotions.stop(job)

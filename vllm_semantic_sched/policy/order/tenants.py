@@ -133,6 +133,11 @@ class TopLevelGuard:
         self.count = 0
         self._windows: OrderedDict[str, _Window] = OrderedDict()
 
+    @property
+    def limits(self) -> bool:
+        """Whether a tenant can reach the limit; else `level` changes nothing."""
+        return self.knobs.share < 1.0
+
     def level(self, tenant: str, level: int, lowest: int, now: float) -> int:
         """The level at which a request with a hinted or predicted `level` is served.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
@@ -27,8 +28,7 @@ class Amount:
         self.tokens = self.tokens - tokens if self.requests else 0.0  # clears rounding errors
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """The values with which a request was counted; `since` is its time of arrival."""
 
     level: int
@@ -79,7 +79,10 @@ class QueueAccount:
         level.jobs[job] = None
         level.amount.add(entry.tokens)
         self.all.add(entry.tokens)
-        self._tenants.setdefault(entry.tenant, Amount()).add(entry.tokens)
+        tenant = self._tenants.get(entry.tenant)
+        if tenant is None:
+            tenant = self._tenants[entry.tenant] = Amount()
+        tenant.add(entry.tokens)
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 

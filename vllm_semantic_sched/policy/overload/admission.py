@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
@@ -33,6 +34,16 @@ class Verdict:
 
 
 ADMITTED = Verdict()
+
+
+def admits_all(policy: Policy) -> bool:
+    """Whether a policy never refuses a new request, unless another one has the same key."""
+    rules = policy.admission
+    limits = [rules.tenant.requests, rules.tenant.tokens]
+    for queue in (rules.queue, *(tier.queue for tier in policy.all_tiers)):
+        limits += [queue.requests, queue.tokens]
+    unbounded = all(limit is None for limit in limits)
+    return unbounded and rules.over_share == "off" and not policy.shedding.enabled
 
 
 def fits(
@@ -80,7 +91,7 @@ def over_share(
         outstanding: predicted tokens of waiting and running requests, per level.
     """
     total = sum(outstanding)
-    if rules.over_share == "off" or not pressure or level == 0 or total <= 0:
+    if level == 0 or total <= 0:
         return ADMITTED
     share, target = outstanding[level] / total, target_shares(tiers)[level]
     if share <= target:

@@ -6,7 +6,7 @@ the lifecycle reports their ends back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from vllm_semantic_sched.policy.config import Policy
@@ -16,7 +16,13 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
-from vllm_semantic_sched.policy.overload.admission import ADMITTED, Verdict, fits, over_share
+from vllm_semantic_sched.policy.overload.admission import (
+    ADMITTED,
+    Verdict,
+    admits_all,
+    fits,
+    over_share,
+)
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
@@ -49,6 +55,8 @@ class OverloadControl:
         self._policy = policy
         self._estimates = estimates
         self._random = Random(seed)
+        self._admits_all = admits_all(policy)
+        self._timeouts = _timeouts(policy)
         self.dedup = DedupIndex()
         self.account = QueueAccount(policy.levels)
         self.load = LoadMonitor(policy, estimates, holdings, self.account, capacity)
@@ -56,6 +64,8 @@ class OverloadControl:
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new policy."""
         self._policy = policy
+        self._admits_all = admits_all(policy)
+        self._timeouts = _timeouts(policy)
         self.load.adopt(policy, profile)
 
     # Lifecycle events
@@ -84,25 +94,30 @@ class OverloadControl:
         self,
         job: Job,
         now: float,
-        free_seats: int,
+        free_seats: Callable[[], int],
         dedup_key: str | None = None,
         origin: str = "",
     ) -> list[Ended]:
         """Admit or refuse a new job; it waits unless it is among the jobs returned.
 
         Args:
+            free_seats: asked only if the policy can refuse a request.
             dedup_key, origin: see `policy.overload.dedup`.
         """
+        entry = self._entry(job, now, job.drafted_tokens)
+        if dedup_key is None and self._admits_all:
+            self.account.enter(job, entry, self._timeouts[job.level])
+            return []
         self.load.look(now)
         older = []
         if dedup_key is not None:
             older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
-        ended = self._let_in(job, self._entry(job, now), free_seats, older)
+        ended = self._let_in(job, entry, free_seats(), older)
         if dedup_key is not None and not any(other is job for other, _ in ended):
             self.dedup.add(job, dedup_key, origin)
         return ended
 
-    def revised(self, job: Job, now: float, free_seats: int) -> list[Ended]:
+    def revised(self, job: Job, now: float, free_seats: Callable[[], int]) -> list[Ended]:
         """Update a job whose estimates have changed. A waiting job with another level is judged
         like a new request of that tier."""
         if job.state is JobState.RUNNING:
@@ -113,8 +128,8 @@ class OverloadControl:
         entry = self._entry(job, old.since)
         if entry.level != old.level:
             self.load.look(now)
-            return self._let_in(job, entry, free_seats, [])
-        self.account.enter(job, entry, self._timeout(entry.level))
+            return self._let_in(job, entry, free_seats(), [])
+        self.account.enter(job, entry, self._timeouts[entry.level])
         return []
 
     def step(self, now: float, kv_use: float) -> list[Ended]:
@@ -140,7 +155,7 @@ class OverloadControl:
         if verdict.code is not None:
             for other, place in places:
                 if place is not None:
-                    self.account.enter(other, place, self._timeout(place.level))
+                    self.account.enter(other, place, self._timeouts[place.level])
             return [(job, self._refusal(verdict.code, verdict.reason, entry.level))]
         ended = []
         for other in older:
@@ -148,23 +163,24 @@ class OverloadControl:
         for other in verdict.replaced:
             self.account.leave(other)
             ended.append((other, self._refusal(Code.OVER_CAPACITY, _REPLACED, other.level)))
-        self.account.enter(job, entry, self._timeout(entry.level))
+        self.account.enter(job, entry, self._timeouts[entry.level])
         return ended
 
     def _judge(self, entry: Entry, free_seats: int) -> Verdict:
         rules, load = self._policy.admission, self.load
         if load.is_shed(entry.level):
             return Verdict(Code.SHED, _SHED.format(tier=load.tiers[entry.level].name))
-        verdict = over_share(
-            entry.level,
-            load.outstanding(),
-            rules,
-            load.tiers,
-            load.pressure.level,
-            self._random,
-        )
-        if verdict is not ADMITTED:
-            return verdict
+        if rules.over_share != "off" and load.pressure.level:
+            verdict = over_share(
+                entry.level,
+                load.outstanding(),
+                rules,
+                load.tiers,
+                load.pressure.level,
+                self._random,
+            )
+            if verdict is not ADMITTED:
+                return verdict
         return fits(entry, self.account, rules, load.tiers, free_seats)
 
     def _timed_out(self, now: float) -> list[Ended]:
@@ -191,12 +207,16 @@ class OverloadControl:
                 ended.append((job, self._refusal(Code.SHED, reason, level)))
         return ended
 
-    def _timeout(self, level: int) -> float | None:
-        tier = self.load.tiers[level]
-        return tier.queue.timeout or self._policy.admission.queue.timeout
-
-    def _entry(self, job: Job, since: float) -> Entry:
-        return Entry(job.level, self._estimates.tokens(job), job.tenant, since)
+    def _entry(self, job: Job, since: float, tokens: float | None = None) -> Entry:
+        if tokens is None:
+            tokens = self._estimates.tokens(job)
+        return Entry(job.level, tokens, job.tenant, since)
 
     def _refusal(self, code: Code, reason: str, level: int) -> Refusal:
         return Refusal(code, reason, self.retry_after(level))
+
+
+def _timeouts(policy: Policy) -> list[float | None]:
+    """Longest time in the queue of each level, seconds."""
+    every = policy.admission.queue.timeout
+    return [tier.queue.timeout or every for tier in policy.all_tiers]

@@ -163,6 +163,8 @@ class LoadMonitor:
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""
+        if not self.shedder.stage:
+            return False
         return self.shedder.is_shed(self.tiers[level], self.tiers)
 
     def _broken(self, now: float) -> bool:
