@@ -114,7 +114,7 @@ class DecisionLog:
         held = sorted(job.request_id for job in limits.held)
         self._decisions.append(("limits", held, limits.prefill_tokens, limits.each))
 
-    def held(self, jobs: Iterable[Job]) -> None:
+    def holds(self, jobs: Iterable[Job]) -> None:
         self._decisions.append(("hold", sorted(job.request_id for job in jobs)))
 
     def ordered(self, core: Any) -> None:
@@ -251,7 +251,7 @@ def record(scheduler: Any, policy: str) -> Recording:
         inner(limits)
 
     def hold(inner: Any, jobs: Collection[Job]) -> None:
-        log.held(jobs)
+        log.holds(jobs)
         inner(jobs)
 
     def question(name: str) -> None:

@@ -178,7 +178,7 @@ class ReplayEngine(Engine):
         super().limit_prefills(limits)
 
     def hold(self, jobs: Collection[Job]) -> None:
-        self._log.held(jobs)
+        self._log.holds(jobs)
         super().hold(jobs)
 
     def _give_back(self, job: Job) -> None:

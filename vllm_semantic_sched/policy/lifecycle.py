@@ -98,7 +98,7 @@ class Lifecycle:
 
     def held(self, job: Job, seconds: float) -> None:
         """Record that a running job was held for this long."""
-        for listener in self.listeners:
+        for listener in (*self.listeners, *self.later_listeners):
             listener.held(job, seconds)
 
     def relevel(self, job: Job, before: int) -> None:
