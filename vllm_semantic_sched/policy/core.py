@@ -17,7 +17,15 @@ from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
 from vllm_semantic_sched.policy.eviction.victims import VictimEligibility
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource, Rank, rank_of
+from vllm_semantic_sched.policy.facts.job import (
+    FREE_LENGTH,
+    Job,
+    JobState,
+    LevelSource,
+    Rank,
+    StatedLength,
+    rank_of,
+)
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
@@ -129,8 +137,15 @@ class SchedulingCore:
         hint: Hint,
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
+        stated: StatedLength = FREE_LENGTH,
     ) -> Job:
-        """Create a job for a new request, without queueing it."""
+        """Create a job for a new request, without queueing it.
+
+        Args:
+            max_output_tokens: the request's limit; `stated` may lower it.
+        """
+        if stated.longest is not None:
+            max_output_tokens = min(max_output_tokens, stated.longest)
         level = self.policy.default_level if hint.level is None else hint.level
         job = Job(
             request_id=request_id,
@@ -140,6 +155,7 @@ class SchedulingCore:
             max_output_tokens=max_output_tokens,
             level=level,
             level_source=hint.source,
+            stated=stated,
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )

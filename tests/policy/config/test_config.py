@@ -104,3 +104,21 @@ def test_every_key_is_documented_with_its_default() -> None:
     assert keys <= documented
     # Groups are there too, where there is something to say about them.
     assert all(any(key.startswith(f"{group}.") for key in keys) for group in documented - keys)
+
+
+@pytest.mark.parametrize(
+    ("base", "hinted", "length_known", "reads"),
+    [
+        ("semantic", True, True, False),
+        ("semantic", True, False, True),
+        ("semantic", False, True, True),
+        ("priority", True, False, False),
+        ("priority", False, True, True),
+        ("sjf", False, True, False),
+        ("sjf", True, False, True),
+        ("fcfs", False, False, False),
+    ],
+)
+def test_texts_are_read_for_what_requests_do_not_state(base, hinted, length_known, reads) -> None:
+    assert parse_policy({"base": base}).reads(hinted, length_known) is reads
+    assert not parse_policy({"base": base, "predictor": {"enabled": False}}).reads(False)

@@ -124,12 +124,17 @@ class Policy(Section):
         """Whether the rank depends on the predicted output length."""
         return self.base in ("semantic", "sjf")
 
-    def reads(self, hinted: bool) -> bool:
-        """Whether the predictor reads a request's text: for its length alone if `hinted`, that
-        is, if a hint states its level."""
-        if not self.predictor.enabled or not (self.uses_urgency or self.uses_length):
-            return False
-        return self.uses_length or not hinted
+    def reads(self, hinted: bool, length_known: bool = False) -> bool:
+        """Whether the predictor reads a request's text: unless the policy uses neither level nor
+        length, or the request states what it uses.
+
+        Args:
+            hinted: whether a hint states its level.
+            length_known: whether the request states its exact length.
+        """
+        wants_level = self.uses_urgency and not hinted
+        wants_length = self.uses_length and not length_known
+        return self.predictor.enabled and (wants_level or wants_length)
 
 
 def load_policy(name_or_path: str | Path) -> Policy:
