@@ -69,7 +69,7 @@ class SchedulingCore:
         self.policy = policy
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
-        self.fairness = Fairness(policy, profile, self._make_queue)
+        self.fairness = Fairness(policy, profile, self._make_queue, self.estimates.tokens_within)
         self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.eviction = VictimEligibility(
@@ -122,7 +122,9 @@ class SchedulingCore:
 
     def new_queue(self) -> WaitingQueue:
         """A waiting queue ordered by rank alone, without tenants or limits."""
-        return self._make_queue(QueueRules(by_level=self.policy.uses_urgency))
+        policy = self.policy
+        rules = QueueRules(by_level=policy.uses_urgency, weights=policy.weighted_levels)
+        return self._make_queue(rules)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `policy.estimates.hints.read_hints`."""
@@ -318,6 +320,7 @@ class SchedulingCore:
     def tick(self) -> None:
         """Advance virtual time by one engine step."""
         self.running.tick()
+        self.fairness.kv_peak.advance()
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
         """Bring estimates and ranks up to date.
@@ -347,11 +350,12 @@ class SchedulingCore:
         goes or is predicted."""
         if self._outdated or not self.fairness.timeless:
             return 0
-        return self.running.steps_to_outlived
+        return min(self.running.steps_to_outlived, self.fairness.kv_peak.steps_to_outlived)
 
     def skip_steps(self, steps: int) -> None:
         """Advance by at most `uneventful_steps` engine steps."""
         self.running.skip(steps)
+        self.fairness.kv_peak.advance(steps)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and
@@ -400,7 +404,11 @@ class SchedulingCore:
         seconds = self.estimates.rank_seconds(job)
         rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
+        self.fairness.kv_peak.add(job)
 
     def _default_rank(self, job: Job) -> Rank:
         # Not job.level: after a change of policy all buffered jobs must have the same level.
-        return rank_of(self.policy.base, self.policy.default_level, float("inf"), job.sequence)
+        level = self.policy.default_level
+        # Among weighted levels they go first: one of them may be urgent.
+        remaining = 0.0 if self.policy.weighted_levels.weighs(level) else float("inf")
+        return rank_of(self.policy.base, level, remaining, job.sequence)

@@ -1,8 +1,8 @@
 """Estimates of jobs: stated lengths, and what estimates learn."""
 
 import pytest
+from jobs import make_job
 
-from tests.jobs import make_job
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd

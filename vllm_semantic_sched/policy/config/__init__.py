@@ -10,7 +10,15 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Length, Predictor
 from vllm_semantic_sched.policy.config.eviction import Preemption, Retention
-from vllm_semantic_sched.policy.config.order import Aging, Deadlines, FairShareKnobs, Stage, Tenants
+from vllm_semantic_sched.policy.config.order import (
+    Aging,
+    Deadlines,
+    FairShareKnobs,
+    KvPeakKnobs,
+    Stage,
+    Tenants,
+    WeightedLevels,
+)
 from vllm_semantic_sched.policy.config.overload import (
     Admission,
     Dedup,
@@ -58,6 +66,8 @@ class Policy(Section):
     predictor: Predictor = Predictor()
     decision: Decision = Decision()
     length: Length = Length()
+    weighted_levels: WeightedLevels = WeightedLevels()
+    kv_peak: KvPeakKnobs = KvPeakKnobs()
     aging: Aging = Aging()
     deadlines: Deadlines = Deadlines()
     fair_share: FairShareKnobs = FairShareKnobs()
@@ -79,6 +89,20 @@ class Policy(Section):
         ):
             if value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_need_lengths(self) -> Policy:
+        weights = self.weighted_levels
+        if weights.factor is not None and self.base != "semantic":
+            raise ValueError(
+                f"weighted_levels.factor: {weights.factor:g} needs base: semantic; valid: unset"
+            )
+        if weights.factor is not None and weights.strict_level >= self.levels:
+            raise ValueError(
+                f"weighted_levels.strict_level: {weights.strict_level} is not a level; valid: 0 to "
+                f"{self.levels - 1}"
+            )
         return self
 
     @model_validator(mode="after")

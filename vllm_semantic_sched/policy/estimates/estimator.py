@@ -8,6 +8,7 @@ from vllm_semantic_sched.policy.estimates.cost import remaining_seconds
 from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
     expected_without_prediction,
+    likely_output_tokens,
 )
 from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.facts.job import Job
@@ -65,6 +66,16 @@ class Estimator:
         return expected_output_tokens(
             job.prediction.length, buckets, job.generated, length.estimate, limit, shortest
         )
+
+    def tokens_within(self, job: Job, share: float) -> float:
+        """Prompt tokens plus output tokens that a `share` of such answers does not exceed."""
+        limit = max(job.max_output_tokens, job.generated + 1)
+        buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
+        if predicted is None or buckets is None:
+            return self.tokens(job)
+        shortest = min(job.stated.shortest, limit)
+        likely = likely_output_tokens(predicted, buckets, job.generated, share, limit, shortest)
+        return job.prompt_tokens + likely
 
     def tokens(self, job: Job) -> float:
         """Prompt tokens plus expected total output tokens."""

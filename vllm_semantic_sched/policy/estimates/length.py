@@ -43,6 +43,9 @@ def expected_output_tokens(
             make all requests that are likely to reach it look alike.
         shortest: at most `limit`; applies likewise.
     """
+    if estimate != "mean":
+        share = _SHARE_BELOW[estimate]
+        return likely_output_tokens(probabilities, buckets, generated, share, limit, shortest)
     if shortest >= limit:
         return float(limit)
     reached = generated if generated >= shortest else 0
@@ -50,14 +53,31 @@ def expected_output_tokens(
     total = sum(probabilities[alive:])
     if total <= 0:  # it has outlived all predicted lengths
         return min(_length_within(alive, buckets, reached), float(limit))
-    if estimate == "mean":
-        lengths = [
-            min(max(_length_within(index, buckets, reached), shortest), limit)
-            for index in range(alive, len(probabilities))
-        ]
-        expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
-        return expected / total
-    quantile = _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, reached)
+    lengths = [
+        min(max(_length_within(index, buckets, reached), shortest), limit)
+        for index in range(alive, len(probabilities))
+    ]
+    expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
+    return expected / total
+
+
+def likely_output_tokens(
+    probabilities: Sequence[float],
+    buckets: LengthBuckets,
+    generated: int,
+    share: float,
+    limit: int = sys.maxsize,
+    shortest: int = 0,
+) -> float:
+    """Output tokens that a `share` of such answers does not exceed; otherwise like
+    `expected_output_tokens`."""
+    if shortest >= limit:
+        return float(limit)
+    reached = generated if generated >= shortest else 0
+    total = sum(probabilities[bisect.bisect_right(buckets.edges, reached) :])
+    if total <= 0:
+        return expected_output_tokens(probabilities, buckets, generated, "mean", limit, shortest)
+    quantile = _quantile(share * total, probabilities, buckets, reached)
     return min(max(quantile, float(shortest)), float(limit))
 
 
