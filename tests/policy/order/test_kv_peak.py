@@ -1,6 +1,5 @@
 """Admission by the predicted peak of KV use."""
 
-
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
