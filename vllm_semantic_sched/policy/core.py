@@ -338,6 +338,9 @@ class SchedulingCore:
         for job in running:
             observe(job)
             self._store_running(job)
+        if self.fairness.kv_peak.revise(observe):
+            self.version += 1
+            self.waiting.changed()
         moved = self.fairness.step(now, observe)
         for job in moved:
             self.waiting.push(job, self.rank(job))

@@ -9,6 +9,7 @@ from vllm_semantic_sched.policy.config.order import KvPeakKnobs
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import StatedLength
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 
@@ -131,7 +132,7 @@ def core_with(**knobs) -> SchedulingCore:
     return core
 
 
-def enqueue(core, level: int, prompt: int, output: int):
+def enqueue(core, level: int, prompt: int, output: int, stated=None):
     job = core.new_job(
         f"r{level}",
         arrival=0.0,
@@ -139,7 +140,7 @@ def enqueue(core, level: int, prompt: int, output: int):
         max_output_tokens=output,
         hint=core.read_hints({"urgency": level}, 0),
         awaits_prediction=False,
-        stated=StatedLength(output, output),
+        stated=StatedLength(output, output) if stated is None else stated,
     )
     core.enqueue(job, core.waiting)
     return job
@@ -161,3 +162,19 @@ def test_no_job_passes_one_that_does_not_fit_yet() -> None:
     assert core.waiting.peek() is blocked
     core.take(blocked, core.waiting)
     assert core.waiting.peek() is small
+
+
+def test_an_outlived_estimate_is_a_change_of_the_core() -> None:
+    core = core_with(quantile=0.1)
+    core.estimates.buckets = LengthBuckets((10, 50), (5.0, 30.0, 200.0))
+    job = enqueue(core, 2, 100, 500, StatedLength())
+    core.predicted(job, Prediction((1.0,), (0.5, 0.0, 0.5)))
+    core.take(job, core.waiting)
+    core.start(job)
+    assert core.uneventful_steps() == 2  # a tenth ends within two tokens; on average it is 103
+    core.skip_steps(2)
+    before = core.version
+    core.tick()
+    core.revise(lambda job: setattr(job, "generated", 3), now=1.0)
+    assert core.version == before + 1
+    assert core.uneventful_steps() > 0

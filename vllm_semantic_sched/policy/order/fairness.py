@@ -160,7 +160,7 @@ class Fairness:
         moved = [*self.promotions.due(now), *self.deadlines.due(now)]
         if self.fair_share.knobs.enabled:
             self.fair_share.update(now, self.waiting.levels)
-        if self.kv_peak.revise(observe) or metered:
+        if metered:
             self.waiting.changed()
         return list(dict.fromkeys(moved))
 
