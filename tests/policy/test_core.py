@@ -258,3 +258,17 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
     for job in running:
         job.preemptions = 1
     assert core.eviction.victims_for(short, need, 8, lambda job: 1) == []
+
+
+def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
+    core = make_core(weighted_levels={"factor": 4, "strict_level": 1}, preemption={"shorter": 2})
+    running = of_length(core, "running", 400, urgency=4)
+    seat(core, running)
+    unread, routine = arrive(core, "unread", unread=True), of_length(core, "routine", 3, urgency=2)
+    need = Need(seats=1, blocks=0)
+    for job in (routine, unread):
+        assert not core.eviction.worth_preempting(job) and not core.eviction.wants_room
+    urgent = of_length(core, "urgent", 400, urgency=1)
+    assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)
+    assert core.eviction.victims_for(urgent, need, 8, lambda job: 1) == [running]
+    assert list(core.waiting.ordered()) == [urgent, unread, routine]

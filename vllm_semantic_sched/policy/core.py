@@ -17,7 +17,15 @@ from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
 from vllm_semantic_sched.policy.eviction.victims import VictimEligibility
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource, Rank, rank_of
+from vllm_semantic_sched.policy.facts.job import (
+    FREE_LENGTH,
+    Job,
+    JobState,
+    LevelSource,
+    Rank,
+    StatedLength,
+    rank_of,
+)
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
@@ -63,7 +71,13 @@ class SchedulingCore:
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(policy.protect)
-        self.fairness = Fairness(policy, profile, self._make_queue, self.protection.admits)
+        self.fairness = Fairness(
+            policy,
+            profile,
+            self._make_queue,
+            self.estimates.tokens_within,
+            self.protection.admits,
+        )
         self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.eviction = VictimEligibility(
@@ -117,7 +131,9 @@ class SchedulingCore:
 
     def new_queue(self) -> WaitingQueue:
         """A waiting queue ordered by rank alone, without tenants or limits."""
-        return self._make_queue(QueueRules(by_level=self.policy.uses_urgency))
+        policy = self.policy
+        rules = QueueRules(by_level=policy.uses_urgency, weights=policy.weighted_levels)
+        return self._make_queue(rules)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `policy.estimates.hints.read_hints`."""
@@ -132,10 +148,11 @@ class SchedulingCore:
         hint: Hint,
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
+        stated: StatedLength = FREE_LENGTH,
     ) -> Job:
-        """Create a job for a new request, without queueing it."""
+        """Create a job for a new request, without queueing it; see `draft`."""
         job = self.draft(
-            request_id, prompt_tokens, max_output_tokens, hint, awaits_prediction, tenant
+            request_id, prompt_tokens, max_output_tokens, hint, awaits_prediction, tenant, stated
         )
         self.arrive(job, arrival)
         return job
@@ -148,8 +165,15 @@ class SchedulingCore:
         hint: Hint,
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
+        stated: StatedLength = FREE_LENGTH,
     ) -> Job:
-        """Create a job for a request that is on its way, for `arrive`. Safe on any thread."""
+        """Create a job for a request that is on its way, for `arrive`. Safe on any thread.
+
+        Args:
+            max_output_tokens: the request's limit; `stated` may lower it.
+        """
+        if stated.longest is not None:
+            max_output_tokens = min(max_output_tokens, stated.longest)
         job = Job(
             request_id=request_id,
             sequence=-1,
@@ -158,6 +182,7 @@ class SchedulingCore:
             max_output_tokens=max_output_tokens,
             level=self.policy.default_level if hint.level is None else hint.level,
             level_source=hint.source,
+            stated=stated,
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
@@ -330,6 +355,7 @@ class SchedulingCore:
     def tick(self) -> None:
         """Advance virtual time by one engine step."""
         self.running.tick()
+        self.fairness.kv_peak.advance()
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
         """Bring estimates and ranks up to date.
@@ -347,6 +373,9 @@ class SchedulingCore:
         for job in running:
             observe(job)
             self._store_running(job)
+        if self.fairness.kv_peak.revise(observe):
+            self.version += 1
+            self.waiting.changed()
         moved = self.fairness.step(now, observe)
         for job in moved:
             self.waiting.push(job, self.rank(job))
@@ -359,11 +388,12 @@ class SchedulingCore:
         goes or is predicted."""
         if self._outdated or not self.fairness.timeless:
             return 0
-        return self.running.steps_to_outlived
+        return min(self.running.steps_to_outlived, self.fairness.kv_peak.steps_to_outlived)
 
     def skip_steps(self, steps: int) -> None:
         """Advance by at most `uneventful_steps` engine steps."""
         self.running.skip(steps)
+        self.fairness.kv_peak.advance(steps)
 
     @property
     def has_protected(self) -> bool:
@@ -462,7 +492,11 @@ class SchedulingCore:
         seconds = self.estimates.rank_seconds(job)
         rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
+        self.fairness.kv_peak.add(job)
 
     def _default_rank(self, job: Job) -> Rank:
         # Not job.level: after a change of policy all buffered jobs must have the same level.
-        return rank_of(self.policy.base, self.policy.default_level, float("inf"), job.sequence)
+        level = self.policy.default_level
+        # Among weighted levels they go first: one of them may be urgent.
+        remaining = 0.0 if self.policy.weighted_levels.weighs(level) else float("inf")
+        return rank_of(self.policy.base, level, remaining, job.sequence)

@@ -43,6 +43,17 @@ class Predictions:
         return self._predictions[int(self._levels[index])][int(self._lengths[index])]
 
 
+class GivenPredictions(Predictions):
+    """Predictions of a real predictor, in place of drawn ones."""
+
+    def __init__(self, predictions: Sequence[Prediction], buckets: LengthBuckets) -> None:
+        self.buckets = buckets
+        self._given = predictions
+
+    def __getitem__(self, index: int) -> Prediction:
+        return self._given[index]
+
+
 def draw_predictions(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions:

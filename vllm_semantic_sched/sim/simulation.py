@@ -38,6 +38,7 @@ def simulate(
     before_step: Callable[[Engine], None] | None = None,
     finished: Callable[[Run], None] | None = None,
     depth: DepthHistory | None = None,
+    given: tuple[Workload, Predictions] | None = None,
 ) -> Result:
     """Run one scheduler on one draw of the workload. All schedulers get the same draw.
 
@@ -47,6 +48,7 @@ def simulate(
         before_step: called when an engine has decided on a step, for checks.
         finished: gets each finished or refused request; then none is kept.
         depth: records the number of waiting requests.
+        given: requests and their predictions, instead of those that the scenario describes.
 
     Raises:
         TraceError: a trace cannot be read.
@@ -63,6 +65,8 @@ def simulate(
         policy.levels,
         np.random.default_rng([seed, _PREDICTOR_STREAM]),
     )
+    if given is not None:
+        workload, predictions = given
     runs: list[Run] = []
     simulation = _Simulation(scenario, policy, workload, predictions, keep_seats)
     simulation.before_step = before_step

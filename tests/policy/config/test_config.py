@@ -104,3 +104,30 @@ def test_every_key_is_documented_with_its_default() -> None:
     assert keys <= documented
     # Groups are there too, where there is something to say about them.
     assert all(any(key.startswith(f"{group}.") for key in keys) for group in documented - keys)
+
+
+@pytest.mark.parametrize(
+    ("base", "hinted", "length_known", "reads"),
+    [
+        ("semantic", True, True, False),
+        ("semantic", True, False, True),
+        ("semantic", False, True, True),
+        ("priority", True, False, False),
+        ("priority", False, True, True),
+        ("sjf", False, True, False),
+        ("sjf", True, False, True),
+        ("fcfs", False, False, False),
+    ],
+)
+def test_texts_are_read_for_what_requests_do_not_state(base, hinted, length_known, reads) -> None:
+    assert parse_policy({"base": base}).reads(hinted, length_known) is reads
+    assert not parse_policy({"base": base, "predictor": {"enabled": False}}).reads(False)
+
+
+def test_weighted_levels_need_lengths_and_a_level() -> None:
+    with pytest.raises(PolicyError, match="needs base: semantic"):
+        parse_policy({"base": "priority", "weighted_levels": {"factor": 4}})
+    with pytest.raises(PolicyError, match="2 is not a level; valid: 0 to 1"):
+        weights = {"factor": 4, "strict_level": 2}
+        parse_policy({"levels": 2, "default_level": 1, "weighted_levels": weights})
+    assert parse_policy({"levels": 1, "default_level": 0})

@@ -85,3 +85,34 @@ def test_median_never_exceeds_p90(weights, generated) -> None:
         for estimate in ("median", "p90")
     )
     assert median <= p90
+
+
+def test_bounds_apply_to_each_bucket() -> None:
+    def expected(probabilities, generated=0, kind="mean", limit=300, shortest=0):
+        return expected_output_tokens(probabilities, BUCKETS, generated, kind, limit, shortest)
+
+    even = (0.25, 0.25, 0.25, 0.25)
+    assert expected(even, shortest=100) == (100 + 100 + 120 + 300) / 4
+    # What it wrote while it could not end tells nothing about its own length.
+    assert expected(even, generated=60, shortest=100) == (100 + 100 + 120 + 300) / 4
+    assert expected(even, generated=100, shortest=100) == (120 + 300) / 2
+    assert expected((1.0, 0.0, 0.0, 0.0), kind="p90", shortest=100) == 100
+
+
+@given(weights, estimates, st.integers(1, 2000), st.integers(0, 1999))
+def test_equal_bounds_make_the_length_exact(weights, estimate, length, generated) -> None:
+    probabilities = [weight / sum(weights) for weight in weights]
+    found = expected_output_tokens(
+        probabilities, BUCKETS, min(generated, length - 1), estimate, length, length
+    )
+    assert found == length
+
+
+@given(weights, st.integers(0, 500), estimates, st.integers(1, 300), st.integers(0, 300))
+def test_estimate_keeps_both_bounds(weights, generated, estimate, room, shortest) -> None:
+    probabilities = [weight / sum(weights) for weight in weights]
+    limit = generated + room
+    found = expected_output_tokens(
+        probabilities, BUCKETS, generated, estimate, limit, min(shortest, limit)
+    )
+    assert max(generated, min(shortest, limit) - 1e-6) < found <= limit + 1e-9 * limit

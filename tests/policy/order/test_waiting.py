@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
+from vllm_semantic_sched.policy.config.order import WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Rank
-from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 
 
 def default_rank(job) -> Rank:
@@ -63,3 +64,58 @@ def test_buffered_job_is_schedulable_without_a_better_one() -> None:
     assert queue.peek() is unread
     queue.push(urgent, Rank(0, 9.0, urgent.sequence))
     assert [queue.pop() for _ in range(3)] == [urgent, unread, routine]
+
+
+def weighted_queue(factor=4.0, strict_level=1) -> WaitingQueue:
+    weights = WeightedLevels(factor=factor, strict_level=strict_level)
+    return WaitingQueue(default_rank, QueueRules(weights=weights))
+
+
+def fill(queue, *levels_and_seconds):
+    jobs = [make_job(level) for level, _ in levels_and_seconds]
+    for job, (level, seconds) in zip(jobs, levels_and_seconds, strict=True):
+        queue.push(job, Rank(level, seconds, job.sequence))
+    return jobs
+
+
+def test_much_shorter_job_goes_before_a_more_urgent_one() -> None:
+    queue = weighted_queue()
+    long, short, shorter = fill(queue, (2, 10.0), (3, 2.4), (4, 0.5))
+    assert list(queue.ordered()) == [shorter, short, long]
+    queue = weighted_queue()
+    long, short, shorter = fill(queue, (2, 10.0), (3, 2.6), (4, 0.7))
+    assert list(queue.ordered()) == [long, short, shorter]
+
+
+def test_strict_levels_go_first_whatever_their_length() -> None:
+    queue = weighted_queue()
+    jobs = fill(queue, (4, 0.001), (1, 500.0), (0, 1000.0), (1, 400.0))
+    assert list(queue.ordered()) == [jobs[2], jobs[3], jobs[1], jobs[0]]
+
+
+def test_promoted_and_favoured_jobs_gain_weight() -> None:
+    queue = WaitingQueue(
+        default_rank,
+        QueueRules(
+            weights=WeightedLevels(factor=4.0), offset=lambda level: -1.0 if level == 4 else 0.0
+        ),
+    )
+    routine, favoured = fill(queue, (3, 1.0), (4, 0.9))
+    assert queue.peek() is favoured  # like a job of level 3
+    queue.remove(favoured)
+    aged = make_job(4, aged=4.0)
+    queue.push(aged, Rank(aged.effective_level, 50.0, aged.sequence))
+    assert queue.peek() is routine  # aging counts only where it may overtake
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.01, 100)), max_size=30))
+def test_weighted_order_is_total_and_keeps_the_order_within_a_level(jobs) -> None:
+    queue = weighted_queue()
+    made = fill(queue, *jobs)
+    seconds = dict(zip(made, (seconds for _, seconds in jobs), strict=True))
+    taken = [queue.pop() for _ in made]
+    for level in range(5):
+        same = [job for job in taken if job.level == level]
+        assert same == sorted(same, key=lambda job: (seconds[job], job.sequence))
+    first = [job.level for job in taken if job.level <= 1]
+    assert first == sorted(first) == [job.level for job in taken[: len(first)]]

@@ -14,9 +14,11 @@ from vllm_semantic_sched.policy.config.order import (
     Aging,
     Deadlines,
     FairShareKnobs,
+    KvPeakKnobs,
     Protect,
     Stage,
     Tenants,
+    WeightedLevels,
 )
 from vllm_semantic_sched.policy.config.overload import (
     Admission,
@@ -66,6 +68,8 @@ class Policy(Section):
     predictor: Predictor = Predictor()
     decision: Decision = Decision()
     length: Length = Length()
+    weighted_levels: WeightedLevels = WeightedLevels()
+    kv_peak: KvPeakKnobs = KvPeakKnobs()
     aging: Aging = Aging()
     deadlines: Deadlines = Deadlines()
     fair_share: FairShareKnobs = FairShareKnobs()
@@ -88,6 +92,20 @@ class Policy(Section):
         ):
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_need_lengths(self) -> Policy:
+        weights = self.weighted_levels
+        if weights.factor is not None and self.base != "semantic":
+            raise ValueError(
+                f"weighted_levels.factor: {weights.factor:g} needs base: semantic; valid: unset"
+            )
+        if weights.factor is not None and weights.strict_level >= self.levels:
+            raise ValueError(
+                f"weighted_levels.strict_level: {weights.strict_level} is not a level; valid: 0 to "
+                f"{self.levels - 1}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -133,12 +151,17 @@ class Policy(Section):
         """Whether the rank depends on the predicted output length."""
         return self.base in ("semantic", "sjf")
 
-    def reads(self, hinted: bool) -> bool:
-        """Whether the predictor reads a request's text: for its length alone if `hinted`, that
-        is, if a hint states its level."""
-        if not self.predictor.enabled or not (self.uses_urgency or self.uses_length):
-            return False
-        return self.uses_length or not hinted
+    def reads(self, hinted: bool, length_known: bool = False) -> bool:
+        """Whether the predictor reads a request's text: unless the policy uses neither level nor
+        length, or the request states what it uses.
+
+        Args:
+            hinted: whether a hint states its level.
+            length_known: whether the request states its exact length.
+        """
+        wants_level = self.uses_urgency and not hinted
+        wants_length = self.uses_length and not length_known
+        return self.predictor.enabled and (wants_level or wants_length)
 
 
 def load_policy(name_or_path: str | Path) -> Policy:

@@ -13,6 +13,28 @@ from vllm_semantic_sched.policy.facts.section import Section
 ROUNDING = 1e-9
 
 
+class WeightedLevels(Section):
+    """Order by urgency and remaining time together, among the less urgent levels."""
+
+    factor: float | None = Field(
+        None,
+        gt=1,
+        description="A request runs before one that is one level more urgent if its remaining time "
+        "is at least this many times shorter; two levels count as the square of it. Unset: "
+        "urgency decides alone. For `base: semantic`.",
+    )
+    strict_level: int = Field(
+        1,
+        ge=0,
+        description="With `factor`: requests of this and more urgent levels run before all others, "
+        "by urgency alone, and only they preempt.",
+    )
+
+    def weighs(self, level: float) -> bool:
+        """Whether requests of an effective level are ordered by urgency and time together."""
+        return self.factor is not None and level > self.strict_level
+
+
 class Aging(Section):
     """Promotion of waiting requests, so that none starves."""
 
@@ -158,6 +180,28 @@ class Tenants(Section):
             if share < 1.0 and not self.fair:
                 raise ValueError(f"tenants.{name}: {share:g} needs tenants.fair: true; valid: 1")
         return self
+
+
+class KvPeakKnobs(Section):
+    """Admission by the predicted peak of KV use (arXiv 2507.10150)."""
+
+    enabled: bool = Field(
+        False,
+        description="A waiting request starts only if the running requests and it will fit into "
+        "the KV cache at every later step, by their predicted lengths. Otherwise it starts as soon "
+        "as its prompt fits, and requests are preempted when the answers no longer fit.",
+    )
+    quantile: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Quantile of the predicted lengths that counts; higher is more cautious.",
+    )
+    exempt_level: int = Field(
+        1,
+        ge=-1,
+        description="Requests of this and more urgent levels start regardless; -1: none.",
+    )
 
 
 class Stage(Section):

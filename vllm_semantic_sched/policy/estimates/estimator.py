@@ -8,6 +8,7 @@ from vllm_semantic_sched.policy.estimates.cost import remaining_seconds
 from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
     expected_without_prediction,
+    likely_output_tokens,
 )
 from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.facts.job import Job
@@ -58,20 +59,35 @@ class Estimator:
         buckets = self.buckets
         # At least one more token will come.
         limit = max(job.max_output_tokens, job.generated + 1)
+        shortest = min(job.stated.shortest, limit)
         if job.prediction is None or job.prediction.length is None or buckets is None:
-            return min(expected_without_prediction(length.default_tokens, job.generated), limit)
+            expected = expected_without_prediction(length.default_tokens, job.generated)
+            return min(max(expected, shortest), limit)
         return expected_output_tokens(
-            job.prediction.length, buckets, job.generated, length.estimate, limit
+            job.prediction.length, buckets, job.generated, length.estimate, limit, shortest
         )
+
+    def tokens_within(self, job: Job, share: float) -> float:
+        """Prompt tokens plus output tokens that a `share` of such answers does not exceed."""
+        limit = max(job.max_output_tokens, job.generated + 1)
+        buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
+        if predicted is None or buckets is None:
+            return self.tokens(job)
+        shortest = min(job.stated.shortest, limit)
+        likely = likely_output_tokens(predicted, buckets, job.generated, share, limit, shortest)
+        return job.prompt_tokens + likely
 
     def tokens(self, job: Job) -> float:
         """Prompt tokens plus expected total output tokens."""
         return job.prompt_tokens + self.output_tokens(job)
 
     def first_estimate(self, job: Job) -> float | None:
-        """Output tokens expected from the prediction alone; None if the job has none."""
+        """Output tokens expected before the first one; None if that is no prediction: the job has
+        none, or states its length."""
         buckets = self.buckets
         if job.prediction is None or job.prediction.length is None or buckets is None:
+            return None
+        if job.stated.shortest or job.stated.longest is not None:
             return None
         return expected_output_tokens(
             job.prediction.length, buckets, 0, self._policy.length.estimate, job.max_output_tokens
@@ -97,7 +113,12 @@ class Estimator:
             self.scale.observe_copies(expected, seconds)
 
     def learn(self, job: Job, end: AnswerEnd) -> None:
-        """Learn from a finished job whose `generated` is up to date."""
+        """Learn from a finished job whose `generated` is up to date, unless the request bounded
+        its length: an answer drawn out, or cut to a choice, does not show what the model would
+        have written."""
+        stated = job.stated
+        if job.generated <= stated.shortest or stated.longest is not None:
+            return
         predicted = job.prediction.length if job.prediction is not None else None
         if self._calibration is not None and predicted is not None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)

@@ -23,31 +23,62 @@ def expected_output_tokens(
     generated: int,
     estimate: Estimate,
     limit: int = sys.maxsize,
+    shortest: int = 0,
 ) -> float:
-    """Output tokens, given that more than `generated` and at most `limit` will come.
+    """Output tokens, given that more than `generated`, at least `shortest` and at most `limit`
+    will come.
 
     Buckets that the request has outlived drop out and the rest is renormalised: the request
-    moves on to the next bucket (the supervisor of S3, Jin et al. 2023).
+    moves on to the next bucket (the supervisor of S3, Jin et al. 2023). A request that has not
+    reached `shortest` has outlived none, because it was not free to end.
+
+    Both bounds cut an answer off or draw it out, so each moves the probability beyond it to the
+    bound itself. Leaving those buckets out would be wrong: a long answer under a low limit does
+    not become one that is short by nature.
 
     Args:
         probabilities: one per bucket.
         estimate: mean, or a quantile of lengths that are uniform within a bucket.
         limit: above `generated`. It applies to each bucket: applied to the mean alone, it would
             make all requests that are likely to reach it look alike.
+        shortest: at most `limit`; applies likewise.
     """
-    alive = bisect.bisect_right(buckets.edges, generated)
+    if estimate != "mean":
+        share = _SHARE_BELOW[estimate]
+        return likely_output_tokens(probabilities, buckets, generated, share, limit, shortest)
+    if shortest >= limit:
+        return float(limit)
+    reached = generated if generated >= shortest else 0
+    alive = bisect.bisect_right(buckets.edges, reached)
     total = sum(probabilities[alive:])
     if total <= 0:  # it has outlived all predicted lengths
-        return min(_length_within(alive, buckets, generated), float(limit))
-    if estimate == "mean":
-        lengths = [
-            min(_length_within(index, buckets, generated), limit)
-            for index in range(alive, len(probabilities))
-        ]
-        expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
-        return expected / total
-    quantile = _quantile(_SHARE_BELOW[estimate] * total, probabilities, buckets, generated)
-    return min(quantile, float(limit))
+        return min(_length_within(alive, buckets, reached), float(limit))
+    lengths = [
+        min(max(_length_within(index, buckets, reached), shortest), limit)
+        for index in range(alive, len(probabilities))
+    ]
+    expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
+    return expected / total
+
+
+def likely_output_tokens(
+    probabilities: Sequence[float],
+    buckets: LengthBuckets,
+    generated: int,
+    share: float,
+    limit: int = sys.maxsize,
+    shortest: int = 0,
+) -> float:
+    """Output tokens that a `share` of such answers does not exceed; otherwise like
+    `expected_output_tokens`."""
+    if shortest >= limit:
+        return float(limit)
+    reached = generated if generated >= shortest else 0
+    total = sum(probabilities[bisect.bisect_right(buckets.edges, reached) :])
+    if total <= 0:
+        return expected_output_tokens(probabilities, buckets, generated, "mean", limit, shortest)
+    quantile = _quantile(share * total, probabilities, buckets, reached)
+    return min(max(quantile, float(shortest)), float(limit))
 
 
 def expected_without_prediction(default_tokens: int, generated: int) -> float:

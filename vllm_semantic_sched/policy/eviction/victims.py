@@ -204,7 +204,10 @@ class VictimEligibility:
         if not limits.enabled or not self._policy.uses_urgency or worst is None:
             return False
         gap = worst.effective_level - self._fairness.preempting_level(level)
-        return gap >= limits.min_level_gap or (gap > 0 and self._fairness.reservation.lent(level))
+        if gap > 0 and self._fairness.reservation.lent(level):
+            return True
+        # Weighted levels are one level: a seat that a short request got is not taken back at once.
+        return gap >= limits.min_level_gap and not self._policy.weighted_levels.weighs(level)
 
     def _is_much_shorter(self, job: Job) -> bool:
         worst = self._running.least_urgent()
@@ -216,6 +219,8 @@ class VictimEligibility:
         """Remaining seconds from which a running job gives way to `job`; inf: never."""
         limits = self._policy.preemption
         if limits.shorter is None or not limits.enabled or self._policy.base != "semantic":
+            return math.inf
+        if self._policy.weighted_levels.weighs(job.level):
             return math.inf
         return limits.shorter * self._seconds_left(job)
 
@@ -280,6 +285,8 @@ def plan_admission_preemptions(
         entitled = eligibility.worth_preempting(job)
         passed += not entitled
         if room.prefill_tokens <= 0 or passed > (_PASSED if fairness.reorders_levels else 0):
+            break
+        if not fairness.kv_peak.admits(job):
             break
         if not view.is_ready(job) or not fairness.tenant_caps.admits(job):
             continue

@@ -44,6 +44,26 @@ def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> 
     )
 
 
+class StatedLength(NamedTuple):
+    """What a request says about the output tokens of its answer, beside its `max_tokens`.
+
+    Attributes:
+        shortest: the answer cannot end before; 0: it may end at any time.
+        longest: the form of the answer allows no more; None: any number.
+    """
+
+    shortest: int = 0
+    longest: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the length is known."""
+        return self.shortest == self.longest
+
+
+FREE_LENGTH = StatedLength()
+
+
 class IllegalTransition(RuntimeError):
     """The state machine has no edge between two states."""
 
@@ -94,7 +114,9 @@ class Job:
     Attributes:
         sequence: arrival number; makes every order total.
         arrival: seconds on the scheduler's clock.
-        prompt_tokens, max_output_tokens: as submitted.
+        prompt_tokens: as submitted.
+        max_output_tokens: most output tokens, by the request's limit and its form.
+        stated: what the request says about its length.
         level, level_source: current urgency level (0 = most urgent) and its origin.
         awaits_prediction: the predictor has not answered yet.
         computed: tokens whose KV is, or is expected to be, on the device.
@@ -122,6 +144,7 @@ class Job:
     max_output_tokens: int
     level: int
     level_source: LevelSource
+    stated: StatedLength = FREE_LENGTH
     awaits_prediction: bool = False
     prediction: Prediction | None = None
     computed: int = 0

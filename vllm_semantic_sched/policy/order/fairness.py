@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
+from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
@@ -43,6 +44,7 @@ class Fairness:
         policy: Policy,
         profile: EngineProfile,
         make_queue: Callable[[QueueRules], WaitingQueue],
+        tokens_within: Callable[[Job, float], float],
         gate: Callable[[Job], bool] = lambda job: True,
     ) -> None:
         self._policy = policy
@@ -55,19 +57,21 @@ class Fairness:
         self.top_levels = TopLevelGuard(policy.tenants.top)
         self.reservation = Reservation(policy.all_tiers, self.holdings)
         self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
+        self.kv_peak = KvPeak(policy.kv_peak, tokens_within)
         self.meter = Meter(profile, self._charge, self.holdings.hold)
         self._taken: dict[Job, _Charge] = {}
-        self.waiting = make_queue(
-            QueueRules(
-                by_level=policy.uses_urgency,
-                by_tenant=policy.tenants.fair,
-                offset=self._offset,
-                admits=self._admits,
-                tenant_may_go=self.tenant_caps.admits,
-                overtaking=self.overtaking,
-                cost=self.meter.admission_seconds,
-            )
+        self._rules = QueueRules(
+            by_level=policy.uses_urgency,
+            weights=policy.weighted_levels,
+            by_tenant=policy.tenants.fair,
+            offset=self._offset,
+            admits=self._admits,
+            tenant_may_go=self.tenant_caps.admits,
+            fits=self.kv_peak.admits,
+            overtaking=self.overtaking,
+            cost=self.meter.admission_seconds,
         )
+        self.waiting = make_queue(self._rules)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
         """Set the engine's capacity.
@@ -80,6 +84,7 @@ class Fairness:
         """
         self.reservation.set_capacity(capacity)
         self.holdings.capacity = capacity
+        self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
@@ -95,6 +100,8 @@ class Fairness:
         self.fair_share.adopt(policy.fair_share, policy.all_tiers)
         self.top_levels.knobs = policy.tenants.top
         self.tenant_caps.knobs = policy.tenants
+        self.kv_peak.knobs = policy.kv_peak
+        self._rules.weights = policy.weighted_levels
         self.meter.profile = profile
         self.waiting.changed()
 
@@ -113,6 +120,7 @@ class Fairness:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._account(job, charge.level, -charge.seconds, first=not job.preemptions)
         self.holdings.release(job)
+        self.kv_peak.discard(job)
         self._start_timers(job)
 
     def take(self, job: Job) -> None:
@@ -139,6 +147,7 @@ class Fairness:
         self._stop_timers(job)
         self.meter.stop(job)
         self.holdings.release(job)
+        self.kv_peak.discard(job)
         job.share_boost = 0.0
         self.waiting.changed()
 
@@ -184,7 +193,8 @@ class Fairness:
 
     @property
     def timeless(self) -> bool:
-        """Whether the order of the queue changes only when a job comes, goes or is predicted."""
+        """Whether the order of the queue changes only when a job comes, goes, is predicted or
+        outlives its estimate."""
         return self.steady and not self._policy.aging.enabled and not self._policy.deadlines.enabled
 
     @property
@@ -205,6 +215,7 @@ class Fairness:
         credit = self.overtaking.admitted(overtook)
         self._taken[job] = _Charge(job.level, seconds, overtook, credit)
         self.holdings.hold(job, job.tokens + AHEAD)
+        self.kv_peak.add(job)
         self._account(job, job.level, seconds, first=not job.preemptions)
         self.waiting.changed()
 

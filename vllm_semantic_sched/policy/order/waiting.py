@@ -6,9 +6,12 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from vllm_semantic_sched.policy.config.order import WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.aging import Overtaking
 from vllm_semantic_sched.policy.order.queues import LevelQueue
+
+_UNWEIGHTED = WeightedLevels()
 
 
 @dataclass(slots=True)
@@ -17,19 +20,24 @@ class QueueRules:
 
     Attributes:
         by_level: whether the rank uses the level.
+        weights: how urgency and remaining time count together.
         by_tenant: see `LevelQueue`.
         offset: levels to add to a level's jobs; negative is sooner.
         admits: whether a job may have a seat now; a level whose first job may not is skipped.
         tenant_may_go: see `LevelQueue.peek`.
+        fits: whether the job that is next may start now; while it may not, none does, or small
+            requests would pass it for ever.
         overtaking: limits how often aged jobs overtake more urgent ones.
         cost: see `LevelQueue.ordered`.
     """
 
     by_level: bool = True
+    weights: WeightedLevels = _UNWEIGHTED
     by_tenant: bool = False
     offset: Callable[[int], float] = lambda level: 0.0
     admits: Callable[[Job], bool] = lambda job: True
     tenant_may_go: Callable[[Job], bool] = lambda job: True
+    fits: Callable[[Job], bool] = lambda job: True
     overtaking: Overtaking | None = None
     cost: Callable[[Job], float] = lambda job: 0.0
 
@@ -152,7 +160,9 @@ class WaitingQueue:
 
     def _choose(self) -> tuple[Job | None, bool]:
         if self._next is None:
-            self._next = self._choose_anew()
+            job, overtakes = self._choose_anew()
+            fits = job is not None and self._rules.fits(job)
+            self._next = (job, overtakes) if fits else (None, False)
         return self._next
 
     def _choose_anew(self) -> tuple[Job | None, bool]:
@@ -194,8 +204,20 @@ class WaitingQueue:
             level = job.deadline_level
         else:
             level = 0.0
-        offset = self._rules.offset(job.level)
-        return Rank(level + offset, rank.remaining, rank.sequence)
+        level += self._rules.offset(job.level)
+        return weighted(Rank(level, rank.remaining, rank.sequence), self._rules.weights)
+
+
+def weighted(rank: Rank, weights: WeightedLevels) -> Rank:
+    """The rank among the jobs of all levels.
+
+    Less urgent levels form one: the remaining time of a job there counts `factor` times as much
+    per level (Smith's rule: shortest first, by time / weight).
+    """
+    if weights.factor is None or rank.level <= weights.strict_level:
+        return rank
+    first = weights.strict_level + 1
+    return Rank(first, rank.remaining * weights.factor ** (rank.level - first), rank.sequence)
 
 
 def _first(pair: tuple[Rank, Job]) -> Rank:

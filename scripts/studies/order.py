@@ -1,0 +1,239 @@
+"""Waiting times by what the order of requests depends on: real texts in the simulator.
+
+The shipped predictor reads the benchmark's requests (a message of a known level and a real question
+with the length of its own answer). Their load then runs in the simulator under policies that differ
+in order and admission. Prints the mean normalized waiting time of FCFS relative to each policy's,
+and the waiting times by level. Needs the data folder (SEMSCHED_DATA).
+
+example:
+  python scripts/studies/order.py --output order --overload 2 6
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from common import main, write_json
+
+from vllm_semantic_sched.bench.workload import (
+    LEVELS,
+    MIXES,
+    BenchRequest,
+    WorkloadConfig,
+    make_workload,
+)
+from vllm_semantic_sched.cli.comparison import show_progress
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.policy.lifecycle import Transition
+    from vllm_semantic_sched.sim.engine import Engine
+    from vllm_semantic_sched.sim.predictor import Predictions
+    from vllm_semantic_sched.sim.workload import Workload
+
+Policy = dict[str, Any]
+
+_STRICT: Policy = {"weighted_levels": {"factor": None}}
+_NO_PEAK: Policy = {"kv_peak": {"enabled": False}}
+VARIANTS: dict[str, Policy] = {
+    "urgency alone": _STRICT,
+    **{f"factor {factor}": {"weighted_levels": {"factor": factor}} for factor in (2, 4, 8, 16)},
+    "factor 4, median length": {"length": {"estimate": "median"}},
+    "factor 4, p90 length": {"length": {"estimate": "p90"}},
+    "factor 4, KV peak": {"kv_peak": {"enabled": True}},
+    "throughput": {"policy": "throughput"} | _NO_PEAK,
+    "throughput, KV peak": {"policy": "throughput", "kv_peak": {"enabled": True}},
+}
+"""Changes to the policy `ems`, or to another one, by name."""
+
+KNOWN: dict[str, Policy] = {"known: urgency alone": _STRICT, "known: factor 4": {}}
+"""Policies for requests that state level and length."""
+
+_ENGINE = {"profile": "cpu-2core-tiny", "seats": 16, "kv_blocks": 96, "block_size": 32}
+_READER = {"latency": 0.01, "latency_per_request": 0.008}
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy on one load.
+
+    Attributes:
+        gain: mean normalized waiting time of FCFS / that of the policy, over all requests.
+        throughput: output tokens per second, relative to FCFS.
+        shortages: preemptions because the KV blocks ran out.
+        levels: mean normalized waiting time by level, ms per token.
+    """
+
+    gain: float
+    throughput: float
+    shortages: float
+    levels: tuple[float, ...]
+
+
+class _Shortages:
+    """Counts preemptions under KV pressure (`policy.lifecycle.Listener`)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._engine: Engine | None = None
+
+    def watch(self, engine: Engine) -> None:
+        """Begin at an engine's first step."""
+        if self._engine is None:
+            self._engine = engine
+            engine.core.lifecycle.listeners.append(self)
+
+    def moved(self, transition: Transition) -> None:
+        self.count += transition.reason == "kv_shortage"
+
+    def first_token(self, job: object) -> None:
+        pass
+
+
+def simulated(
+    policy: Policy, workload: Workload, predictions: Predictions, known: bool = False
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Metrics by level (`sim.metrics.METRICS`), and preemptions under KV pressure.
+
+    Args:
+        known: requests state their level; `predictions` then hold their exact lengths.
+    """
+    from vllm_semantic_sched.sim.metrics import Recorder
+    from vllm_semantic_sched.sim.scenario import parse_scenarios
+    from vllm_semantic_sched.sim.simulation import simulate
+
+    content = {
+        "workload": {"requests": 1, "hints": known},
+        "predictor": _READER,
+        "engine": _ENGINE,
+        "schedulers": {"policy": {"policy": "ems"} | policy},
+    }
+    scenario = parse_scenarios(content)[0]
+    recorder, shortages = Recorder(scenario.slos("policy")), _Shortages()
+    simulate(
+        scenario,
+        "policy",
+        finished=recorder.add,
+        before_step=shortages.watch,
+        given=(workload, predictions),
+    )
+    return recorder.levels(), shortages.count
+
+
+def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
+    """The requests, arriving `overload` times as fast as the engine under FCFS serves them."""
+    from vllm_semantic_sched.sim.predictor import GivenPredictions
+    from vllm_semantic_sched.sim.workload import Workload
+
+    workload = Workload(
+        np.zeros(len(requests)),
+        np.array([one.level for one in requests], dtype=np.int8),
+        np.array([max(1, len(one.text) // _CHARACTERS_PER_TOKEN) for one in requests]),
+        np.array([one.output_tokens for one in requests]),
+    )
+    nothing = GivenPredictions([], LengthBuckets((), (1.0,)))
+    together, _ = simulated({"policy": "fcfs"}, workload, nothing)
+    seconds = workload.outputs.sum() / together["all"]["tokens_per_second"]
+    arrivals = np.array([one.arrival for one in requests])
+    return replace(workload, arrivals=arrivals * seconds / overload / arrivals[-1])
+
+
+def exact(workload: Workload) -> Predictions:
+    """The true levels and lengths as predictions."""
+    from vllm_semantic_sched.sim.predictor import GivenPredictions
+
+    lengths = sorted(set(workload.outputs.tolist()))
+    rows = [
+        Prediction(
+            tuple(float(at == level) for at in range(LEVELS)),
+            tuple(float(length == tokens) for length in lengths),
+        )
+        for level, tokens in zip(workload.levels, workload.outputs, strict=True)
+    ]
+    return GivenPredictions(rows, LengthBuckets(tuple(lengths[1:]), tuple(map(float, lengths))))
+
+
+def compare(workload: Workload, read: Predictions) -> dict[str, Row]:
+    """Run every policy on a load."""
+    base, _ = simulated({"policy": "fcfs"}, workload, read)
+    runs = {name: simulated(policy, workload, read) for name, policy in VARIANTS.items()}
+    known = exact(workload)
+    runs |= {name: simulated(policy, workload, known, True) for name, policy in KNOWN.items()}
+
+    def ratio(metric: str, levels: dict[str, dict[str, float]]) -> float:
+        return levels["all"][metric] / base["all"][metric]
+
+    return {
+        name: Row(
+            1 / ratio("normalized_waiting", levels),
+            ratio("tokens_per_second", levels),
+            shortages,
+            tuple(1e3 * levels[str(level)]["normalized_waiting"] for level in range(LEVELS)),
+        )
+        for name, (levels, shortages) in runs.items()
+    }
+
+
+def mean_of(rows: Sequence[Row]) -> Row:
+    """Mean of each figure."""
+    fields = zip(*((row.gain, row.throughput, row.shortages) for row in rows), strict=True)
+    levels = np.mean([row.levels for row in rows], axis=0)
+    return Row(*(float(np.mean(field)) for field in fields), tuple(levels.tolist()))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--output", required=True, type=Path, help="folder for order.json")
+    add("--requests", type=int, default=400, metavar="N", help="per load (default: %(default)s)")
+    add("--seeds", type=int, default=4, metavar="N", help="loads (default: %(default)s)")
+    add("--overload", type=float, nargs="+", default=[2.0, 6.0], metavar="X",
+        help="arrivals relative to what the engine can serve (default: 2 6)")  # fmt: skip
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the texts, simulate, print and write `order.json`; always 0."""
+    from vllm_semantic_sched.predict.model import TextPredictor
+    from vllm_semantic_sched.sim.predictor import GivenPredictions
+
+    predictor, console, written = TextPredictor.load(), make_console(), []
+    assert predictor.length_buckets is not None
+    bar = show_progress(args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
+    found: dict[tuple[str, float], list[dict[str, Row]]] = {}
+    with bar as advance:
+        for mix in MIXES:
+            for seed in range(args.seeds):
+                config = WorkloadConfig(requests=args.requests, mix=mix, seed=seed)
+                requests = make_workload(config).requests
+                rows = predictor.predict([one.text for one in requests])
+                read = GivenPredictions(rows, predictor.length_buckets)
+                for overload in args.overload:
+                    rows_of = found.setdefault((mix, overload), [])
+                    rows_of.append(compare(load_of(requests, overload), read))
+                    advance()
+    for (mix, overload), runs in found.items():
+        columns = ("policy", "gain", "throughput", "KV shortages", *map(str, range(LEVELS)))
+        table = make_table(f"{mix} mix, overload {overload:g}; ms per token by level", *columns)
+        for name in runs[0]:
+            row = mean_of([one[name] for one in runs])
+            levels = (f"{value:.0f}" for value in row.levels)
+            table.add_row(
+                name, f"{row.gain:.2f}", f"{row.throughput:.2f}", f"{row.shortages:.0f}", *levels
+            )
+            written.append({"mix": mix, "overload": overload, "policy": name} | asdict(row))
+        console.print(table)
+    write_json(args.output / "order.json", written)
+    print(f"written: {args.output / 'order.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,0 +1,52 @@
+"""The study of the order of requests on a load that shows its effects."""
+
+import numpy as np
+import pytest
+from order import compare, load_of, mean_of, simulated
+
+from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.sim.predictor import GivenPredictions
+
+PROMPT = "word " * 150
+BUCKETS = LengthBuckets((20, 120), (8.0, 60.0, 240.0))
+
+
+@pytest.fixture(scope="module")
+def load():
+    """150 requests of all levels and three lengths, and a predictor that is never wrong."""
+    rng = np.random.default_rng(1)
+    buckets = rng.integers(0, 3, 150)
+    requests = [
+        BenchRequest(at, at * 0.1, int(rng.integers(0, 5)), PROMPT, int(BUCKETS.means[bucket]))
+        for at, bucket in enumerate(buckets)
+    ]
+    rows = [
+        Prediction(
+            tuple(float(level == one.level) for level in range(5)),
+            tuple(float(bucket == one) for one in range(3)),
+        )
+        for one, bucket in zip(requests, buckets, strict=True)
+    ]
+    return load_of(requests, overload=6.0), GivenPredictions(rows, BUCKETS)
+
+
+def test_short_answers_of_low_urgency_gain_and_urgent_ones_lose_nothing(load) -> None:
+    rows = compare(*load)
+    strict, weighted = rows["urgency alone"], rows["factor 4"]
+    assert weighted.gain > 1.1 * strict.gain > 1.1
+    assert weighted.levels[0] == pytest.approx(strict.levels[0], rel=0.1)
+    assert weighted.levels[4] < 0.9 * strict.levels[4]
+    assert rows["known: factor 4"].gain > 1.3 * rows["known: urgency alone"].gain
+    assert mean_of([strict, weighted]).gain == pytest.approx((strict.gain + weighted.gain) / 2)
+
+
+def test_admission_by_peak_saves_preemptions_at_the_same_throughput(load) -> None:
+    def outcome(enabled: bool):
+        policy = {"policy": "throughput", "kv_peak": {"enabled": enabled}}
+        return simulated(policy, *load)
+
+    (before, shortages), (after, fewer) = outcome(False), outcome(True)
+    assert shortages > 0 and fewer < 0.6 * shortages
+    speed = "tokens_per_second"
+    assert after["all"][speed] > 0.97 * before["all"][speed]

@@ -1,0 +1,134 @@
+"""Admission by the predicted peak of KV use (Past-Future scheduler, Gong et al., arXiv 2507.10150).
+
+vLLM admits a request as soon as its prompt fits. The answers then grow, and when the blocks run
+out it preempts and recomputes. Here a request is admitted only if the KV of all running requests,
+as far as their lengths can be predicted, will fit at every later step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable
+
+from vllm_semantic_sched.policy.config.order import KvPeakKnobs
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.job import Job
+
+
+class KvPeak:
+    """Predicts the KV tokens of the running jobs at every later step.
+
+    All running jobs grow by one token per step, so with n jobs left until step e, which had b
+    tokens at step 0 if counted back, they hold the sum of b + n e tokens at step e. That does not
+    depend on the present step: the sums change only when a job comes, goes or outlives its
+    estimate. Use can only peak when a job ends.
+
+    A question costs O(log running), the first one after a change O(running log running), a step
+    O(log running) per outlived estimate. Prompts that share blocks count in full, each job counts
+    a block more than its tokens fill, and a job grows from its admission on, before its prefill is
+    over: the peak is overestimated rather than missed.
+
+    A candidate answers only for the time in which it runs itself: it does not wait because of a
+    peak that comes after its end.
+
+    Args:
+        tokens_within: see `Estimator.tokens_within`.
+
+    Attributes:
+        knobs: may be replaced.
+        capacity: KV tokens of the engine; inf if unlimited or not known yet.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, knobs: KvPeakKnobs, tokens_within: Callable[[Job, float], float]) -> None:
+        self.knobs = knobs
+        self.capacity = math.inf
+        self.block_size = 1
+        self._tokens_within = tokens_within
+        self._step = 0
+        self._ends: AddressableHeap[Job] = AddressableHeap()  # last step by estimate
+        self._starts: dict[Job, int] = {}  # tokens less steps
+        # By the last step, latest first: ends (negative), sums of starts, and for each place the
+        # highest use at its end and those of later places if one more job runs.
+        self._sorted: tuple[list[float], list[float], list[float]] | None = None
+
+    def set_capacity(self, capacity: EngineCapacity) -> None:
+        """Set the engine's capacity."""
+        self.block_size = capacity.block_size
+        blocks = capacity.blocks
+        self.capacity = math.inf if blocks is None else blocks * capacity.block_size
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def admits(self, job: Job) -> bool:
+        """Whether a waiting job may start by its predicted use. Always, if no other job runs, so
+        that none waits for ever."""
+        if not self.knobs.enabled or not self._starts or self.capacity == math.inf:
+            return True
+        if job.level <= self.knobs.exempt_level or job.overdue:
+            return True
+        return self.peak_with(job) <= self.capacity
+
+    def peak_with(self, job: Job) -> float:
+        """Highest predicted use in tokens while a job runs that starts now."""
+        ends, starts, later = self._sums()
+        start, end = self._measure(job)
+        longer = bisect.bisect_right(ends, -end)  # jobs that end at the same step or after it
+        at_end = starts[longer] + start + (longer + 1) * end
+        return max(at_end, start + later[longer])
+
+    def add(self, job: Job) -> None:
+        """Count a job that gets a seat, or whose estimate changed."""
+        if self.knobs.enabled:
+            start, end = self._measure(job)
+            self._starts[job] = start
+            self._ends.push(job, end)
+            self._sorted = None
+
+    def discard(self, job: Job) -> None:
+        """Forget a job; no-op if it is not counted."""
+        if self._starts.pop(job, None) is not None:
+            self._ends.discard(job)
+            self._sorted = None
+
+    def advance(self, steps: int = 1) -> None:
+        """Count engine steps."""
+        self._step += steps
+
+    @property
+    def steps_to_outlived(self) -> int:
+        """Steps until a job outlives its estimate."""
+        job = self._ends.peek()
+        return max(0, int(self._ends.key(job)) - self._step) if job is not None else 1 << 62
+
+    def revise(self, observe: Callable[[Job], None]) -> bool:
+        """Estimate jobs again that have outlived their estimate; whether there was one.
+
+        Args:
+            observe: updates a job's `generated`.
+        """
+        outlived = list(self._ends.pop_until(self._step, len(self._ends)))
+        for job in outlived:
+            observe(job)
+            self.add(job)
+        return bool(outlived)
+
+    def _measure(self, job: Job) -> tuple[int, int]:
+        """Tokens of a job less the present step, with a block to spare, and its last step."""
+        left = max(1, math.ceil(self._tokens_within(job, self.knobs.quantile)) - job.tokens)
+        return job.tokens + self.block_size - 1 - self._step, self._step + left
+
+    def _sums(self) -> tuple[list[float], list[float], list[float]]:
+        if self._sorted is None:
+            jobs = sorted(self._starts, key=self._ends.key, reverse=True)
+            ends = [self._ends.key(job) for job in jobs]
+            starts = [0.0, *itertools.accumulate(float(self._starts[job]) for job in jobs)]
+            # With one more job, n + 1 + 1 hold a token more per step at the end of place n.
+            at_ends = [starts[n + 1] + (n + 2) * end for n, end in enumerate(ends)]
+            later = [*itertools.accumulate(reversed(at_ends), max)][::-1]
+            self._sorted = [-end for end in ends], starts, [*later, -math.inf]
+        return self._sorted
