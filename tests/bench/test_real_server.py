@@ -40,10 +40,10 @@ def test_model_is_written_once_with_a_real_tokenizer(model):
 
 
 def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
-    config = WorkloadConfig(requests=30, gap=0.2, max_burst=12, max_output_tokens=120)
+    config = WorkloadConfig(requests=30, gap=0.0, max_burst=30, max_output_tokens=120)
     requests = make_workload(config, question_source(None)[0]).requests
-    # Too few blocks for eight requests: some are preempted, computed again, and still end in time.
-    shape = ServerConfig(model, tmp_path / "server.log", seats=8, num_blocks=34)
+    # Too few blocks for sixteen requests: some are preempted and computed again.
+    shape = ServerConfig(model, tmp_path / "server.log", seats=16, num_blocks=34)
     with VllmServer(shape) as server:
         client = LoadClient(server.url, eos_token=2, max_tokens=200)
         before = read_counters(server.get_text("/metrics"))
@@ -56,9 +56,9 @@ def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
         refused = replace(client, extras=lambda request: {"n": -1}).send(requests[:1])
     assert [r.output_tokens for r in records] == [r.output_tokens for r in requests]
     assert counters[PREEMPTIONS] > before[PREEMPTIONS]
-    # Each step gives a token to at most eight requests.
+    # Each step gives a token to at most sixteen requests.
     tokens = sum(r.output_tokens for r in records)
-    assert tokens / 8 <= counters[STEPS] - before[STEPS] <= tokens
+    assert tokens / 16 <= counters[STEPS] - before[STEPS] <= tokens
     assert all(r.ok and r.finish_reason == "length" for r in stated)
     assert [r.token_hash for r in stated] == [r.token_hash for r in records[:4]]
     assert idle is not None and 0 < idle.alone < idle.full * 2
