@@ -74,7 +74,7 @@ class ClientRequests:
         ):
             if problem is None:
                 continue
-            if not self._counters.total(counter):
+            if not self._counters.total(counter, ()):
                 self._logger.warning(
                     "Request %s: %s; served without it. Further ones are counted in "
                     "semsched:%s_total only.",
