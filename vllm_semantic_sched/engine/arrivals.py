@@ -15,7 +15,6 @@ from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
@@ -41,25 +40,29 @@ class Arrival:
     Attributes:
         policy: the policy by which it was read.
         job: not known to the core yet (`SchedulingCore.arrive`).
-        hint: the client's hints.
+        source: origin of its level, as in metrics.
+        hint_problem: why the urgency hint is unusable; None if it is usable or absent.
         dedup_key: None without a usable one.
         dedup_problem: why the key is unusable; None if it is usable or absent.
         origin: the client's request; the same for all its prompts and answers.
         parent: the prompt, if this is one of several answers to it; else None.
         refusable: whether its client can receive a refusal.
         unread: whether its text should be read, but the predictor's queue is full.
+        has_problem: whether there is anything to report about it.
         provisional: what a first look at the text predicts; None if nobody looked.
     """
 
     policy: Policy
     job: Job
-    hint: Hint
+    source: str
+    hint_problem: str | None
     dedup_key: str | None
     dedup_problem: str | None
     origin: str
     parent: str | None
     refusable: bool
     unread: bool
+    has_problem: bool
     provisional: Prediction | None = None
 
 
@@ -126,6 +129,7 @@ class Arrivals:
         part = _PART.fullmatch(request_id)
         reads = submitted or self._predictions.reads(request, hint)
         awaits_prediction = submitted or (reads and self._predictions.submit(request, hint))
+        unread = reads and not awaits_prediction
         job = core.draft(
             request_id,
             prompt_tokens=request.num_prompt_tokens,
@@ -137,11 +141,13 @@ class Arrivals:
         return Arrival(
             policy=policy,
             job=job,
-            hint=hint,
+            source=hint.source.value,
+            hint_problem=hint.problem,
             dedup_key=dedup_key,
             dedup_problem=dedup_problem,
             origin=part["origin"] if part else request_id,
             parent=parent_of(request_id),
             refusable=self._refusable(request),
-            unread=reads and not awaits_prediction,
+            unread=unread,
+            has_problem=unread or hint.problem is not None or dedup_problem is not None,
         )

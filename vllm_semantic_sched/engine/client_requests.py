@@ -35,25 +35,13 @@ class ClientRequests:
         self._logger = logger
         self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
 
-    def read(self, arrival: Arrival) -> None:
-        """Count a new request, and log the first of each problem in requests."""
-        counters, request_id = self._counters, arrival.job.request_id
-        counters.add("requests", arrival.hint.source.value)
-        if arrival.unread:
-            counters.add("unread_prompts")
-        if arrival.hint.problem is not None:
-            self._problem(
-                "invalid_hints",
-                request_id,
-                f"{arrival.hint.problem}; served at its predicted level",
-            )
-        if arrival.dedup_problem is not None:
-            self._problem(
-                "invalid_dedup_keys", request_id, f"{arrival.dedup_problem}; served without it"
-            )
-
     def arrived(self, arrival: Arrival, step: SchedulingStep, view: VllmView) -> None:
         """A request is in the queue; it, or others because of it, may end."""
+        self._counters.add("requests", arrival.source)
+        if arrival.has_problem:
+            self._report(arrival)
+        if not arrival.refusable:
+            return
         if self._refused_parents and arrival.parent is not None:
             refusal = self._refused_parents.get(arrival.parent)
             if refusal is not None:
@@ -76,12 +64,22 @@ class ClientRequests:
         for number in range(_MOST_ANSWERS):
             self._refuse(f"{number}_{parent}", refusal)
 
-    def _problem(self, counter: str, request_id: str, problem: str) -> None:
-        if not self._counters.total(counter):
-            self._logger.warning(
-                "Request %s: %s. Further ones are counted in semsched:%s_total only.",
-                request_id,
-                problem,
-                counter,
-            )
-        self._counters.add(counter)
+    def _report(self, arrival: Arrival) -> None:
+        """Count what is wrong with a request, and log the first of each kind."""
+        if arrival.unread:
+            self._counters.add("unread_prompts")
+        for counter, problem in (
+            ("invalid_hints", arrival.hint_problem),
+            ("invalid_dedup_keys", arrival.dedup_problem),
+        ):
+            if problem is None:
+                continue
+            if not self._counters.total(counter, ()):
+                self._logger.warning(
+                    "Request %s: %s; served without it. Further ones are counted in "
+                    "semsched:%s_total only.",
+                    arrival.job.request_id,
+                    problem,
+                    counter,
+                )
+            self._counters.add(counter)

@@ -39,6 +39,9 @@ class LivePolicy:
 
     Args:
         load: reads the server's policy and profile; raises PolicyError. May be replaced.
+
+    Attributes:
+        loaded: what was read and waits for `adopt`; None if nothing does.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class LivePolicy:
         self._logger = logger
         self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
         self._report: dict[str, Any] = {"result": "started"}
-        self._loaded: tuple[Policy, EngineProfile] | PolicyError | None = None
+        self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -76,7 +79,7 @@ class LivePolicy:
             The outcome of the latest reload: `result` (started, adopted, unchanged, refused),
             `version`, `fingerprint`, `changed` keys if adopted, `reason` if refused.
         """
-        loaded, self._loaded = self._loaded, None
+        loaded, self.loaded = self.loaded, None
         if loaded is not None:
             # Reported if the next line raises.
             self._report = {"result": "refused", "reason": "an exception; see the server's log"}
@@ -86,11 +89,6 @@ class LivePolicy:
             "version": self.version.number,
             "fingerprint": self.version.fingerprint,
         }
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a loaded file waits for `adopt`."""
-        return self._loaded is not None
 
     def close(self) -> None:
         """Stop the background thread."""
@@ -129,11 +127,11 @@ class LivePolicy:
     def _serve(self) -> None:
         while (done := self._requests.get()) is not None:
             try:
-                self._loaded = self.load()
+                self.loaded = self.load()
             except PolicyError as problem:
-                self._loaded = problem
+                self.loaded = problem
             except Exception as error:  # a bad file must not end the thread
-                self._loaded = PolicyError(f"{type(error).__name__}: {error}")
+                self.loaded = PolicyError(f"{type(error).__name__}: {error}")
             done.set_result(None)
 
 

@@ -37,7 +37,7 @@ class SemanticRequestQueue(RequestQueue):
 
     def add_request(self, request: Request) -> None:
         self._members[request.request_id] = request
-        if self._ordered_by_core:
+        if not self._first_come_first_served:
             try:
                 self._core.enqueue(self._jobs[request.request_id], self._queue)
             except Exception:

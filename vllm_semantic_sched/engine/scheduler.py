@@ -10,7 +10,7 @@ import logging
 import time
 from typing import Any
 
-from vllm_semantic_sched.engine.arrivals import Arrival, Arrivals
+from vllm_semantic_sched.engine.arrivals import Arrivals
 from vllm_semantic_sched.engine.client_requests import ClientRequests
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
 from vllm_semantic_sched.engine.ending import Endings, end_of
@@ -158,12 +158,18 @@ class SemanticScheduler(HookedScheduler):
         if request.request_id in self.jobs:
             super().add_request(request)
             return
-        if self.live_policy.has_news:
+        if self.live_policy.loaded is not None:
             self._adopt_policy()
-        arrival = self._new_job(request)
+        arrival = None
+        try:  # not `with`: a burst of arrivals delays the next step
+            arrival = self.arrivals.take(request)
+            self.core.arrive(arrival.job, self.clock())
+            self.jobs[request.request_id] = arrival.job
+        except Exception:
+            self.guard.failed("reading a new request")
         super().add_request(request)
-        if arrival is not None and arrival.refusable:
-            try:  # not `with`: a burst of arrivals delays the next step
+        if arrival is not None:
+            try:
                 self._clients.arrived(arrival, self.step, self.view)
             except Exception:
                 self.guard.failed("admitting a request")
@@ -289,21 +295,9 @@ class SemanticScheduler(HookedScheduler):
 
     def _adopt_policy(self) -> None:
         """Put a policy that was reloaded in force, between steps."""
-        if self.live_policy.has_news:
+        if self.live_policy.loaded is not None:
             with self.guard("adopting a policy"):
                 self.live_policy.adopt()
-
-    def _new_job(self, request: Request) -> Arrival | None:
-        """Make a new request known to the core; None if that fails."""
-        try:
-            arrival = self.arrivals.take(request)
-            self.core.arrive(arrival.job, self.clock())
-            self.jobs[request.request_id] = arrival.job
-            self._clients.read(arrival)
-        except Exception:
-            self.guard.failed("reading a new request")
-            return None
-        return arrival
 
     def evict(self, request: Request, reason: str) -> None:
         """Preempt a running request between two steps.

@@ -221,8 +221,12 @@ class SchedulingCore:
             self.requeue(job, queue)
             return
         self.version += 1
-        if queue is self.waiting:
+        if queue is not self.waiting:
+            return
+        if seconds is None:
             self.fairness.wait(job)
+        else:
+            self.fairness.arrive(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""

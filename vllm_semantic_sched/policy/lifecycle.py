@@ -64,7 +64,10 @@ class Lifecycle:
     def arrive(self, job: Job) -> None:
         """Record that a new job waits."""
         job.entered = job.arrival
-        self._push(job)
+        heap = self._waiting.get(job.level)
+        if heap is None:
+            heap = self._heap(job.level)
+        heap.push(job, (job.arrival, job.sequence))
         if self.listeners:
             transition = Transition(job, None, job.state, job.arrival)
             for listener in self.listeners:
@@ -123,8 +126,7 @@ class Lifecycle:
         return heap
 
     def _push(self, job: Job) -> None:
-        heap = self._waiting.get(job.level) or self._heap(job.level)
-        heap.push(job, (job.entered, job.sequence))
+        self._heap(job.level).push(job, (job.entered, job.sequence))
 
     def _tell(self, job: Job, before: JobState, now: float, reason: str, plan: str) -> None:
         transition = Transition(job, before, job.state, now, reason, plan)

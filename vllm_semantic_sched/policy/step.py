@@ -166,7 +166,8 @@ class SchedulingStep:
         if self._overload is not None:
             seats = partial(self._seats_open, view)
             ended = self._overload.arrive(job, job.arrival, seats, dedup_key, origin)
-            self._end(view, ended)
+            if ended:
+                self._end(view, ended)
 
     def first_token(self, view: EngineView, job: Job) -> None:
         """Record a job's first token after a step, and move the job if its rank changed."""

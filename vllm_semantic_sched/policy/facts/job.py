@@ -26,6 +26,9 @@ class Rank(NamedTuple):
     sequence: int
 
 
+_new_tuple = tuple.__new__
+
+
 def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> Rank:
     """The rank of a job. Terms that the base policy ignores are zero. Overdue jobs run by arrival
     under every policy.
@@ -37,11 +40,12 @@ def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> 
     """
     if level <= OVERDUE:
         return Rank(OVERDUE, 0.0, sequence)
-    return Rank(
+    terms = (
         level if base in ("semantic", "priority") else 0,
         remaining if base in ("semantic", "sjf") else 0.0,
         sequence,
     )
+    return _new_tuple(Rank, terms)  # half the time of Rank(*terms)
 
 
 class StatedLength(NamedTuple):

@@ -44,7 +44,8 @@ class Promotions:
     def wait(self, job: Job) -> None:
         """Start the timer of a job that waits, or waits again; time in a seat counts only while
         it was held."""
-        if not self.knobs.enabled or job.promotions >= self.knobs.most_promotions(job.level):
+        done = job.promotions and job.promotions >= self.knobs.most_promotions(job.level)
+        if done or not self.knobs.enabled:
             self._timers.discard(job)
             return
         due = job.entered - job.waited + (job.promotions + 1) * self.knobs.interval

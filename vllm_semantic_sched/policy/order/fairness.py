@@ -113,9 +113,16 @@ class Fairness:
 
     # Job lifecycle
 
+    def arrive(self, job: Job) -> None:
+        """Record that a job enters the queue for the first time."""
+        if self._policy.aging.enabled:
+            self.promotions.wait(job)
+        if self._policy.deadlines.enabled:
+            self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
+
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
-        charge = self._taken.pop(job, None) if self._taken else None
+        charge = self._taken.pop(job, None)
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._account(job, charge.level, -charge.seconds, first=not job.preemptions)

@@ -44,7 +44,8 @@ class TenantQueue:
 
     def push(self, job: Job, rank: Rank) -> None:
         """Put a job into the heap, or move it to its new rank."""
-        self._buffer.pop(job, None)
+        if self._buffer:
+            self._buffer.pop(job, None)
         self._heap.push(job, rank)
 
     def remove(self, job: Job) -> None:
@@ -103,7 +104,7 @@ class LevelQueue:
     def push(self, job: Job, rank: Rank) -> None:
         """Queue a job, or move it to its new rank."""
         self._queue_of(job).push(job, rank)
-        if job.overdue:
+        if job.aged and job.overdue:
             self.overdue.push(job, job.sequence)
 
     def buffer(self, job: Job) -> None:
@@ -158,7 +159,7 @@ class LevelQueue:
         return job.tenant if self._by_tenant else ANONYMOUS
 
     def _queue_of(self, job: Job) -> TenantQueue:
-        tenant = self.tenant_of(job)
+        tenant = job.tenant if self._by_tenant else ANONYMOUS
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = TenantQueue(self._default_rank)

@@ -101,7 +101,10 @@ class WaitingQueue:
         if place is not None and place != job.level:
             self._levels[place].remove(job)
         self._places[job] = job.level
-        self.queue(job.level).push(job, rank)
+        queue = self._levels.get(job.level)
+        if queue is None:
+            queue = self.queue(job.level)
+        queue.push(job, rank)
 
     def rerank(self, job: Job, rank: Rank) -> None:
         """Give a queued job a new rank; a buffered one stays buffered unless its level changed."""

@@ -17,11 +17,6 @@ class Amount:
     requests: int = 0
     tokens: float = 0.0
 
-    def add(self, tokens: float) -> None:
-        """Add a request."""
-        self.requests += 1
-        self.tokens += tokens
-
     def take(self, tokens: float) -> None:
         """Subtract a request."""
         self.requests -= 1
@@ -77,12 +72,12 @@ class QueueAccount:
         self._entries[job] = entry
         level = self._levels[entry.level]
         level.jobs[job] = None
-        level.amount.add(entry.tokens)
-        self.all.add(entry.tokens)
         tenant = self._tenants.get(entry.tenant)
         if tenant is None:
             tenant = self._tenants[entry.tenant] = Amount()
-        tenant.add(entry.tokens)
+        for amount in (self.all, level.amount, tenant):
+            amount.requests += 1
+            amount.tokens += entry.tokens
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 
