@@ -80,13 +80,14 @@ class ReplayEngine(Engine):
         for _ in range(event.preempted):
             self.preempt(self.running[-1], "kv_shortage")
         for job in self._admitted(event.admitted):
-            job.computed = event.computed.get(job.request_id, 0)
+            # A token that was in flight when it was preempted may have come since.
+            job.computed, job.generated = event.after.get(job.request_id, (0, job.generated))
             self.waiting[0] -= 1
             self.core.start(job)
             self._prefilling[job] = None
             self._insert(job)
         for job in list(self._prefilling):
-            if event.computed.get(job.request_id, 0) >= job.tokens:
+            if event.after.get(job.request_id, (0, 0))[0] >= job.tokens:
                 del self._prefilling[job]
 
     def _admitted(self, number: int) -> list[Job]:
@@ -141,7 +142,7 @@ class ReplayEngine(Engine):
         return sum(job not in self._prefilling and job not in self._held for job in self.running)
 
     def is_ready(self, job: Job) -> bool:
-        return bool(self._answer("is_ready", job, True))
+        return job.request_id not in self._here.unready
 
     def can_advance(self, job: Job) -> bool:
         return bool(self._answer("can_advance", job, True))
