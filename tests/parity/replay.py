@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.stage import StageLimits
@@ -96,7 +96,9 @@ class ReplayEngine(Engine):
         skipped: list[Job] = []
         while len(admitted) < number and (job := self.core.waiting.peek()) is not None:
             self.core.take(job, self.core.waiting)
-            (admitted if self.is_ready(job) else skipped).append(job)
+            # What is saved in this step cannot be loaded in it.
+            saving = job.state is JobState.SWAPPED and job.entered == self._now
+            (admitted if self.is_ready(job) and not saving else skipped).append(job)
         for job in skipped:
             self.core.requeue(job, self.core.waiting)
         return admitted  # if too few, the difference shows in the decisions
