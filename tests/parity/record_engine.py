@@ -1,6 +1,6 @@
 """Runs the real engine with a small model in processes of its own, one after another, and writes
 what was recorded: python -m parity.record_engine MODEL OUT ENGINES, where ENGINES is a JSON list of
-{"asynchronous", "swap", "policies"}. OUT gets a list of recordings per engine."""
+`EngineCase`s. OUT gets a list of recordings per engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ SWAP = {
 
 @dataclass
 class EngineCase:
-    """An engine and the policies that it runs under, one after another."""
+    """An engine and what it serves, one after another.
+
+    Attributes:
+        policies: paths or shipped names.
+    """
 
     asynchronous: bool
     swap: bool
@@ -80,7 +84,7 @@ def run_engine(model: str, case: EngineCase, out: Path) -> None:
         num_gpu_blocks_override=22,
         block_size=32,
     )
-    out.write_bytes(pickle.dumps([run(llm, policy, time) for policy in case.policies]))
+    out.write_bytes(pickle.dumps([run(llm, time, policy) for policy in case.policies]))
 
 
 def schedule_asynchronously() -> None:
@@ -94,8 +98,8 @@ def schedule_asynchronously() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def run(llm: LLM, policy: str, time: VirtualTime) -> Recording:
-    """Serve one load under a policy, on the model that is loaded already."""
+def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
+    """Serve the same requests under a policy, on the model that is loaded already."""
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     old = core.scheduler
@@ -114,7 +118,7 @@ def run(llm: LLM, policy: str, time: VirtualTime) -> Recording:
     while sent < REQUESTS or engine.has_unfinished_requests():
         for _ in range(rng.choice([0, 0, 0, 1, 1])):
             if sent < REQUESTS:
-                send(engine, str(sent), rng)
+                send(engine, str(sent), random.Random(sent))
                 sent += 1
         for output in engine.step():
             answer = output.outputs[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_semantic_sched.engine.vllm_api import tokens_with_kv
+from vllm_semantic_sched.engine.vllm_api import is_ready, tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
@@ -40,7 +40,8 @@ class Step:
         host_blocks: free ones on the host.
         answers: of the view to questions about one request that the simulator has no notion of,
             by question and request.
-        computed: by request, after the step.
+        unready: requests without a seat that vLLM could not admit; those with a token in flight.
+        after: computed and generated tokens by request, as vLLM counts them after scheduling.
         preempted, admitted: how many vLLM preempted and admitted by itself.
     """
 
@@ -51,7 +52,8 @@ class Step:
     kv_use: float = 0.0
     host_blocks: int = 0
     answers: dict[tuple[str, str], Any] = field(default_factory=dict)
-    computed: dict[str, int] = field(default_factory=dict)
+    unready: set[str] = field(default_factory=set)
+    after: dict[str, tuple[int, int]] = field(default_factory=dict)
     preempted: int = 0
     admitted: int = 0
 
@@ -267,8 +269,12 @@ def record(scheduler: Any, policy: str) -> Recording:
         here = Step(view.now())
         events.append(here)
         output = inner(*args, **kwargs)
-        here.computed = {
-            name: request.num_computed_tokens for name, request in scheduler.requests.items()
+        here.unready = {
+            request.request_id for request in scheduler.waiting if not is_ready(scheduler, request)
+        }
+        here.after = {
+            name: (request.num_computed_tokens, request.num_output_tokens)
+            for name, request in scheduler.requests.items()
         }
         taken = log.take()
         moves = [entry for entry in taken if entry[0] == "moved"]
@@ -304,7 +310,7 @@ def record(scheduler: Any, policy: str) -> Recording:
     wrap(view, "predictions", predictions)
     wrap(view, "limit_prefills", limit_prefills)
     wrap(view, "hold", hold)
-    for name in ("freeable_blocks", "needed_blocks", "is_ready", "can_advance"):
+    for name in ("freeable_blocks", "can_advance"):
         question(name)
     wrap(scheduler, "schedule", schedule)
     wrap(scheduler, "update_from_output", update_from_output)

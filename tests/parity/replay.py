@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.stage import StageLimits
@@ -81,13 +81,14 @@ class ReplayEngine(Engine):
         for _ in range(event.preempted):
             self.preempt(self.running[-1], "kv_shortage")
         for job in self._admitted(event.admitted):
-            job.computed = event.computed.get(job.request_id, 0)
+            # A token that was in flight when it was preempted may have come since.
+            job.computed, job.generated = event.after.get(job.request_id, (0, job.generated))
             self.waiting[0] -= 1
             self.core.start(job)
             self._prefilling[job] = None
             self._insert(job)
         for job in list(self._prefilling):
-            if event.computed.get(job.request_id, 0) >= job.tokens:
+            if event.after.get(job.request_id, (0, 0))[0] >= job.tokens:
                 del self._prefilling[job]
 
     def _admitted(self, number: int) -> list[Job]:
@@ -96,7 +97,9 @@ class ReplayEngine(Engine):
         skipped: list[Job] = []
         while len(admitted) < number and (job := self.core.waiting.peek()) is not None:
             self.core.take(job, self.core.waiting)
-            (admitted if self.is_ready(job) else skipped).append(job)
+            # What is saved in this step cannot be loaded in it.
+            saving = job.state is JobState.SWAPPED and job.entered == self._now
+            (admitted if self.is_ready(job) and not saving else skipped).append(job)
         for job in skipped:
             self.core.requeue(job, self.core.waiting)
         return admitted  # if too few, the difference shows in the decisions
@@ -142,7 +145,7 @@ class ReplayEngine(Engine):
         return sum(job not in self._prefilling and job not in self._held for job in self.running)
 
     def is_ready(self, job: Job) -> bool:
-        return bool(self._answer("is_ready", job, True))
+        return job.request_id not in self._here.unready
 
     def can_advance(self, job: Job) -> bool:
         return bool(self._answer("can_advance", job, True))
