@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
@@ -12,10 +12,23 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
+
+
+class Glance(NamedTuple):
+    """A prompt as first seen.
+
+    Attributes:
+        text: its first and last tokens, decoded.
+        provisional: the instant reader's prediction; None without such a reader.
+    """
+
+    text: str
+    provisional: Prediction | None
 
 
 class PredictionFeed:
@@ -27,6 +40,7 @@ class PredictionFeed:
 
     Attributes:
         service: the predictor; None if the policy uses none.
+        instant: the instant reader; None if policy or model have none.
         tokenizer: the served model's; None if the engine has none.
 
     Raises:
@@ -44,7 +58,9 @@ class PredictionFeed:
         self._core = core
         self._jobs = jobs
         self._counters = counters
+        self._logger = logger
         self.service: PredictionService | None = None
+        self.instant: InstantReader | None = None
         self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
         if not policy.reads(hinted=False):
@@ -56,7 +72,9 @@ class PredictionFeed:
                 "levels come from hints only."
             )
             return
-        self.service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
+        if policy.predictor.instant.enabled:
+            self.instant = self._load_instant(policy.predictor.model)
+        self.service = PredictionService(policy.predictor, logger=logger)
         core.estimates.buckets = self.service.start()
 
     @property
@@ -73,22 +91,39 @@ class PredictionFeed:
             "predictor_up": float(self.service.up),
         }
 
-    def submit(self, request: Request, hint: Hint) -> bool:
+    def glance(self, request: Request, hint: Hint) -> Glance | None:
+        """Decode a new request's prompt, and read it at once with the instant reader: less than a
+        millisecond, whatever its length. May be called on any thread.
+
+        Returns:
+            None if the policy does not read the prompt.
+        """
+        policy, tokenizer = self._core.policy, self.tokenizer
+        tokens = request.prompt_token_ids
+        if self.service is None or tokenizer is None or not tokens:
+            return None
+        if not policy.reads(hinted=hint.level is not None):
+            return None
+        if len(tokens) > 2 * _WINDOW:
+            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
+        try:
+            text = tokenizer.decode(tokens)
+        except Exception:
+            text = ""  # ids outside the vocabulary; vLLM decides about the request
+        return Glance(text, None if self.instant is None else self.instant.read(text))
+
+    def submit(self, request: Request, hint: Hint, glance: Glance | None) -> bool:
         """Send a request's prompt to the predictor.
 
         Returns:
             False if no prediction will arrive.
         """
-        policy = self._core.policy
-        if self.service is None or not policy.reads(hinted=hint.level is not None):
+        if self.service is None or glance is None:
             return False
-        tokens = request.prompt_token_ids
-        if not tokens:
-            return False
-        if len(tokens) > 2 * _WINDOW:
-            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
-        level = policy.default_level if hint.level is None else hint.level
-        if self.service.submit(request.request_id, tokens, level):
+        if glance.provisional is not None:
+            self._counters.add("instant_predictions")
+        level = self._core.reading_level(hint, glance.provisional)
+        if self.service.submit(request.request_id, glance.text, level):
             return True
         self._counters.add("unread_prompts")
         return False
@@ -115,11 +150,28 @@ class PredictionFeed:
             if job is None:  # it has ended in the meantime
                 continue
             self._counters.observe("prediction_latency_seconds", now - job.arrival)
+            provisional = job.level if job.level_source is LevelSource.INSTANT else None
             yield job, prediction
             if job.level_source is LevelSource.PREDICTION:  # as the caller has applied it
                 self._counters.add("predictions", str(job.level))
+                if provisional is not None and provisional != job.level:
+                    raised = job.level < provisional
+                    self._counters.add("corrected_levels", "raised" if raised else "lowered")
 
     def close(self) -> None:
         """Stop the predictor."""
         if self.service is not None:
             self.service.close()
+
+    def _load_instant(self, model: str | None) -> InstantReader | None:
+        try:
+            reader = InstantReader.load(model)
+        except Exception as error:
+            self._logger.warning("Semantic scheduling: no instant reader (%s).", error)
+            return None
+        if reader is None:
+            self._logger.info(
+                "Semantic scheduling: predictor.model has no instant reader; requests wait for "
+                "the predictor at the default level."
+            )
+        return reader

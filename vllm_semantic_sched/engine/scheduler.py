@@ -295,16 +295,18 @@ class SemanticScheduler(HookedScheduler):
                     hint.problem,
                 )
             self.counters.add("invalid_hints")
+        glance = self.predictions.glance(request, hint)
         job = core.new_job(
             request.request_id,
             arrival=self.clock(),
             prompt_tokens=request.num_prompt_tokens,
             max_output_tokens=request.max_tokens,
             hint=hint,
-            awaits_prediction=self.predictions.submit(request, hint),
+            awaits_prediction=self.predictions.submit(request, hint, glance),
             tenant=read_tenant(extra_args),
+            provisional=None if glance is None else glance.provisional,
         )
-        self.counters.add("requests", hint.source.value)
+        self.counters.add("requests", job.level_source.value)
         return job
 
     def evict(self, request: Request, reason: str) -> None:

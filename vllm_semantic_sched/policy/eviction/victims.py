@@ -11,7 +11,7 @@ from typing import Protocol
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -90,6 +90,10 @@ def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> li
     return [job for job, _ in kept]
 
 
+# Of probabilities that sum to 1.
+_ROUNDING = 1e-6
+
+
 class VictimEligibility:
     """Decides which running jobs may be preempted for which waiting ones.
 
@@ -128,10 +132,21 @@ class VictimEligibility:
 
         Its own level counts. What it gained by waiting, by a near deadline or by its tier's share
         gets it the next free seat but no preemption, unless `tiers[].slo.takes_seats` allows it.
-        The offset of a tier over its share counts against it.
+        The offset of a tier over its share counts against it. A provisional level counts as far
+        as it is probable (`predictor.instant`).
         """
         takes_seat = self._some_may_take_seats and job in self._fairness.deadlines.may_take_seats
-        return takes_seat or self._level_may_preempt(job.level) or self._is_much_shorter(job)
+        if takes_seat:
+            return True
+        level = self._entitled_level(job)
+        if level is None:
+            return False
+        return self._level_may_preempt(level) or self._is_much_shorter(job)
+
+    def held_back(self, job: Job) -> bool:
+        """Whether `job` may not preempt only because its level is provisional."""
+        provisional = job.level_source is LevelSource.INSTANT
+        return provisional and self._level_may_preempt(job.level) and not self.worth_preempting(job)
 
     def need_of(self, job: Job, need: Need) -> Need:
         """Seats and blocks to free for a job: what the engine lacks, or more if less urgent tiers
@@ -152,6 +167,9 @@ class VictimEligibility:
         def freeable(victim: Job) -> int | None:
             return freeable_blocks(victim) if self._policy.tier(victim.level).preemptible else None
 
+        level = self._entitled_level(job)
+        if level is None:
+            level = job.level  # it takes a seat by its deadline
         borrowed = self._fairness.reservation.borrowed_from(job.level)
         takes_seat = job in self._fairness.deadlines.may_take_seats
         limits = self._policy.preemption
@@ -168,7 +186,7 @@ class VictimEligibility:
         among_equals = takes_seat or longer_than < math.inf
 
         return choose_victims(
-            self._fairness.preempting_level(job.level),
+            self._fairness.preempting_level(level),
             need,
             self._running,
             limits,
@@ -192,6 +210,21 @@ class VictimEligibility:
                 return job, "reservation"
             if job.tenant == tenant:
                 return job, "tenant_cap"
+        return None
+
+    def _entitled_level(self, job: Job) -> int | None:
+        """The level at which `job` may preempt; None if it may not. A provisional level is one that
+        the job, or a more urgent one, has with enough probability."""
+        if job.level_source is not LevelSource.INSTANT or job.prediction is None:
+            return job.level
+        instant = self._policy.predictor.instant
+        if instant.may != "preempt":
+            return None
+        probability = 0.0
+        for level, share in enumerate(job.prediction.urgency):
+            probability += share
+            if probability >= instant.preempt_above - _ROUNDING:
+                return max(level, job.level)
         return None
 
     @property
@@ -278,9 +311,13 @@ def plan_admission_preemptions(
     passed = 0
     for job in itertools.islice(waiting.ordered(), _LOOKAHEAD):
         entitled = eligibility.worth_preempting(job)
-        passed += not entitled
-        if room.prefill_tokens <= 0 or passed > (_PASSED if fairness.reorders_levels else 0):
+        if room.prefill_tokens <= 0:
             break
+        if not entitled:
+            passed += 1
+            out_of_order = fairness.reorders_levels or eligibility.held_back(job)
+            if passed > (_PASSED if out_of_order else 0):
+                break
         if not view.is_ready(job) or not fairness.tenant_caps.admits(job):
             continue
         blocks = view.needed_blocks(job)

@@ -12,7 +12,7 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
-from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
@@ -193,7 +193,11 @@ class OverloadControl:
         return tier.queue.timeout or self._policy.admission.queue.timeout
 
     def _entry(self, job: Job, since: float) -> Entry:
-        return Entry(job.level, self._estimates.tokens(job), job.tenant, since)
+        level = job.level
+        if job.level_source is LevelSource.INSTANT and job.awaits_prediction:
+            # A misread emergency must not be refused before the predictor has read it.
+            level = min(level, self._policy.default_level)
+        return Entry(level, self._estimates.tokens(job), job.tenant, since)
 
     def _refusal(self, code: Code, reason: str, level: int) -> Refusal:
         return Refusal(code, reason, self.retry_after(level))
