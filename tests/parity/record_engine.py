@@ -14,7 +14,7 @@ import vllm_semantic_sched.engine.prediction
 import vllm_semantic_sched.engine.scheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
 
-from .recording import Recording, ScriptedPredictor, VirtualTime, record
+from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
 REQUESTS = 60
 TENANTS = ("", "a", "b")
@@ -24,6 +24,7 @@ def main() -> None:
     model, out, *policies = sys.argv[1:]
     time = VirtualTime()
     vllm_semantic_sched.engine.prediction.PredictionService = ScriptedPredictor
+    vllm_semantic_sched.engine.prediction.InstantReader = ScriptedInstant
     vllm_semantic_sched.engine.scheduler.ServiceClock = lambda: ServiceClock(time)
     llm = LLM(
         model,

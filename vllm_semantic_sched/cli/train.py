@@ -251,6 +251,7 @@ class _RoundBars:
 
 def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     """Print where the model is, and evaluate it on the texts that were held out."""
+    from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
     from vllm_semantic_sched.predict.training.train import TEST_FILE, TRAINING_FILE
 
@@ -269,6 +270,7 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
         decision,
         args.output / "report",
         model=str(args.output),
+        instant=InstantReader.load(str(args.output)),
     )
 
 

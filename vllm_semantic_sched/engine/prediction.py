@@ -11,7 +11,7 @@ from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
-from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
 
@@ -72,10 +72,10 @@ class PredictionFeed:
                 "levels come from hints only."
             )
             return
-        if policy.predictor.instant.enabled:
-            self.instant = self._load_instant(policy.predictor.model)
         self.service = PredictionService(policy.predictor, logger=logger)
-        core.estimates.buckets = self.service.start()
+        core.estimates.buckets = buckets = self.service.start()
+        if policy.predictor.instant.enabled:
+            self.instant = self._load_instant(policy.predictor.model, buckets)
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
@@ -163,11 +163,15 @@ class PredictionFeed:
         if self.service is not None:
             self.service.close()
 
-    def _load_instant(self, model: str | None) -> InstantReader | None:
+    def _load_instant(
+        self, model: str | None, buckets: LengthBuckets | None
+    ) -> InstantReader | None:
         try:
             reader = InstantReader.load(model)
+            if reader is not None and reader.length_buckets != buckets:
+                raise ValueError("its length buckets are not the predictor's")
         except Exception as error:
-            self._logger.warning("Semantic scheduling: no instant reader (%s).", error)
+            self._logger.warning("Semantic scheduling: no instant reader: %s.", error)
             return None
         if reader is None:
             self._logger.info(

@@ -22,7 +22,7 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_t
 
 INSTANT_FILE = "instant.npz"
 
-PAIR_ROWS = 2**15
+PAIR_ROWS = 2**16
 """Rows that pairs of neighbouring wordpieces are hashed to."""
 
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word

@@ -204,7 +204,10 @@ class PredictionService:
                 if self._closing:
                     return {}
                 lengths: list[int] = []
-                while (request_id := self._queue.peek()) and len(batch) < settings.max_batch:
+                while len(batch) < settings.max_batch:
+                    request_id = self._queue.peek()
+                    if request_id is None:
+                        break
                     prompt = self._prompts[request_id]
                     # The batch before may have had the same text.
                     if not self._recall(request_id, prompt):

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
+from vllm_semantic_sched.policy.estimates.decision import preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
@@ -88,10 +89,6 @@ def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> li
             kept.remove(victim)
             blocks -= victim[1]
     return [job for job, _ in kept]
-
-
-# Of probabilities that sum to 1.
-_ROUNDING = 1e-6
 
 
 class VictimEligibility:
@@ -213,19 +210,11 @@ class VictimEligibility:
         return None
 
     def _entitled_level(self, job: Job) -> int | None:
-        """The level at which `job` may preempt; None if it may not. A provisional level is one that
-        the job, or a more urgent one, has with enough probability."""
+        """The level at which `job` may preempt; None if it may not."""
         if job.level_source is not LevelSource.INSTANT or job.prediction is None:
             return job.level
-        instant = self._policy.predictor.instant
-        if instant.may != "preempt":
-            return None
-        probability = 0.0
-        for level, share in enumerate(job.prediction.urgency):
-            probability += share
-            if probability >= instant.preempt_above - _ROUNDING:
-                return max(level, job.level)
-        return None
+        knobs = self._policy.predictor.instant
+        return preempting_level(job.prediction.urgency, job.level, knobs)
 
     @property
     def _some_may_take_seats(self) -> bool:

@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 
-_EPOCHS = 8
+_EPOCHS = 6
 _LEAST_STEPS = 400
 _BATCH = 512
 _RATE = 0.02
