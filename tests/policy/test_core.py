@@ -287,9 +287,11 @@ def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
     core.predicted(calm, SURE)
     assert (urgent.level, urgent.level_source) == (4, LevelSource.PREDICTION)
     assert list(core.waiting.ordered()) == [calm, unread, urgent]
-    core.start(core.waiting.pop())
-    core.predicted(calm, CALM)  # it runs
-    assert calm.level == 4
+    running = glance(core, "running", SURE)
+    core.waiting.remove(running)
+    core.start(running)
+    core.predicted(running, CALM)
+    assert running.level == 4 and core.running.least_urgent() is running
 
 
 def test_provisional_prediction_stays_if_the_predictor_fails() -> None:
