@@ -15,7 +15,8 @@ from vllm_semantic_sched.predict.evaluation.baselines import (
     TFIDF_LENGTHS,
     TFIDF_LEVELS,
 )
-from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, NO_CLAIM
+from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, INSTANT, NO_CLAIM
+from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
 
 TABLE = (
@@ -50,6 +51,7 @@ def without_data_folder(monkeypatch, tmp_path):
 @pytest.fixture
 def small_model(monkeypatch):
     monkeypatch.setattr(TextPredictor, "load", lambda path, threads: TwoLevels())
+    monkeypatch.setattr(InstantReader, "load", lambda path: None)
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_the_shipped_model_on_a_table(table, tmp_path, capsys):
     assert report["decision"]["rule"] == "least_cost"
     assert sum(map(sum, report["confusion"])) == 4
     assert sum(part["n"] for part in report["reliability"]) == 4
-    assert set(report["baselines"]) == {MAJORITY, MEDIAN}
+    assert set(report["baselines"]) == {INSTANT, MAJORITY, MEDIAN}
     text = (out / "report.md").read_text()
     assert text in capsys.readouterr().out
     for name in ("confusion.png", "reliability.png", "lengths.png"):

@@ -253,12 +253,14 @@ class StubService:
 
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
+        self.submitted: list[tuple] = []
 
     def drain(self) -> list:
         answers, self.answers = self.answers, []
         return answers
 
-    def submit(self, request_id, token_ids, level=None) -> bool:
+    def submit(self, request_id, text, level=None) -> bool:
+        self.submitted.append((request_id, text, level))
         return True
 
     def cancel(self, request_id) -> None:
@@ -276,6 +278,56 @@ def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
     assert running(scheduler) == ["c"]
     assert scheduler.counters.total("failed_predictions") == 2
     assert scheduler.counters.total("predictions", "0") == 1
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
+class StubTokenizer:
+    """Decodes every prompt to one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def decode(self, token_ids) -> str:
+        assert len(token_ids) <= 512
+        return self.text
+
+
+class StubInstant:
+    """Reads a level off the first letter of a text, with full confidence."""
+
+    def read(self, text: str) -> Prediction:
+        return Prediction(tuple(float(level == int(text[0])) for level in range(5)))
+
+
+def test_provisional_level_gives_a_seat_at_once_until_it_is_corrected(policy, monkeypatch) -> None:
+    path = policy()["policy"]
+    with open(path, "w") as file:
+        file.write("correct_profile: false\n")
+    monkeypatch.setattr(
+        "vllm_semantic_sched.engine.prediction.PredictionService", lambda *args, **kwargs: None
+    )
+    scheduler = build({"policy": path}, max_num_seqs=1)
+    feed = scheduler.predictions
+    service = feed.service = StubService()
+    feed.instant, feed.tokenizer = StubInstant(), StubTokenizer("3")
+    add(scheduler, "calm", output_tokens=50)
+    run_step(scheduler)
+    feed.tokenizer.text = "0"
+    add(scheduler, "urgent", output_tokens=50, prompt_tokens=600)
+    assert service.submitted == [("calm", "3", 3), ("urgent", "0", 0)]
+    job = scheduler.jobs["urgent"]
+    assert (job.level, job.level_source.value) == (0, "instant")
+    run_step(scheduler)
+    assert running(scheduler) == ["urgent"]
+    service.answers = [("urgent", Prediction((0.0, 0.0, 0.0, 0.0, 1.0)))]
+    run_step(scheduler)
+    assert running(scheduler) == ["calm"]
+    assert (job.level, job.level_source.value) == (4, "prediction")
+    counters = scheduler.counters
+    assert counters.total("instant_predictions") == 2
+    assert counters.total("corrected_levels", "lowered") == 1
+    assert counters.total("requests", "instant") == 2
     finish_all(scheduler)
     assert_clean(scheduler)
 

@@ -21,7 +21,7 @@ import vllm_semantic_sched.engine.scheduler
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
 
-from .recording import Recording, ScriptedPredictor, VirtualTime, record
+from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
 REQUESTS = 60
 TENANTS = ("", "a", "b")
@@ -65,6 +65,7 @@ def main() -> None:
 def run_engine(model: str, case: EngineCase, out: Path) -> None:
     time = VirtualTime()
     vllm_semantic_sched.engine.prediction.PredictionService = ScriptedPredictor
+    vllm_semantic_sched.engine.prediction.InstantReader = ScriptedInstant
     vllm_semantic_sched.engine.scheduler.ServiceClock = lambda: ServiceClock(time)
     if case.asynchronous:
         schedule_asynchronously()

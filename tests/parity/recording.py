@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from vllm_semantic_sched.engine.vllm_api import is_ready, tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
@@ -165,7 +165,7 @@ class ScriptedPredictor:
     def start(self) -> LengthBuckets:
         return BUCKETS
 
-    def submit(self, request_id: str, tokens: Any, level: int) -> bool:
+    def submit(self, request_id: str, text: str, level: int) -> bool:
         self._due.append((self._calls + self._random.randint(0, 12), request_id))
         return True
 
@@ -185,15 +185,31 @@ class ScriptedPredictor:
         pass
 
     def _prediction(self) -> Prediction | None:
-        draw = self._random.random
-        if draw() < 0.1:
-            return None
+        return None if self._random.random() < 0.1 else random_prediction(self._random)
 
-        def spread(count: int) -> tuple[float, ...]:
-            weights = [draw() ** 4 for _ in range(count)]
-            return tuple(weight / sum(weights) for weight in weights)
 
-        return Prediction(spread(5), spread(3))
+class ScriptedInstant:
+    """Stands for `InstantReader`; sure of some texts, and often wrong."""
+
+    length_buckets = BUCKETS
+
+    def __init__(self) -> None:
+        self._random = random.Random(11)
+
+    @classmethod
+    def load(cls, path: str | None) -> Self:
+        return cls()
+
+    def read(self, text: str) -> Prediction:
+        return random_prediction(self._random)
+
+
+def random_prediction(rng: random.Random) -> Prediction:
+    def spread(count: int) -> tuple[float, ...]:
+        weights = [rng.random() ** 4 for _ in range(count)]
+        return tuple(weight / sum(weights) for weight in weights)
+
+    return Prediction(spread(5), spread(3))
 
 
 def record(scheduler: Any, policy: str) -> Recording:

@@ -130,9 +130,11 @@ def test_recordings_hold_every_kind_of_decision(recordings) -> None:
             elif decision[0] == "waiting":
                 seen["promoted"] += any(state[3] for state in decision[1])
                 seen["near a deadline"] += any(state[4] for state in decision[1])
+                seen["provisional"] += any(state[2] == "instant" for state in decision[1])
                 seen["predicted"] += any(state[2] == "prediction" for state in decision[1])
-    for kind in ("queued urgent", "queued kv_shortage", "limits", "promoted", "near a deadline",
-                 "predicted", "refused queue_timeout", "refused superseded"):  # fmt: skip
+    for kind in ("queued urgent", "queued kv_shortage", "limits", "promoted",
+                 "near a deadline", "predicted", "provisional",
+                 "refused queue_timeout", "refused superseded"):  # fmt: skip
         assert seen[kind], (kind, seen)
 
 

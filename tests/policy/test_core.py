@@ -272,3 +272,114 @@ def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
     assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)
     assert core.eviction.victims_for(urgent, need, 8, lambda job: 1) == [running]
     assert list(core.waiting.ordered()) == [urgent, unread, routine]
+
+
+SURE = Prediction((0.95, 0.05, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+LIKELY = Prediction((0.6, 0.2, 0.2, 0.0, 0.0), (1.0, 0.0, 0.0))
+CALM = Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
+
+
+def glance(core: SchedulingCore, name: str, provisional, urgency=None, tenant="") -> Job:
+    hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
+    job = core.new_job(name, 0.0, 50, 500, hint, True, tenant, provisional)
+    core.enqueue(job, core.waiting)
+    return job
+
+
+def instant(**knobs) -> dict:
+    return {"predictor": {"instant": knobs}}
+
+
+def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
+    core = make_core()
+    unread, calm = arrive(core, "unread", unread=True), glance(core, "calm", CALM)
+    urgent = glance(core, "urgent", SURE)
+    assert (urgent.level, urgent.level_source) == (0, LevelSource.INSTANT)
+    assert core.estimates.output_tokens(urgent) < core.estimates.output_tokens(calm)
+    assert list(core.waiting.ordered()) == [urgent, unread, calm]
+    core.predicted(urgent, CALM)
+    core.predicted(calm, SURE)
+    assert (urgent.level, urgent.level_source) == (4, LevelSource.PREDICTION)
+    assert list(core.waiting.ordered()) == [calm, unread, urgent]
+    running = glance(core, "running", SURE)
+    core.waiting.remove(running)
+    core.start(running)
+    core.predicted(running, CALM)
+    assert running.level == 4 and core.running.least_urgent() is running
+
+
+def test_provisional_prediction_stays_if_the_predictor_fails() -> None:
+    core = make_core()
+    job = glance(core, "a", SURE)
+    core.predicted(job, None)
+    assert (job.level, job.level_source, job.prediction) == (0, LevelSource.INSTANT, SURE)
+    assert not job.awaits_prediction
+
+
+def test_hinted_level_stays_and_the_provisional_length_is_used() -> None:
+    core = make_core()
+    job = glance(core, "a", SURE, urgency=3)
+    assert (job.level, job.level_source) == (3, LevelSource.HINT)
+    assert core.estimates.output_tokens(job) == 10.0
+
+
+def test_provisional_level_may_be_for_the_order_of_reading_only() -> None:
+    core = make_core(**instant(may="order"))
+    job = glance(core, "a", SURE)
+    assert (job.level_source, job.prediction) == (LevelSource.DEFAULT, None)
+    hint = core.read_hints({}, 0)
+    assert core.reading_level(hint, SURE) == 0 and core.reading_level(hint, CALM) == 4
+    assert core.reading_level(hint, None) == core.policy.default_level
+    assert core.reading_level(core.read_hints({"urgency": 1}, 0), CALM) == 1
+    off = make_core(**instant(enabled=False))
+    assert off.reading_level(hint, SURE) == off.policy.default_level
+    assert glance(off, "a", SURE).level_source is LevelSource.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("knobs", "provisional", "victim_level", "preempts"),
+    [
+        ({}, SURE, 1, True),
+        ({}, LIKELY, 4, True),  # surely level 2 or above: preempts as level 2
+        ({}, LIKELY, 2, False),
+        ({"preempt_above": 0.5}, LIKELY, 1, True),
+        ({"preempt_above": 0.99}, SURE, 1, False),
+        ({"may": "start"}, SURE, 4, False),
+    ],
+)
+def test_provisional_level_preempts_as_far_as_it_is_probable(
+    knobs, provisional, victim_level, preempts
+) -> None:
+    core = make_core(**instant(**knobs))
+    victim = arrive(core, "victim", victim_level)
+    core.start(core.waiting.pop())
+    job = glance(core, "urgent", provisional)
+    assert job.level == 0
+    victims = core.eviction.victims_for(job, Need(1, 0), 8, lambda one: 1)
+    assert core.eviction.worth_preempting(job) == preempts
+    if preempts:
+        assert victims == [victim]
+    assert core.eviction.held_back(job) == (not preempts)
+    core.predicted(job, provisional)  # read: its level is final
+    assert core.eviction.worth_preempting(job)
+    assert core.eviction.victims_for(job, Need(1, 0), 8, lambda one: 1) == [victim]
+
+
+def test_cap_on_top_levels_counts_a_corrected_request_once() -> None:
+    cap = {"tenants": {"top": {"share": 0.01, "allowance": 2}}}
+    core = make_core(**cap)
+    first = glance(core, "a", SURE, tenant="acme")
+    second = glance(core, "b", CALM, tenant="acme")
+    core.predicted(first, SURE)
+    core.predicted(second, SURE)
+    assert (first.level, second.level) == (0, 0)
+    third = glance(core, "c", SURE, tenant="acme")
+    assert third.level == 1  # two have the top level
+    core.predicted(third, SURE)
+    assert third.level == 1 and core.fairness.top_levels.count == 1
+    core = make_core(**cap)
+    for name in "abcd":  # misread ones give their place back
+        job = glance(core, name, SURE, tenant="acme")
+        assert job.level == 0
+        core.predicted(job, CALM)
+        assert job.level == 4

@@ -50,10 +50,6 @@ WORKER = textwrap.dedent(
 )
 
 
-def decode(token_ids: list[int]) -> str:
-    return bytes(token_ids).decode("ascii")
-
-
 @pytest.fixture
 def start(monkeypatch):
     services, processes = [], []
@@ -67,7 +63,6 @@ def start(monkeypatch):
     def build(worker: str = WORKER, first_backoff: float = 0.05, **settings) -> PredictionService:
         service = PredictionService(
             Predictor(**settings),
-            decode,
             logging.getLogger("test"),
             command=(sys.executable, "-c", worker),
             first_backoff=first_backoff,
@@ -104,7 +99,7 @@ def wait_for(service: PredictionService, count: int) -> dict:
 def test_predictions_come_back_by_request(start) -> None:
     service = start()
     assert service.buckets.means == (5.0, 50.0)
-    assert service.submit("a", b"help") and service.submit("b", b"hello")
+    assert service.submit("a", "help") and service.submit("b", "hello")
     results = wait_for(service, 2)
     assert results["a"].urgency == (1.0, 0.0) and results["b"].urgency == (0.0, 1.0)
     assert service.drain() == [] and service.pending == 0
@@ -113,42 +108,42 @@ def test_predictions_come_back_by_request(start) -> None:
 def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
     service = start(mode="full_batching", max_batch=4, max_wait=0.5)
     for name in "abcd":
-        service.submit(name, name.encode())
+        service.submit(name, name)
     assert {p.length[0] for p in wait_for(service, 4).values()} == {4.0}
     begin = time.monotonic()
-    service.submit("e", b"e")
+    service.submit("e", "e")
     assert wait_for(service, 1)["e"].length[0] == 1.0
     assert time.monotonic() - begin >= 0.5
 
 
 def test_prompts_of_urgent_requests_are_read_first(start) -> None:
     service = start(max_batch=1, extra_latency=0.3)
-    service.submit("first", b"f", 4)
+    service.submit("first", "f", 4)
     while service.pending:  # until the predictor has it; the others queue up behind it
         time.sleep(0.005)
     for name, level in (("low", 4), ("middle", 2), ("other", 2), ("high", 0)):
-        service.submit(name, name.encode(), level)
+        service.submit(name, name, level)
     assert list(wait_for(service, 5)) == ["first", "high", "middle", "other", "low"]
 
 
 def test_a_batch_never_exceeds_its_limit(start) -> None:
     service = start(max_batch=3)
     for number in range(20):
-        service.submit(str(number), str(number).encode())
+        service.submit(str(number), str(number))
     assert max(p.length[0] for p in wait_for(service, 20).values()) <= 3
 
 
 def test_full_queue_refuses_and_a_cancelled_prompt_frees_its_place(start) -> None:
     service = start(mode="full_batching", max_batch=9, max_wait=60, max_queue=2)
-    assert service.submit("a", b"x") and service.submit("b", b"x")
-    assert not service.submit("c", b"x")
+    assert service.submit("a", "x") and service.submit("b", "x")
+    assert not service.submit("c", "x")
     service.cancel("a")
-    assert service.submit("c", b"x") and service.pending == 2
+    assert service.submit("c", "x") and service.pending == 2
 
 
 def test_dead_predictor_is_replaced_and_its_batch_gets_none(start) -> None:
     service = start(max_batch=1)
-    for name, text in (("a", b"die"), ("b", b"help"), ("c", b"die"), ("d", b"help")):
+    for name, text in (("a", "die"), ("b", "help"), ("c", "die"), ("d", "help")):
         service.submit(name, text)
     results = wait_for(service, 4)
     assert results["a"] is None and results["c"] is None
@@ -158,10 +153,10 @@ def test_dead_predictor_is_replaced_and_its_batch_gets_none(start) -> None:
 
 def test_known_prompt_is_answered_from_memory_at_once(start) -> None:
     service = start(max_batch=1)
-    service.submit("a", b"help")
+    service.submit("a", "help")
     first = wait_for(service, 1)["a"]
     os.kill(service.process_id, signal.SIGSTOP)  # cannot read it again
-    assert service.submit("b", b"help")
+    assert service.submit("b", "help")
     assert service.drain() == [("b", first)]
     assert service.cached == 1 and service.pending == 0
 
@@ -169,7 +164,7 @@ def test_known_prompt_is_answered_from_memory_at_once(start) -> None:
 def test_identical_prompts_are_read_once(start) -> None:
     service = start(max_batch=1)
     for number in range(20):
-        service.submit(str(number), b"help")
+        service.submit(str(number), "help")
     assert len(wait_for(service, 20)) == 20
     assert service.cached == 19
 
@@ -177,26 +172,26 @@ def test_identical_prompts_are_read_once(start) -> None:
 def test_memory_drops_the_least_recently_used_and_can_be_off(start) -> None:
     service = start(max_batch=1, cache_size=2)
 
-    def was_read(text: bytes) -> bool:
+    def was_read(text: str) -> bool:
         before = service.cached
         service.submit("x", text)
         wait_for(service, 1)
         return service.cached == before
 
-    assert was_read(b"a") and was_read(b"b")
-    assert not was_read(b"a")
-    assert was_read(b"c")  # in place of b
-    assert not was_read(b"a") and not was_read(b"c")
-    assert was_read(b"b")
+    assert was_read("a") and was_read("b")
+    assert not was_read("a")
+    assert was_read("c")  # in place of b
+    assert not was_read("a") and not was_read("c")
+    assert was_read("b")
     assert service.remembered == 2
 
     service = start(max_batch=1, cache_size=0)
-    assert was_read(b"a") and was_read(b"a")
+    assert was_read("a") and was_read("a")
 
 
 def test_failures_are_not_remembered(start) -> None:
     service = start(max_batch=1)
-    for name, text in (("a", b"fail"), ("b", b"fail"), ("c", b"broken"), ("d", b"broken")):
+    for name, text in (("a", "fail"), ("b", "fail"), ("c", "broken"), ("d", "broken")):
         service.submit(name, text)
     assert set(wait_for(service, 4).values()) == {None}
     assert service.cached == 0 and service.restarts == 0
@@ -206,8 +201,8 @@ def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
     service = start(max_batch=1, timeout=0.5)
     stuck = service.process_id
     begin = time.monotonic()
-    service.submit("a", b"hang")
-    service.submit("b", b"help")
+    service.submit("a", "hang")
+    service.submit("b", "help")
     assert time.monotonic() - begin < 0.2, "submitting waited"
     results = wait_for(service, 2)
     assert results["a"] is None and results["b"].urgency == (1.0, 0.0)
@@ -218,9 +213,9 @@ def test_predictor_stopped_by_a_signal_is_replaced_during_a_large_write(start) -
     service = start(max_batch=1, timeout=0.5)
     os.kill(service.process_id, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
-    service.submit("a", b"x" * 300_000)
+    service.submit("a", "x" * 300_000)
     assert wait_for(service, 1)["a"] is None
-    service.submit("b", b"help")
+    service.submit("b", "help")
     assert wait_for(service, 1)["b"].urgency == (1.0, 0.0)
     assert service.restarts == 1
 
@@ -228,8 +223,8 @@ def test_predictor_stopped_by_a_signal_is_replaced_during_a_large_write(start) -
 def test_invalid_answer_replaces_the_process(start) -> None:
     """Its next line would be taken for the answer to the next batch."""
     service = start(max_batch=1)
-    service.submit("a", b"babble help")
-    service.submit("b", b"hello")
+    service.submit("a", "babble help")
+    service.submit("b", "hello")
     results = wait_for(service, 2)
     assert results["a"] is None and results["b"].urgency == (0.0, 1.0)
     assert service.restarts == 1
@@ -238,12 +233,12 @@ def test_invalid_answer_replaces_the_process(start) -> None:
 def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
     service = start(max_batch=8, extra_latency=0.4)
     begin = time.monotonic()
-    service.submit("a", b"help")
+    service.submit("a", "help")
     wait_for(service, 1)
     assert time.monotonic() - begin >= 0.4
 
     service = start(extra_latency=60.0)
-    service.submit("a", b"help")
+    service.submit("a", "help")
     time.sleep(0.2)  # it has been read by now
     assert service.drain() == []
     begin = time.monotonic()
@@ -253,7 +248,7 @@ def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
 
 def test_closing_ends_a_wait_between_restarts(start) -> None:
     service = start(first_backoff=60.0)
-    service.submit("a", b"die")
+    service.submit("a", "die")
     wait_for(service, 1)
     service.close()
     assert service.join(5)
@@ -264,7 +259,7 @@ def test_closing_while_a_new_process_loads_leaves_no_process(start, tmp_path) ->
     slow = f"import os, time; time.sleep(10 * os.path.exists({str(flag)!r}))\n"
     service = start(slow + WORKER)
     flag.touch()
-    service.submit("a", b"die")
+    service.submit("a", "die")
     deadline = time.monotonic() + 5
     while not service.restarts:
         assert time.monotonic() < deadline
@@ -283,18 +278,56 @@ def test_closing_during_a_restart_leaves_no_process(start, monkeypatch) -> None:
         return process
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch_too_late)
-    service.submit("a", b"die")
+    service.submit("a", "die")
     assert service.join(10) and service.restarts == 1
 
 
-def test_error_answer_and_undecodable_tokens_affect_only_their_batch(start) -> None:
+def test_error_answer_affects_only_its_batch(start) -> None:
     service = start(max_batch=1)
-    service.submit("a", b"fail")
-    service.submit("b", [300])  # decode() cannot make bytes of this
-    service.submit("c", b"help")
-    results = wait_for(service, 3)
-    assert results["a"] is None
-    assert results["b"].urgency == (0.0, 1.0) and results["c"].urgency == (1.0, 0.0)
+    service.submit("a", "fail")
+    service.submit("", "lone surrogate \ud83d help")
+    results = wait_for(service, 2)
+    assert results["a"] is None and results[""].urgency == (1.0, 0.0)
+
+
+# Takes 10 ms a text.
+_PAUSE = "    import time; time.sleep(0.01 * len(message['texts']))\n"
+SLOW_WORKER = WORKER.replace("    texts = message", _PAUSE + "    texts = message")
+assert SLOW_WORKER != WORKER
+
+
+def test_urgent_newcomer_of_a_burst_is_read_in_the_next_pass(start) -> None:
+    service = start(SLOW_WORKER, max_batch=64, max_pass=0.1)
+    for number in range(300):
+        service.submit(f"calm {number}", f"calm {number}", 4)
+    while service.pending > 250:  # the first passes taught it the speed
+        time.sleep(0.002)
+    service.drain()
+    service.submit("urgent", "help", 0)
+    read: list[str] = []
+    deadline = time.monotonic() + 30
+    while "urgent" not in read:
+        read += [name for name, _ in service.drain()]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    # Those of the pass in progress, and those beside it in its own.
+    assert len(read) <= 40, read
+
+
+def test_passes_are_limited_in_seconds_when_immediate(start) -> None:
+    slow = {"max_batch": 64, "max_pass": 0.05}
+    service = start(SLOW_WORKER, **slow)
+    for number in range(60):
+        service.submit(str(number), f"text {number}")
+    wait_for(service, 60)
+    texts = [count for count, _ in service.passes()]
+    assert max(texts[2:]) <= 8, texts
+
+    service = start(SLOW_WORKER, mode="full_batching", max_wait=60, **slow)
+    for number in range(64):
+        service.submit(str(number), f"text {number}")
+    wait_for(service, 64)
+    assert [count for count, _ in service.passes()] == [64]
 
 
 @pytest.mark.parametrize(
@@ -326,10 +359,9 @@ STRANGE = {
 
 @pytest.fixture(scope="module")
 def shipped():
-    """A service with the shipped model; token ids are code points."""
+    """A service with the shipped model."""
     service = PredictionService(
         Predictor(max_batch=4),
-        decode=lambda token_ids: "".join(map(chr, token_ids)),
         logger=logging.getLogger("test"),
     )
     service.start()
@@ -339,7 +371,7 @@ def shipped():
 
 def test_strange_texts_keep_the_shipped_predictor_in_step(shipped) -> None:
     def submit(name: str, text: str) -> None:
-        assert shipped.submit(name, [ord(character) for character in text])
+        assert shipped.submit(name, text)
 
     calm, emergency = "write a poem about rain", "my dad collapsed and isn't breathing"
     for name, text in STRANGE.items():

@@ -4,7 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
-from vllm_semantic_sched.predict.text import WindowTokenizer, clean
+from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.window import clean
 
 START, END = 101, 102
 

@@ -71,3 +71,23 @@ def test_immediate_mode_takes_all_waiting_full_batching_waits(scenario) -> None:
     assert max(at_once) == pytest.approx(3.0, abs=0.05)
     assert max(_first_seats(scenario, overrides=held)) >= 3.0
     assert min(_first_seats(scenario, overrides=timed)) >= 1.0
+
+
+def test_instant_reader_gives_levels_before_the_predictor(scenario) -> None:
+    """With a slow predictor, only the instant reader's levels can have an effect."""
+    slow = {"predictor__latency": 1e6}
+
+    def wait(**changes) -> float:
+        runs = simulate(scenario(**slow, **changes), "semantic").runs
+        urgent = [run.started - run.request.arrival for run in runs if run.request.level == 0]
+        return sum(urgent) / len(urgent)
+
+    blind = wait()
+    perfect, poor = wait(predictor__instant_error=0.0), wait(predictor__instant_error=0.5)
+    assert perfect < poor < blind
+
+
+def test_predictions_are_corrected(scenario) -> None:
+    changes = {"predictor__instant_error": 0.9, "predictor__latency": 0.0}
+    runs = simulate(scenario(**changes), "semantic").runs
+    assert all(run.job.level == run.request.level for run in runs)

@@ -29,6 +29,7 @@ from vllm_semantic_sched.predict.evaluation.examples import (
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.predict.evaluation.baselines import Guesser
+    from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
 _SUMMARY = "summary.md"
@@ -126,6 +127,7 @@ def report_on(
     output: Path,
     *,
     model: str = "shipped",
+    instant: InstantReader | None = None,
     claims: bool = False,
 ) -> dict[str, Any]:
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures."""
@@ -142,6 +144,7 @@ def report_on(
             baselines,
             decision,
             model=model,
+            instant=instant,
             claims=claims,
             advanced=bar.update,
         )
@@ -153,12 +156,14 @@ def _evaluate(args: argparse.Namespace) -> None:
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
     from vllm_semantic_sched.predict.evaluation.report import summary
+    from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
     # All files are read first, so that a mistake in one shows before minutes of work.
     sets = _labelled_sets(args)
     training = _training_examples(args)
     predictor = TextPredictor.load(args.model, args.threads)
+    instant = InstantReader.load(args.model)
     baselines = fit_baselines(training)
     reports = {}
     for name, labelled in sets.items():
@@ -169,6 +174,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             decision,
             args.output / name if args.all else args.output,
             model=args.model or "shipped",
+            instant=instant,
             claims=args.claims and labelled.name == args.data.name,
         )
     if args.all:

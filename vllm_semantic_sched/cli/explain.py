@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.profile import load_profile
-from vllm_semantic_sched.predict.evaluation.explain import Explanation, explain
+from vllm_semantic_sched.predict.evaluation.explain import Explanation, InstantPart, explain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,12 +49,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         policy = load_policy(args.policy)
         profile = load_profile(policy.profile)
+        from vllm_semantic_sched.predict.instant import InstantReader
         from vllm_semantic_sched.predict.model import TextPredictor
 
-        predictor = TextPredictor.load(args.model or policy.predictor.model)
+        model = args.model or policy.predictor.model
+        predictor, instant = TextPredictor.load(model), InstantReader.load(model)
         # Bytes of the command line that are not UTF-8 arrive as characters that cannot be printed.
         text = args.text.encode("utf-8", "replace").decode("utf-8")
-        explanation = explain(text, predictor, policy, profile, args.max_tokens)
+        explanation = explain(text, predictor, policy, profile, args.max_tokens, instant)
         if args.json:
             print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
         else:
@@ -83,6 +85,22 @@ def _show(console: Console, explanation: Explanation) -> None:
     if explanation.words:
         console.print(_words_title(explanation))
         console.print(_word_table(explanation))
+    if explanation.instant is not None:
+        _show_instant(console, explanation.instant)
+
+
+def _show_instant(console: Console, part: InstantPart) -> None:
+    rights = "it may not preempt"
+    if part.preempts_as is not None:
+        rights = f"it may preempt as a request of level {part.preempts_as}"
+    shares = ", ".join(f"{share:.3f}" for share in part.probabilities)
+    console.print(
+        f"\ninstant reader: provisional level {part.level}, about {part.tokens:.0f} tokens; "
+        f"until the predictor has read it, {rights}"
+    )
+    console.print(f"probabilities of the levels: {shares}")
+    pieces = ", ".join(f"{name!r} {weight:+.2f}" for name, weight in part.pieces)
+    console.print(f"strongest pieces: {pieces}", markup=False)
 
 
 def _table(*columns: str, words: int = 0) -> Table:

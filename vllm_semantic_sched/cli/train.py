@@ -12,9 +12,12 @@
     semsched train length --csv FILE --output MODEL
         output lengths from a file (columns text,output_tokens)
 
-`urgency` and `length` start from the shipped model (or `--base`), hold out a tenth of the texts by
-their MD5, and write the report that `semsched evaluate` gives on those to MODEL/report. Needs the
-package's extra `train`.
+    semsched train instant --data DIR --output MODEL
+        the instant reader of the shipped model (or `--base`), from the data folder
+
+All but `instant` train the instant reader along with the model. `urgency` and `length` start from
+the shipped model (or `--base`), hold out a tenth of the texts by their MD5, and write the report
+that `semsched evaluate` gives on those to MODEL/report. Needs the package's extra `train`.
 """
 
 from __future__ import annotations
@@ -50,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _common_arguments(both, epochs=3, base="pretrained")
     both.set_defaults(make=_train_all)
+
+    instant = kinds.add_parser("instant", help="the instant reader of a model that exists")
+    instant.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
+    instant.add_argument(
+        "--scale", type=float, default=1.0, help="share of the texts; 0.01 tries it out"
+    )
+    _model_arguments(instant, base="shipped")
+    instant.set_defaults(make=_train_instant)
 
     urgency = kinds.add_parser("urgency", help="the levels, from labelled texts")
     urgency.add_argument("--csv", type=Path, help="texts with levels: columns text,level")
@@ -98,10 +109,14 @@ def _length_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _common_arguments(parser: argparse.ArgumentParser, epochs: int, base: str = "shipped") -> None:
-    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
+    _model_arguments(parser, base)
     parser.add_argument("--epochs", type=int, default=epochs, help="rounds (%(default)s)")
     parser.add_argument("--minutes", type=float, help="stop after this time (default: no limit)")
+
+
+def _model_arguments(parser: argparse.ArgumentParser, base: str) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
     parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
     parser.add_argument(
         "--base",
@@ -130,10 +145,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train_all(args: argparse.Namespace) -> None:
+def _data_folder(args: argparse.Namespace) -> Path:
     root = args.data or data_root()
     if root is None:
         raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    return Path(root)
+
+
+def _train_instant(args: argparse.Namespace) -> None:
+    from vllm_semantic_sched.predict.instant import INSTANT_FILE
+    from vllm_semantic_sched.predict.training.train import train_instant
+
+    root = _data_folder(args)
+    train_instant(args.base, args.output, root, args.scale, seed=args.seed, threads=args.threads)
+    print(f"saved to {args.output / INSTANT_FILE}")
+
+
+def _train_all(args: argparse.Namespace) -> None:
+    root = _data_folder(args)
     from vllm_semantic_sched.predict.training.train import train_all
 
     texts, figures = train_all(_options(args), root, args.scale)
@@ -222,6 +251,7 @@ class _RoundBars:
 
 def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     """Print where the model is, and evaluate it on the texts that were held out."""
+    from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
     from vllm_semantic_sched.predict.training.train import TEST_FILE, TRAINING_FILE
 
@@ -240,6 +270,7 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
         decision,
         args.output / "report",
         model=str(args.output),
+        instant=InstantReader.load(str(args.output)),
     )
 
 

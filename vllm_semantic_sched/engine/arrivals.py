@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_semantic_sched.engine.prediction import PredictionFeed
+from vllm_semantic_sched.engine.stated_lengths import stated_length
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 
@@ -49,7 +49,7 @@ class Arrival:
         refusable: whether its client can receive a refusal.
         unread: whether its text should be read, but the predictor's queue is full.
         has_problem: whether there is anything to report about it.
-        provisional: what a first look at the text predicts; None if nobody looked.
+        glanced: whether the instant reader has read its text.
     """
 
     policy: Policy
@@ -63,7 +63,7 @@ class Arrival:
     refusable: bool
     unread: bool
     has_problem: bool
-    provisional: Prediction | None = None
+    glanced: bool
 
 
 class Arrivals:
@@ -127,8 +127,12 @@ class Arrivals:
         except BadKey as problem:
             dedup_problem = str(problem)
         part = _PART.fullmatch(request_id)
-        reads = submitted or self._predictions.reads(request, hint)
-        awaits_prediction = submitted or (reads and self._predictions.submit(request, hint))
+        stated = stated_length(params)
+        reads = submitted or self._predictions.reads(request, hint, stated.exact)
+        glance = self._predictions.glance(request) if reads else None
+        awaits_prediction = submitted or (
+            glance is not None and self._predictions.submit(request_id, hint, glance)
+        )
         unread = reads and not awaits_prediction
         job = core.draft(
             request_id,
@@ -137,11 +141,13 @@ class Arrivals:
             hint=hint,
             awaits_prediction=awaits_prediction,
             tenant=read_tenant(extra_args),
+            stated=stated,
+            provisional=None if glance is None else glance.provisional,
         )
         return Arrival(
             policy=policy,
             job=job,
-            source=hint.source.value,
+            source=job.level_source.value,
             hint_problem=hint.problem,
             dedup_key=dedup_key,
             dedup_problem=dedup_problem,
@@ -149,5 +155,6 @@ class Arrivals:
             parent=parent_of(request_id),
             refusable=self._refusable(request),
             unread=unread,
+            glanced=glance is not None and glance.provisional is not None,
             has_problem=unread or hint.problem is not None or dedup_problem is not None,
         )

@@ -38,6 +38,8 @@ class ClientRequests:
     def arrived(self, arrival: Arrival, step: SchedulingStep, view: VllmView) -> None:
         """A request is in the queue; it, or others because of it, may end."""
         self._counters.add("requests", arrival.source)
+        if arrival.glanced:
+            self._counters.add("instant_predictions")
         if arrival.has_problem:
             self._report(arrival)
         if not arrival.refusable:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
-from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
@@ -21,6 +22,18 @@ _WINDOW = 256
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
 _MOST_AHEAD = 65536
+
+
+class Glance(NamedTuple):
+    """A prompt as first seen.
+
+    Attributes:
+        text: its first and last tokens, decoded.
+        provisional: the instant reader's prediction; None without such a reader.
+    """
+
+    text: str
+    provisional: Prediction | None
 
 
 class PredictionFeed:
@@ -32,6 +45,7 @@ class PredictionFeed:
 
     Attributes:
         service: the predictor; None if the policy uses none.
+        instant: the instant reader; None if policy or model have none.
         tokenizer: the served model's; None if the engine has none.
 
     Raises:
@@ -53,7 +67,9 @@ class PredictionFeed:
         # threads change the first, each time by one atomic call.
         self._ahead: OrderedDict[str, None] = OrderedDict()
         self._early: list[tuple[str, Prediction | None]] = []
+        self._logger = logger
         self.service: PredictionService | None = None
+        self.instant: InstantReader | None = None
         self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
         policy = core.policy
         if not policy.reads(hinted=False):
@@ -65,8 +81,10 @@ class PredictionFeed:
                 "levels come from hints only."
             )
             return
-        self.service = PredictionService(policy.predictor, decode=tokenizer.decode, logger=logger)
-        core.estimates.buckets = self.service.start()
+        self.service = PredictionService(policy.predictor, logger=logger)
+        core.estimates.buckets = buckets = self.service.start()
+        if policy.predictor.instant.enabled:
+            self.instant = self._load_instant(policy.predictor.model, buckets)
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
@@ -82,15 +100,33 @@ class PredictionFeed:
             "predictor_up": float(self.service.up),
         }
 
-    def reads(self, request: Request, hint: Hint) -> bool:
+    def reads(self, request: Request, hint: Hint, length_known: bool) -> bool:
         """Whether the predictor should read a request's text."""
         return (
             self.service is not None
-            and self._core.policy.reads(hinted=hint.level is not None)
+            and self._core.policy.reads(hint.level is not None, length_known)
             and bool(request.prompt_token_ids)
         )
 
-    def submit(self, request: Request, hint: Hint) -> bool:
+    def glance(self, request: Request) -> Glance | None:
+        """Decode a new request's prompt, and read it at once with the instant reader: less than a
+        millisecond, whatever its length. May be called on any thread.
+
+        Returns:
+            None without a tokenizer or a text.
+        """
+        tokenizer, tokens = self.tokenizer, request.prompt_token_ids
+        if tokenizer is None or not tokens:
+            return None
+        if len(tokens) > 2 * _WINDOW:
+            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
+        try:
+            text = tokenizer.decode(tokens)
+        except Exception:
+            text = ""  # ids outside the vocabulary; vLLM decides about the request
+        return Glance(text, None if self.instant is None else self.instant.read(text))
+
+    def submit(self, request_id: str, hint: Hint, glance: Glance) -> bool:
         """Send a request's prompt to the predictor. May be called on vLLM's input thread, before
         the scheduler knows the request; it then calls `arrived`.
 
@@ -99,16 +135,13 @@ class PredictionFeed:
         """
         if self.service is None:
             return False
-        tokens = request.prompt_token_ids or []
-        if len(tokens) > 2 * _WINDOW:
-            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
-        level = self._core.policy.default_level if hint.level is None else hint.level
-        self._ahead[request.request_id] = None
+        self._ahead[request_id] = None
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popitem(last=False)
-        if self.service.submit(request.request_id, tokens, level):
+        level = self._core.reading_level(hint, glance.provisional)
+        if self.service.submit(request_id, glance.text, level):
             return True
-        self._ahead.pop(request.request_id, None)
+        self._ahead.pop(request_id, None)
         return False
 
     def arrived(self, request_id: str) -> None:
@@ -142,11 +175,32 @@ class PredictionFeed:
                 continue
             # A prediction from memory may come before the request.
             self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
+            provisional = job.level if job.level_source is LevelSource.INSTANT else None
             yield job, prediction
             if job.level_source is LevelSource.PREDICTION:  # as the caller has applied it
                 self._counters.add("predictions", str(job.level))
+                if provisional is not None and provisional != job.level:
+                    raised = job.level < provisional
+                    self._counters.add("corrected_levels", "raised" if raised else "lowered")
 
     def close(self) -> None:
         """Stop the predictor."""
         if self.service is not None:
             self.service.close()
+
+    def _load_instant(
+        self, model: str | None, buckets: LengthBuckets | None
+    ) -> InstantReader | None:
+        try:
+            reader = InstantReader.load(model)
+            if reader is not None and reader.length_buckets != buckets:
+                raise ValueError("its length buckets are not the predictor's")
+        except Exception as error:
+            self._logger.warning("Semantic scheduling: no instant reader: %s.", error)
+            return None
+        if reader is None:
+            self._logger.info(
+                "Semantic scheduling: predictor.model has no instant reader; requests wait for "
+                "the predictor at the default level."
+            )
+        return reader

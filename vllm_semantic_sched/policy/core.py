@@ -149,10 +149,18 @@ class SchedulingCore:
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
         stated: StatedLength = FREE_LENGTH,
+        provisional: Prediction | None = None,
     ) -> Job:
         """Create a job for a new request, without queueing it; see `draft`."""
         job = self.draft(
-            request_id, prompt_tokens, max_output_tokens, hint, awaits_prediction, tenant, stated
+            request_id,
+            prompt_tokens,
+            max_output_tokens,
+            hint,
+            awaits_prediction,
+            tenant,
+            stated,
+            provisional,
         )
         self.arrive(job, arrival)
         return job
@@ -166,11 +174,13 @@ class SchedulingCore:
         awaits_prediction: bool,
         tenant: str = ANONYMOUS,
         stated: StatedLength = FREE_LENGTH,
+        provisional: Prediction | None = None,
     ) -> Job:
         """Create a job for a request that is on its way, for `arrive`. Safe on any thread.
 
         Args:
             max_output_tokens: the request's limit; `stated` may lower it.
+            provisional: the instant reader's prediction, used as far as the policy allows.
         """
         if stated.longest is not None:
             max_output_tokens = min(max_output_tokens, stated.longest)
@@ -186,6 +196,11 @@ class SchedulingCore:
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
+        if provisional is not None and self.policy.predictor.instant.decides_place:
+            job.prediction = provisional
+            if hint.level is None:
+                job.level_source = LevelSource.INSTANT
+                job.level = self._decided_level(job)
         job.drafted_seconds = self.estimates.rank_seconds(job)
         job.drafted_tokens = self.estimates.tokens(job)
         return job
@@ -199,6 +214,15 @@ class SchedulingCore:
         ):
             job.level = self._capped(job, job.level)
         self.lifecycle.arrive(job)
+
+    def reading_level(self, hint: Hint, provisional: Prediction | None) -> int:
+        """The urgency level by which a prompt is put in order for the predictor."""
+        if hint.level is not None:
+            return hint.level
+        instant = self.policy.predictor.instant.enabled
+        if provisional is None or not instant:
+            return self.policy.default_level
+        return self._level_by(provisional)
 
     # Queueing
 
@@ -246,13 +270,15 @@ class SchedulingCore:
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank. The level
-        of a hint stays."""
+        of a hint stays; so does a provisional prediction if the predictor failed."""
         self.version += 1
         job.awaits_prediction = False
-        job.prediction = prediction
-        if prediction is not None and job.level_source is LevelSource.DEFAULT:
-            job.level_source = LevelSource.PREDICTION
-            self.set_level(job, self._capped(job, self._decided_level(job)))
+        if prediction is not None:
+            job.prediction = prediction
+            if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
+                counted = job.level_source is LevelSource.INSTANT
+                job.level_source = LevelSource.PREDICTION
+                self.set_level(job, self._capped(job, self._decided_level(job), counted))
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
         elif job in self.running:
@@ -476,15 +502,24 @@ class SchedulingCore:
     def _decided_level(self, job: Job) -> int:
         if job.level_source is LevelSource.DEFAULT:
             return max(self.policy.default_level, job.best_level)
-        if job.level_source is LevelSource.PREDICTION and job.prediction is not None:
-            level = decide_level(job.prediction.urgency, self.policy.decision)
-            return max(min(level, self.policy.levels - 1), job.best_level)
+        predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
+        if predicted and job.prediction is not None:
+            return max(self._level_by(job.prediction), job.best_level)
         return job.level
 
-    def _capped(self, job: Job, level: int) -> int:
-        """`level`, or the next one that the tenant's cap on top levels allows."""
+    def _level_by(self, prediction: Prediction) -> int:
+        level = decide_level(prediction.urgency, self.policy.decision)
+        return min(level, self.policy.levels - 1)
+
+    def _capped(self, job: Job, level: int, counted: bool = False) -> int:
+        """`level`, or the next one that the tenant's cap on top levels allows.
+
+        Args:
+            counted: the request counts towards the cap already, at its present level.
+        """
         lowest = self.policy.levels - 1
-        allowed = self.fairness.top_levels.level(job.tenant, level, lowest, job.arrival)
+        top_levels, before = self.fairness.top_levels, job.level if counted else None
+        allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)
         if allowed != level:
             job.best_level = allowed
         return allowed

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict import URGENCY_LEVELS
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import has_bfloat16
-from vllm_semantic_sched.predict.text import DEFAULT_WINDOW, WindowTokenizer
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
-
-SHIPPED_WEIGHTS = Path(__file__).resolve().parent / "weights"
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 _BATCH = 32
 

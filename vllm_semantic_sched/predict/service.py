@@ -7,14 +7,14 @@ import math
 import sys
 import threading
 import time
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.pass_size import PassSize
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
@@ -22,20 +22,20 @@ _LONGEST_BACKOFF = 60.0  # seconds between restarts
 
 
 class _Prompt(NamedTuple):
-    token_ids: Sequence[int]
+    text: str
     digest: bytes
 
 
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    Prompts with an urgent hint are read first, because their order among each other depends on the
-    predicted length. Recent prompts are answered from memory. A process that ends, sends an invalid
-    answer or exceeds its time limit is replaced; the prompts that it had get the prediction None.
+    More urgent prompts are read first, equal ones by arrival. In mode `immediate` a pass takes at
+    most about `max_pass` seconds, so that an urgent prompt is read soon. Recent prompts are
+    answered from memory. A process that ends, sends an invalid answer or exceeds its time limit is
+    replaced; the prompts that it had get the prediction None.
 
     Args:
         settings: the policy's predictor section.
-        decode: token ids to text; called on the service's thread.
         command: the worker's command line; for tests.
         first_backoff: seconds before the first restart of a failed process; doubles each time.
 
@@ -47,18 +47,17 @@ class PredictionService:
     def __init__(
         self,
         settings: Predictor,
-        decode: Callable[[list[int]], str],
         logger: logging.Logger,
         command: Sequence[str] = (sys.executable, "-m", "vllm_semantic_sched.predict.worker"),
         first_backoff: float = 1.0,
     ) -> None:
         self._settings = settings
-        self._decode = decode
         self._logger = logger
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
             self._command += ["--model", settings.model]
         self._first_backoff = first_backoff
+        self._pass_size = PassSize(settings.max_pass)
         self.cached = 0
         self.restarts = 0
         self._process: PredictorProcess | None = None
@@ -88,13 +87,13 @@ class PredictionService:
         self._thread.start()
         return buckets
 
-    def submit(self, request_id: str, token_ids: Sequence[int], level: int = 0) -> bool:
+    def submit(self, request_id: str, text: str, level: float = 0) -> bool:
         """Queue a prompt, or answer it from memory; False if the queue is full.
 
         Args:
             level: urgency level as far as it is known; more urgent prompts are read first.
         """
-        prompt = _Prompt(token_ids, _digest(token_ids))
+        prompt = _Prompt(text, _digest(text))
         with self._changed:
             if self._recall(request_id, prompt):
                 return True
@@ -204,12 +203,20 @@ class PredictionService:
                     )
                 if self._closing:
                     return {}
-                while self._queue and len(batch) < settings.max_batch:
-                    request_id = self._queue.pop()
-                    prompt = self._prompts.pop(request_id)
+                lengths: list[int] = []
+                while len(batch) < settings.max_batch:
+                    request_id = self._queue.peek()
+                    if request_id is None:
+                        break
+                    prompt = self._prompts[request_id]
                     # The batch before may have had the same text.
                     if not self._recall(request_id, prompt):
+                        lengths.append(len(prompt.text))
+                        if settings.mode == "immediate" and not self._pass_size.fits(lengths):
+                            break
                         batch[request_id] = prompt
+                    self._queue.pop()
+                    del self._prompts[request_id]
         return batch
 
     def _pause(self, seconds: float) -> bool:
@@ -227,26 +234,22 @@ class PredictionService:
         self._done.extend(zip(batch, predictions, strict=True))
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
-        texts = [self._text(prompt.token_ids) for prompt in prompts]
+        texts = [prompt.text for prompt in prompts]
         message = {"id": next(self._batch_ids), "texts": texts}
         process = self._process
         if process is None:
             raise PredictorError("no predictor process")
         begin = time.monotonic()
         answer = process.read(self._settings.timeout, message)
-        self._passes.append((len(texts), time.monotonic() - begin))
+        seconds = time.monotonic() - begin
+        self._passes.append((len(texts), seconds))
+        self._pass_size.measured([len(text) for text in texts], seconds)
         if "error" in answer:
             raise PredictorError(answer["error"])
         rows = list(zip(answer["urgency"], answer["length"], strict=True))
         if len(rows) != len(texts):
             raise PredictorError(f"{len(rows)} answers to {len(texts)} texts")
         return [_prediction(urgency, length) for urgency, length in rows]
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        try:
-            return self._decode(list(token_ids))
-        except Exception:
-            return ""  # ids outside the vocabulary; vLLM decides about the request
 
     # The process
 
@@ -288,9 +291,9 @@ class PredictionService:
             process.stop()
 
 
-def _digest(token_ids: Sequence[int]) -> bytes:
+def _digest(text: str) -> bytes:
     """A short key, so that no prompt is kept in memory."""
-    return hashlib.blake2b(array("q", list(token_ids)).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _prediction(urgency: list[float], length: list[float] | None) -> Prediction | None:

@@ -1,26 +1,12 @@
-"""Turns prompt text into the token ids that the predictor reads."""
+"""Turns prompt text into the token ids that the network reads."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DEFAULT_WINDOW = 128
-"""Wordpieces the network sees of a prompt, special tokens included."""
-
-_CHARACTERS_PER_TOKEN = 8
-_TEMPLATE_MARKER = re.compile(
-    r"<\|[^|<>]{1,40}\|>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|\[(?:CLS|SEP|PAD)\]",
-    re.IGNORECASE,
-)
-
-
-def clean(text: str) -> str:
-    """`text` without chat-template markers and runs of white space; role names such as "user" stay,
-    since they cannot be told from words."""
-    return " ".join(_TEMPLATE_MARKER.sub(" ", text).split())
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
 
 
 class WindowTokenizer:
@@ -46,8 +32,9 @@ class WindowTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, at most `window` of them, special tokens included."""
-        ids = self._ids([self._cut(text) for text in texts], special=False) if texts else []
-        return [[*self._prefix, *self._fit(row), *self._suffix] or [self._pad] for row in ids]
+        cut = [cut_text(text, self._room) for text in texts]
+        rows = [cut_pieces(row, self._room) for row in self._ids(cut, special=False)] if cut else []
+        return [[*self._prefix, *row, *self._suffix] or [self._pad] for row in rows]
 
     def pad(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Ids and mask of the rows, both (rows, longest row) int64; padding has mask 0."""
@@ -58,20 +45,6 @@ class WindowTokenizer:
             ids[place, : len(row)] = torch.tensor(row, dtype=torch.long)
             mask[place, : len(row)] = 1
         return ids, mask
-
-    def _cut(self, text: str) -> str:
-        half = self._room * _CHARACTERS_PER_TOKEN // 2
-        # Lone surrogates, which come from broken decoding, cannot be encoded.
-        if len(text) > 4 * half:
-            text = f"{text[: 2 * half]} {text[-2 * half :]}"
-        text = clean(text.encode("utf-8", "replace").decode("utf-8"))
-        return text if len(text) <= 2 * half else f"{text[:half]} {text[-half:]}"
-
-    def _fit(self, row: list[int]) -> list[int]:
-        if len(row) <= self._room:
-            return row
-        tail = self._room // 2
-        return row[: self._room - tail] + row[-tail:]
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=special, verbose=False)

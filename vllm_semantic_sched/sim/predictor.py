@@ -1,9 +1,9 @@
-"""A model of the predictor: its predictions, and when they arrive."""
+"""A model of the predictor and of the instant reader: predictions, and when they arrive."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,26 +16,31 @@ from vllm_semantic_sched.sim.workload import Workload
 
 
 class Predictions:
-    """The prediction for each request, by index. All probability is on one level and one length
-    bucket.
+    """The prediction for each request, by index.
 
     Args:
         levels, lengths: predicted level and bucket per request.
+        doubt: probability that is shared among the levels and buckets that were not predicted.
 
     Attributes:
         buckets: the length buckets.
     """
 
     def __init__(
-        self, levels: np.ndarray, lengths: np.ndarray, level_count: int, buckets: LengthBuckets
+        self,
+        levels: np.ndarray,
+        lengths: np.ndarray,
+        level_count: int,
+        buckets: LengthBuckets,
+        doubt: float = 0.0,
     ) -> None:
         self.buckets = buckets
         self._levels = levels.astype(np.int8)
         self._lengths = lengths.astype(np.int16)
-        urgencies = [_certain(level, level_count) for level in range(level_count)]
+        urgencies = [_peaked(level, level_count, doubt) for level in range(level_count)]
         count = len(buckets.means)
         self._predictions = [
-            [Prediction(urgency, _certain(bucket, count)) for bucket in range(count)]
+            [Prediction(urgency, _peaked(bucket, count, doubt)) for bucket in range(count)]
             for urgency in urgencies
         ]
 
@@ -57,7 +62,7 @@ class GivenPredictions(Predictions):
 def draw_predictions(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions:
-    """Draw the predictions for the requests of a run."""
+    """Draw the predictor's predictions for the requests of a run."""
     buckets = make_buckets(model, workload.outputs)
     clipped = model.mistakes == "clipped"
     if model.confusion:
@@ -67,6 +72,25 @@ def draw_predictions(
     true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
     lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
     return Predictions(predicted, lengths, levels, buckets)
+
+
+def draw_instant(
+    model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
+) -> Predictions | None:
+    """Draw the instant reader's predictions for the requests of a run; None without such a reader.
+    Its mistakes are independent of the predictor's."""
+    error = model.instant_error
+    if error is None:
+        return None
+    buckets = make_buckets(model, workload.outputs)
+    true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
+    return Predictions(
+        mistaken(workload.levels, levels, error, rng),
+        mistaken(true_buckets, len(buckets.means), error, rng),
+        levels,
+        buckets,
+        doubt=error,
+    )
 
 
 def mistaken(
@@ -131,16 +155,24 @@ def _confused(
     return predicted
 
 
-def _certain(index: int, count: int) -> tuple[float, ...]:
-    return tuple(1.0 if place == index else 0.0 for place in range(count))
+def _peaked(index: int, count: int, doubt: float) -> tuple[float, ...]:
+    if count == 1:
+        return (1.0,)
+    return tuple(1.0 - doubt if place == index else doubt / (count - 1) for place in range(count))
+
+
+class _Submission(NamedTuple):
+    level: int
+    deadline: float
+    run: Run
 
 
 class PredictorQueue:
     """Requests that wait for the predictor, which processes one batch at a time.
 
-    In mode `immediate` the predictor, when free, takes all waiting requests up to a full batch.
-    In mode `full_batching` it waits for a full batch, for `max_wait` seconds, or for the end of
-    all arrivals.
+    In mode `immediate` the predictor, when free, takes the waiting requests up to a full batch or
+    `max_pass` seconds, the most urgent first as far as is known. In mode `full_batching` it waits
+    for a full batch, for `max_wait` seconds, or for the end of all arrivals.
 
     Args:
         policy: mode and batch size.
@@ -158,14 +190,18 @@ class PredictorQueue:
         self._policy = policy
         self._model = model
         self._deliver = deliver
-        self._queue: deque[tuple[float, Run]] = deque()
+        self._queue: list[_Submission] = []
         self._busy = False
         self._draining = False
 
-    def submit(self, run: Run) -> None:
-        """Add a request. The predictor starts after all arrivals of this moment."""
+    def submit(self, run: Run, level: int = 0) -> None:
+        """Add a request. The predictor starts after all arrivals of this moment.
+
+        Args:
+            level: urgency level as far as it is known; more urgent requests are read first.
+        """
         deadline = self._events.now + self._policy.max_wait
-        self._queue.append((deadline, run))
+        self._queue.append(_Submission(level, deadline, run))
         self._events.at(self._events.now, Order.PREDICTOR, self._start_batch)
         if self._policy.mode == "full_batching":
             self._events.at(deadline, Order.PREDICTOR, self._start_batch)
@@ -178,8 +214,10 @@ class PredictorQueue:
     def _start_batch(self) -> None:
         if self._busy or not self._queue or not self._due():
             return
-        size = min(len(self._queue), self._policy.max_batch)
-        batch = [self._queue.popleft()[1] for _ in range(size)]
+        size = min(len(self._queue), self._largest_batch())
+        self._queue.sort(key=lambda submission: submission.level)  # stable: then by arrival
+        batch = [submission.run for submission in self._queue[:size]]
+        del self._queue[:size]
         self._busy = True
         seconds = (
             self._model.latency
@@ -188,10 +226,16 @@ class PredictorQueue:
         )
         self._events.at(self._events.now + seconds, Order.PREDICTOR, lambda: self._done(batch))
 
+    def _largest_batch(self) -> int:
+        most, each = self._policy.max_batch, self._model.latency_per_request
+        if self._policy.mode == "full_batching" or not each:
+            return most
+        return min(most, max(1, int((self._policy.max_pass - self._model.latency) / each)))
+
     def _due(self) -> bool:
         if self._policy.mode == "immediate" or self._draining:
             return True
-        oldest_deadline = self._queue[0][0]
+        oldest_deadline = min(submission.deadline for submission in self._queue)
         return len(self._queue) >= self._policy.max_batch or self._events.now >= oldest_deadline
 
     def _done(self, batch: list[Run]) -> None:

@@ -142,6 +142,14 @@ class PredictorModel(Section):
     confusion_report: str | None = Field(
         None, description="Instead of `confusion`: a report.json of `semsched evaluate`."
     )
+    instant_error: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Error rate of the instant reader, for level and length bucket, like "
+        "`urgency_error`. Its provisional prediction gives a class the probability 1 - this, and "
+        "shares the rest among the others. Unset: none, requests wait for the predictor.",
+    )
     buckets: int = Field(5, ge=1, description="Number of output-length buckets, of equal width.")
     bucket_edges: tuple[int, ...] = Field(
         (), description="Instead of `buckets`: their inner edges in tokens."

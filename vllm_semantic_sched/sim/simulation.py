@@ -12,14 +12,14 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
-from vllm_semantic_sched.sim.predictor import Predictions, draw_predictions
+from vllm_semantic_sched.sim.predictor import Predictions, draw_instant, draw_predictions
 from vllm_semantic_sched.sim.replica import Replica
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
-_WORKLOAD_STREAM, _PREDICTOR_STREAM = 1, 2
+_WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,14 @@ def simulate(
     )
     if given is not None:
         workload, predictions = given
+    instant = draw_instant(
+        settings.predictor,
+        workload,
+        policy.levels,
+        np.random.default_rng([seed, _INSTANT_STREAM]),
+    )
     runs: list[Run] = []
-    simulation = _Simulation(scenario, policy, workload, predictions, keep_seats)
+    simulation = _Simulation(scenario, policy, workload, predictions, instant, keep_seats)
     simulation.before_step = before_step
     simulation.depth = depth
     simulation.finished = finished or runs.append
@@ -87,6 +93,7 @@ class _Simulation:
         policy: Policy,
         workload: Workload,
         predictions: Predictions,
+        instant: Predictions | None,
         keep_seats: bool,
     ) -> None:
         self.scenario = scenario
@@ -97,6 +104,7 @@ class _Simulation:
         self.depth: DepthHistory | None = None
         self._workload = workload
         self._predictions = predictions
+        self._instant = instant
         self._longest = int(workload.outputs.max(initial=1))
         self._depths: list[int] = []
         model = scenario.settings.engine
@@ -159,6 +167,7 @@ class _Simulation:
         hint = any_core.read_hints(extra_args, 0)
         awaits = any_core.policy.reads(hinted=hint.level is not None)
         level = any_core.policy.default_level if hint.level is None else hint.level
+        instant = self._instant[index] if awaits and self._instant is not None else None
         replica = self._replicas[self._router.choose(level)]
         self._routed_level[index] = level
         job = replica.core.new_job(
@@ -170,11 +179,12 @@ class _Simulation:
             hint=hint,
             awaits_prediction=awaits,
             tenant=request.tenant,
+            provisional=instant,
         )
         run = Run(request, job, self._predictions[index] if awaits else None)
         run.engine = replica.number
         if awaits:
-            replica.predictor.submit(run)
+            replica.predictor.submit(run, any_core.reading_level(hint, instant))
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
         if index + 1 < len(self._workload):

@@ -14,6 +14,7 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
@@ -491,3 +492,28 @@ def test_every_request_is_either_accepted_or_refused(levels, bound) -> None:
     # Nobody who was refused is more urgent than anybody who waits.
     most_urgent = min((job.level for job in world.refused), default=3)
     assert all(job.level <= most_urgent for job in world.waiting)
+
+
+def test_provisional_level_alone_refuses_no_request() -> None:
+    """A misread emergency waits until the predictor has read it."""
+    calm = Prediction((0.0, 0.0, 1.0))
+    tiers = [{"name": "a"}, {"name": "b"}, {"name": "c", "queue": {"requests": 1}}]
+    world = busy({"tiers": tiers})
+    world.arrive(2)  # fills the queue of its tier
+
+    def arrive(provisional: Prediction | None) -> Job:
+        hint = Hint(None, LevelSource.DEFAULT)
+        job = world.core.new_job("new", world.now, 100, 50, hint, True, provisional=provisional)
+        world.core.enqueue(job, world.core.waiting)
+        world.end(world.control.arrive(job, world.now, world.free_seats))
+        return job
+
+    job = arrive(calm)
+    assert job.level == 2 and job not in world.refused
+    world.core.predicted(job, calm)
+    world.end(world.control.revised(job, world.now, world.free_seats))
+    assert job in world.refused
+    emergency = arrive(calm)
+    world.core.predicted(emergency, Prediction((1.0, 0.0, 0.0)))
+    world.end(world.control.revised(emergency, world.now, world.free_seats))
+    assert emergency.level == 0 and emergency not in world.refused

@@ -85,3 +85,25 @@ def test_notes_name_the_parts_that_the_policy_does_not_use() -> None:
     assert "length has no effect" in explained("x", base="priority").notes[0]
     assert "own order" in explained("x", base="fcfs").notes[0]
     assert "does not read" in explained("x", predictor={"enabled": False}).notes[0]
+
+
+class Instant:
+    """Sure of level 0, and of a short answer."""
+
+    length_buckets = Alarm.length_buckets
+
+    def read(self, text: str) -> Prediction:
+        return Prediction((0.95, 0.05, 0.0), (1.0, 0.0))
+
+    def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
+        return [(f"{text} {level}", 2.0)]
+
+
+def test_instant_reader_is_shown_beside_the_predictor() -> None:
+    assert explained("a box").instant is None
+    for knobs, preempts_as in (({}, 0), ({"may": "start"}, None), ({"preempt_above": 0.99}, 1)):
+        policy = parse_policy({"predictor": {"instant": knobs}})
+        part = explain("a box", Alarm(), policy, PROFILE, None, Instant()).instant
+        assert part is not None
+        assert (part.level, part.tokens, part.preempts_as) == (0, 10, preempts_as)
+        assert part.pieces == (("a box 0", 2.0),)

@@ -16,6 +16,7 @@ from vllm_semantic_sched.predict.evaluation.baselines import (
 )
 from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
 from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
+from vllm_semantic_sched.predict.evaluation.report import markdown
 
 
 def test_claim_figures_follow_the_model():
@@ -76,3 +77,31 @@ def test_all_texts_to_read_are_announced():
             labelled, TwoLevels(), {}, Decision(), claims=claims, advanced=counts.append
         )
         assert sum(counts) == measure.texts_to_read(labelled, claims)
+
+
+class AlwaysCalm:
+    """An instant reader that reads every text as level 1 of two."""
+
+    levels = 2
+    length_buckets = TwoLevels.length_buckets
+
+    def read(self, text: str) -> Prediction:
+        return Prediction((0.0, 1.0), (1.0, 0.0))
+
+
+def test_both_readers_and_their_disagreements_are_reported():
+    texts = [Example("not breathing\nat all", 0), Example("a poem", 1)]
+    labelled = LabelledSet("two", texts)
+    report = measure.evaluate_predictor(
+        labelled, TwoLevels(), {}, Decision(), instant=AlwaysCalm()
+    ).report
+    assert report["accuracy"] == 1.0
+    assert report["baselines"][measure.INSTANT]["accuracy"] == 0.5
+    found = report["disagreements"]
+    assert found["share"] == 0.5
+    assert found["texts"] == [
+        {"text": "not breathing at all", "level": 0, "network": 0, "instant": 1}
+    ]
+    without = measure.evaluate_predictor(labelled, TwoLevels(), {}, Decision()).report
+    assert without["disagreements"] is None and measure.INSTANT not in without["baselines"]
+    assert "not breathing at all" in markdown(report)

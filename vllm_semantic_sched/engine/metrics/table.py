@@ -48,7 +48,7 @@ COUNTERS = {
     "requests": Metric(
         "Requests by what was known of their urgency on arrival.",
         ("level_from",),
-        values=(("hint", "priority", "default"),),
+        values=(("hint", "priority", "instant", "default"),),
     ),
     "ended_requests": Metric(
         "Requests by how they ended: completed, failed, cancelled, refused.",
@@ -61,6 +61,12 @@ COUNTERS = {
         values=(tuple(code.value for code in Code),),
     ),
     "predictions": Metric("Urgency levels read from prompts.", ("level",)),
+    "instant_predictions": Metric("Prompts that the instant reader read on arrival."),
+    "corrected_levels": Metric(
+        "Requests whose provisional level the predictor raised (made more urgent) or lowered.",
+        ("direction",),
+        values=(("raised", "lowered"),),
+    ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
     ),

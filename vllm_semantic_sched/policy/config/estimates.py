@@ -29,6 +29,32 @@ class Hints(Section):
     )
 
 
+class Instant(Section):
+    """The instant reader: a small linear model that gives each request a provisional level and
+    length on arrival, until the predictor has read it."""
+
+    enabled: bool = Field(True, description="Off: requests wait for the predictor.")
+    may: Literal["order", "start", "preempt"] = Field(
+        "preempt",
+        description="What a provisional level may do. `order`: only put the request in order for "
+        "the predictor. `start`: also give it its place in the waiting queue, and so a free seat. "
+        "`preempt`: also take the seat of a running request.",
+    )
+    preempt_above: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="`preempt`: the request preempts as if it had the most urgent level that it, "
+        "or a more urgent one, has with at least this probability; never more urgent than its "
+        "provisional level.",
+    )
+
+    @property
+    def decides_place(self) -> bool:
+        """Whether a provisional level decides a request's place in the waiting queue."""
+        return self.enabled and self.may != "order"
+
+
 class Predictor(Section):
     """The model that predicts urgency and output length from the prompt, in its own process."""
 
@@ -44,6 +70,12 @@ class Predictor(Section):
         "full batch (paper, section 4.1).",
     )
     max_batch: int = Field(16, ge=1, description="Most texts in one forward pass.")
+    max_pass: float = Field(
+        0.1,
+        gt=0,
+        description="`immediate`: seconds that a forward pass may take, by the measured speed, so "
+        "that an urgent request is not kept waiting for one in progress. At least one text.",
+    )
     max_wait: float = Field(
         0.05,
         ge=0,
@@ -72,6 +104,7 @@ class Predictor(Section):
         description="Seconds added to every batch, to measure the cost of a slower predictor.",
     )
     threads: int = Field(1, ge=1, description="CPU threads of the predictor process.")
+    instant: Instant = Instant()
 
 
 class Decision(Section):

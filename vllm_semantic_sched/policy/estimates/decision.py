@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
 
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.config.estimates import Decision, Instant
+
+_ROUNDING = 1e-6  # of probabilities that sum to 1
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
@@ -28,6 +31,17 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         for row in _costs_by_level(decision.missed_cost, len(levels))
     ]
     return costs.index(min(costs))
+
+
+def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
+    """The level at which a request of provisional `level` preempts: the most urgent one that it, or
+    a more urgent one, has with the probability that the policy demands. None if it may not."""
+    if instant.may != "preempt":
+        return None
+    reached = itertools.accumulate(probabilities)
+    enough = instant.preempt_above - _ROUNDING
+    sure = next((at for at, share in enumerate(reached) if share >= enough), None)
+    return None if sure is None else max(sure, level)
 
 
 def expected_level(probabilities: Sequence[float]) -> float:

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
+from vllm_semantic_sched.policy.estimates.decision import preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -128,10 +129,21 @@ class VictimEligibility:
 
         Its own level counts. What it gained by waiting, by a near deadline or by its tier's share
         gets it the next free seat but no preemption, unless `tiers[].slo.takes_seats` allows it.
-        The offset of a tier over its share counts against it.
+        The offset of a tier over its share counts against it. A provisional level counts as far
+        as it is probable (`predictor.instant`).
         """
         takes_seat = self._some_may_take_seats and job in self._fairness.deadlines.may_take_seats
-        return takes_seat or self._level_may_preempt(job.level) or self._is_much_shorter(job)
+        if takes_seat:
+            return True
+        level = self._entitled_level(job)
+        if level is None:
+            return False
+        return self._level_may_preempt(level) or self._is_much_shorter(job)
+
+    def held_back(self, job: Job) -> bool:
+        """Whether `job` may not preempt only because its level is provisional."""
+        provisional = job.level_source is LevelSource.INSTANT
+        return provisional and self._level_may_preempt(job.level) and not self.worth_preempting(job)
 
     def need_of(self, job: Job, need: Need) -> Need:
         """Seats and blocks to free for a job: what the engine lacks, or more if less urgent tiers
@@ -152,6 +164,9 @@ class VictimEligibility:
         def freeable(victim: Job) -> int | None:
             return freeable_blocks(victim) if self._policy.tier(victim.level).preemptible else None
 
+        level = self._entitled_level(job)
+        if level is None:
+            level = job.level  # it takes a seat by its deadline
         borrowed = self._fairness.reservation.borrowed_from(job.level)
         takes_seat = job in self._fairness.deadlines.may_take_seats
         limits = self._policy.preemption
@@ -168,7 +183,7 @@ class VictimEligibility:
         among_equals = takes_seat or longer_than < math.inf
 
         return choose_victims(
-            self._fairness.preempting_level(job.level),
+            self._fairness.preempting_level(level),
             need,
             self._running,
             limits,
@@ -193,6 +208,13 @@ class VictimEligibility:
             if job.tenant == tenant:
                 return job, "tenant_cap"
         return None
+
+    def _entitled_level(self, job: Job) -> int | None:
+        """The level at which `job` may preempt; None if it may not."""
+        if job.level_source is not LevelSource.INSTANT or job.prediction is None:
+            return job.level
+        knobs = self._policy.predictor.instant
+        return preempting_level(job.prediction.urgency, job.level, knobs)
 
     @property
     def _some_may_take_seats(self) -> bool:
@@ -283,9 +305,13 @@ def plan_admission_preemptions(
     passed = 0
     for job in itertools.islice(waiting.ordered(), _LOOKAHEAD):
         entitled = eligibility.worth_preempting(job)
-        passed += not entitled
-        if room.prefill_tokens <= 0 or passed > (_PASSED if fairness.reorders_levels else 0):
+        if room.prefill_tokens <= 0:
             break
+        if not entitled:
+            passed += 1
+            out_of_order = fairness.reorders_levels or eligibility.held_back(job)
+            if passed > (_PASSED if out_of_order else 0):
+                break
         if not fairness.kv_peak.admits(job):
             break
         if not view.is_ready(job) or not fairness.tenant_caps.admits(job):

@@ -103,11 +103,13 @@ _LEGAL = {
 
 
 class LevelSource(enum.Enum):
-    """Origin of a job's urgency level, most trusted first."""
+    """Origin of a job's urgency level, most trusted first. `INSTANT` is provisional: the instant
+    reader's, until the predictor has read the prompt."""
 
     HINT = "hint"
     PRIORITY = "priority"
     PREDICTION = "prediction"
+    INSTANT = "instant"
     DEFAULT = "default"
 
 

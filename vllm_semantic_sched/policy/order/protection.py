@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.order import Protect
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 
@@ -58,8 +58,11 @@ class Protection:
         return self.knobs.level is not None and self.knobs.share > 0 and not self.unsafe
 
     def protects(self, job: Job) -> bool:
-        """Whether others are held for a job: by its own level, not by one gained by waiting."""
-        return self.knobs.level is not None and job.level <= self.knobs.level
+        """Whether others are held for a job: by its own level, not by one gained by waiting nor by
+        a provisional one."""
+        if self.knobs.level is None or job.level > self.knobs.level:
+            return False
+        return job.level_source is not LevelSource.INSTANT or not job.awaits_prediction
 
     def yields(self, job: Job) -> bool:
         """Whether a job gives way to protected ones. One that waiting has made as urgent does

@@ -119,6 +119,18 @@ class _Window:
         self.all[self.slice % _SLICES] += 1
         self.top[self.slice % _SLICES] += top
 
+    def raise_one(self) -> None:
+        """Count one of the requests at a top level."""
+        self.top[self.slice % _SLICES] += 1
+
+    def lower_one(self) -> None:
+        """Count the latest request at a top level below these."""
+        for age in range(_SLICES):
+            at = (self.slice - age) % _SLICES
+            if self.top[at]:
+                self.top[at] -= 1
+                return
+
 
 class TopLevelGuard:
     """Limits the share of a tenant's requests at the top levels.
@@ -138,11 +150,14 @@ class TopLevelGuard:
         """Whether a tenant can reach the limit; else `level` changes nothing."""
         return self.knobs.share < 1.0
 
-    def level(self, tenant: str, level: int, lowest: int, now: float) -> int:
+    def level(
+        self, tenant: str, level: int, lowest: int, now: float, before: int | None = None
+    ) -> int:
         """The level at which a request with a hinted or predicted `level` is served.
 
         Args:
             lowest: the least urgent level.
+            before: the level at which the same request was served so far, if it has been counted.
         """
         knobs = self.knobs
         if knobs.share >= 1.0 or knobs.levels > lowest:
@@ -152,10 +167,17 @@ class TopLevelGuard:
         if len(self._windows) > _MOST_TENANTS:
             self._windows.popitem(last=False)
         window.advance(int(now / (knobs.window / _SLICES)))
-        top = sum(window.top) + 1
         at_top = level < knobs.levels
-        fits = top <= max(knobs.allowance, knobs.share * (sum(window.all) + 1))
-        window.add(top=at_top and fits)
+        if before is not None and before < knobs.levels:  # it has its place among the top
+            if not at_top:
+                window.lower_one()
+            return level
+        top, count = sum(window.top) + 1, sum(window.all) + (before is None)
+        fits = top <= max(knobs.allowance, knobs.share * count)
+        if before is None:
+            window.add(top=at_top and fits)
+        elif at_top and fits:
+            window.raise_one()
         if at_top and not fits:
             self.count += 1
             return knobs.levels

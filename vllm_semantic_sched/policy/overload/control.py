@@ -12,7 +12,7 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
-from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
@@ -106,7 +106,7 @@ class OverloadControl:
         """
         entry = self._entry(job, now, job.drafted_tokens)
         if dedup_key is None and self._admits_all:
-            self.account.enter(job, entry, self._timeouts[job.level])
+            self.account.enter(job, entry, self._timeouts[entry.level])
             return []
         self.load.look(now)
         older = []
@@ -208,9 +208,13 @@ class OverloadControl:
         return ended
 
     def _entry(self, job: Job, since: float, tokens: float | None = None) -> Entry:
+        level = job.level
+        if job.level_source is LevelSource.INSTANT and job.awaits_prediction:
+            # A misread emergency must not be refused before the predictor has read it.
+            level = min(level, self._policy.default_level)
         if tokens is None:
             tokens = self._estimates.tokens(job)
-        return Entry(job.level, tokens, job.tenant, since)
+        return Entry(level, tokens, job.tenant, since)
 
     def _refusal(self, code: Code, reason: str, level: int) -> Refusal:
         return Refusal(code, reason, self.retry_after(level))

@@ -12,7 +12,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.examples import Example
-from vllm_semantic_sched.predict.text import clean
+from vllm_semantic_sched.predict.window import clean
 
 MAJORITY = "majority class"
 MEDIAN = "median length"

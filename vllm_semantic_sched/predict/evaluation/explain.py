@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import decide_level, expected_cost
+from vllm_semantic_sched.policy.estimates.decision import (
+    decide_level,
+    expected_cost,
+    preempting_level,
+)
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
@@ -18,11 +22,13 @@ from vllm_semantic_sched.policy.facts.profile import EngineProfile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
 _OCCLUDED = 128  # words left out one by one; a predictor's window holds no more wordpieces
 _CHARACTERS_PER_TOKEN = 4  # of English, for a served model that is not known here
 _ESTIMATES: tuple[Estimate, ...] = ("mean", "median", "p90")
+_PIECES = 8  # of the instant reader's
 _TINY = 1e-12  # a probability that a model could not tell from 0
 
 
@@ -47,6 +53,26 @@ class WordWeight:
 
 
 @dataclasses.dataclass(frozen=True)
+class InstantPart:
+    """What the instant reader makes of a text.
+
+    Attributes:
+        level: provisional level.
+        probabilities: per level.
+        tokens: expected output tokens.
+        preempts_as: level at which it may preempt before the predictor has read it; None if not.
+        pieces: wordpieces and pairs of them, and what each adds to the level's logit less the mean
+            of the others', heaviest first.
+    """
+
+    level: int
+    probabilities: tuple[float, ...]
+    tokens: float
+    preempts_as: int | None
+    pieces: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """How the scheduler would treat a text.
 
@@ -59,6 +85,7 @@ class Explanation:
         words: heaviest first.
         occluded, word_count: number of words that were left out one by one, and of all words.
         notes: the parts that the policy does not use.
+        instant: the provisional reading; None without an instant reader.
 
     The rank is (level, remaining_seconds), as far as the policy's base uses them.
     """
@@ -74,6 +101,7 @@ class Explanation:
     occluded: int
     word_count: int
     notes: tuple[str, ...]
+    instant: InstantPart | None = None
 
 
 def explain(
@@ -82,11 +110,13 @@ def explain(
     policy: Policy,
     profile: EngineProfile,
     max_tokens: int | None = None,
+    instant: InstantReader | None = None,
 ) -> Explanation:
     """How the scheduler would treat `text` under a policy.
 
     Args:
         max_tokens: the client's limit on output tokens; None: no limit.
+        instant: the predictor's instant reader.
     """
     words = text.split()
     positions = list(range(len(words)))
@@ -129,6 +159,21 @@ def explain(
         occluded=len(positions),
         word_count=len(words),
         notes=_notes(policy),
+        instant=None if instant is None else _instant_part(text, instant, policy),
+    )
+
+
+def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
+    prediction = reader.read(text)
+    level = decide_level(prediction.urgency, policy.decision)
+    return InstantPart(
+        level=level,
+        probabilities=prediction.urgency,
+        tokens=expected_output_tokens(
+            prediction.length or (), reader.length_buckets, 0, policy.length.estimate
+        ),
+        preempts_as=preempting_level(prediction.urgency, level, policy.predictor.instant),
+        pieces=tuple(reader.strongest(text, level, _PIECES)),
     )
 
 

@@ -18,7 +18,14 @@ from vllm_semantic_sched.predict.evaluation.metrics import (
     mean,
     reliability,
 )
+from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
+
+INSTANT = "instant reader"
+"""Its name among the baselines of a report."""
+
+_DISAGREEMENTS = 12  # listed in a report
+_EXCERPT = 100  # characters of a text in it
 
 _TEXTS_PER_CALL = 256
 
@@ -88,6 +95,18 @@ def model_guesser(
     return guess
 
 
+def instant_guesser(reader: InstantReader) -> Guesser:
+    """The instant reader in the form that `evaluate` takes; see `model_guesser`."""
+    missing = (0.0,) * (URGENCY_LEVELS - reader.levels)
+
+    def guess(texts: Sequence[str]) -> Guess:
+        predictions = [reader.read(text) for text in texts]
+        tokens = [expected_tokens(one.length or (), reader.length_buckets) for one in predictions]
+        return Guess([(*one.urgency, *missing) for one in predictions], tokens)
+
+    return guess
+
+
 def evaluate_predictor(
     test_set: LabelledSet,
     predictor: TextPredictor,
@@ -95,6 +114,7 @@ def evaluate_predictor(
     decision: Decision,
     *,
     model: str = "shipped",
+    instant: InstantReader | None = None,
     claims: bool = False,
     advanced: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
@@ -103,6 +123,7 @@ def evaluate_predictor(
     Args:
         decision: how every guesser's probabilities become a level.
         model: name of the predictor in the report.
+        instant: the model's instant reader, reported beside it.
         claims: read the texts once more with claims about their urgency.
         advanced: called with the number of texts read since its last call; `texts_to_read` is
             their sum.
@@ -119,8 +140,8 @@ def evaluate_predictor(
     }
     for rule in RULES:
         if rule != decision.rule:
-            other = decision.model_copy(update={"rule": rule})
-            report[rule] = _level_part(test_set, guess, other)
+            changed = decision.model_copy(update={"rule": rule})
+            report[rule] = _level_part(test_set, guess, changed)
     report["kinds"] = report["reliability"] = None
     places, truth, rows = _levelled(test_set, guess)
     if truth:
@@ -131,12 +152,49 @@ def evaluate_predictor(
             report["kinds"] = kind_figures(kinds, truth, decided)
     every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     report["baselines"] = {}
-    for name, baseline in {**constant_baselines(truth, every_length), **baselines}.items():
-        figures = figures_of(test_set, baseline(texts), decision)
+    report["disagreements"] = None
+    beside = {INSTANT: instant_guesser(instant)} if instant is not None else {}
+    beside |= {**constant_baselines(truth, every_length), **baselines}
+    for name, baseline in beside.items():
+        other = baseline(texts)
+        if name == INSTANT:
+            report["disagreements"] = disagreements(test_set.examples, guess, other, decision)
+        figures = figures_of(test_set, other, decision)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
     report["claims"] = claim_figures(test_set.examples, guesser, decision) if claims else None
     return Evaluation(report, _lengths(test_set, guess))
+
+
+def disagreements(
+    examples: Sequence[Example], network: Guess, instant: Guess, decision: Decision
+) -> dict[str, Any]:
+    """How often the two readers decide on different levels.
+
+    Returns:
+        `share` of the texts, and `texts`: those with the largest differences, each with its `text`
+        (the beginning), `level` if labelled, and the levels by `network` and `instant`.
+    """
+    rows = []
+    for one, first, second in zip(
+        examples, network.urgency or (), instant.urgency or (), strict=True
+    ):
+        levels = decide_level(first, decision), decide_level(second, decision)
+        rows.append((one, *levels))
+    differ = [row for row in rows if row[1] != row[2]]
+    differ.sort(key=lambda row: -abs(row[1] - row[2]))
+    return {
+        "share": len(differ) / max(1, len(rows)),
+        "texts": [
+            {
+                "text": " ".join(one.text[:_EXCERPT].split()),
+                "level": one.level,
+                "network": first,
+                "instant": second,
+            }
+            for one, first, second in differ[:_DISAGREEMENTS]
+        ],
+    }
 
 
 def texts_to_read(test_set: LabelledSet, claims: bool) -> int:

@@ -87,6 +87,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += [*_claim_lines(report["claims"]), ""]
     if report["n_length"]:
         lines += [*_length_lines(report), ""]
+    if report["disagreements"]:
+        lines += [*_disagreement_lines(report["disagreements"]), ""]
     return "\n".join(lines)
 
 
@@ -193,6 +195,26 @@ def _length_lines(report: Mapping[str, Any]) -> list[str]:
         lines[-1] += " Means over the models that answered; each of them follows."
         lines += ["", *_table(header, rows)]
     return [*lines, "", f"![true and predicted lengths]({LENGTH_PICTURE})"]
+
+
+def _disagreement_lines(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "## Network and instant reader",
+        "",
+        f"They decide on different levels for {found['share']:.1%} of the texts.",
+    ]
+    rows = [
+        [
+            one["text"],
+            *(
+                "-" if one[key] is None else str(one[key])
+                for key in ("level", "network", "instant")
+            ),
+        ]
+        for one in found["texts"]
+    ]
+    table = _table(["largest differences", "true level", "network", "instant"], rows)
+    return [*lines, "", *table] if rows else lines
 
 
 def confusion_picture(figures: Mapping[str, Any], path: Path) -> None:

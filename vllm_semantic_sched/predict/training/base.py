@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BertModel, DistilBertConfig
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
-from vllm_semantic_sched.predict import URGENCY_LEVELS
-from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import DEFAULT_WINDOW, WindowTokenizer
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 _BUCKETS = 9
 
@@ -31,14 +31,24 @@ def load_base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer
         folder = pretrained_folder()
         network = network_from_minilm(folder)
     else:
-        folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
-        if not is_stored_network(folder):
-            raise FileNotFoundError(
-                f"--base {name}: not shipped, pretrained, or a folder that `semsched train` wrote"
-            )
+        folder = base_folder(name)
         network = load_network(folder)
     tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
     return folder, network, tokenizer
+
+
+def base_folder(name: str) -> Path:
+    """The folder of a stored network: `shipped`, or one that `semsched train` wrote.
+
+    Raises:
+        FileNotFoundError: it holds no network.
+    """
+    folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
+    if not is_stored_network(folder):
+        raise FileNotFoundError(
+            f"--base {name}: not shipped, pretrained, or a folder that `semsched train` wrote"
+        )
+    return folder
 
 
 def set_length_buckets(network: UrgencyLengthClassifier, lengths: Sequence[int]) -> None:

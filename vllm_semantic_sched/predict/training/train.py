@@ -1,5 +1,6 @@
 """Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,21 @@ from vllm_semantic_sched.datasets import split_of
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
 from vllm_semantic_sched.predict.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.predict.evaluation.metrics import likeliest
+from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.training.base import load_base, set_length_buckets, set_level_names
+from vllm_semantic_sched.predict.training.base import (
+    base_folder,
+    load_base,
+    set_length_buckets,
+    set_level_names,
+)
 from vllm_semantic_sched.predict.training.calibration import (
     calibrate,
     fitted_thresholds,
     validation_figures,
 )
+from vllm_semantic_sched.predict.training.distil import distil, renewed
 from vllm_semantic_sched.predict.training.fit import (
     ENCODER_RATE,
     FINE_TUNING_RATE,
@@ -28,6 +36,7 @@ from vllm_semantic_sched.predict.training.fit import (
     average,
     fit,
 )
+from vllm_semantic_sched.predict.training.messages import everyday_prompt
 from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
 from vllm_semantic_sched.predict.weights import load_network, save_network
 
@@ -39,6 +48,8 @@ TEST_FILE = "test.csv"
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
+# Beside the labelled texts, for the instant reader: it has no pretraining to fall back on.
+_MOST_EVERYDAY = 5000
 _CALIBRATION_SCALE = 0.05  # of the texts in a round of training
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
@@ -118,9 +129,36 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     unseen = training_round(validation, options.seed, _CALIBRATION_SCALE * scale)
     calibrate(network, tokenizer, unseen)
     save_network(network, folder, options.output)
+    texts = [one.text for one in _first_round(sources, options.seed, scale)]
+    distil(options.output, texts, options.output, seed=options.seed)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
     _write_thresholds(options, visits)
     return len(visits), validation_figures(options.output, validation, options.seed)
+
+
+def train_instant(
+    base: str, output: Path, root: Path, scale: float, *, seed: int, threads: int
+) -> None:
+    """Train the instant reader of a stored network on the texts of the first round of `train_all`.
+
+    Args:
+        base: `shipped`, or a folder that `semsched train` wrote.
+        output: folder for the reader's table.
+        root: data folder.
+        scale: share of the texts.
+
+    Raises:
+        DataNotFound: a file is missing below `root`.
+        FileNotFoundError: the base is not a stored network.
+    """
+    torch.set_num_threads(threads)
+    folder = base_folder(base)
+    examples = _first_round(Sources.read(root, "train"), seed, scale)
+    distil(folder, [one.text for one in examples], output, seed=seed)
+
+
+def _first_round(sources: Sources, seed: int, scale: float) -> list[Example]:
+    return training_round(sources, seed * 1000, scale)
 
 
 def train_urgency(
@@ -228,6 +266,7 @@ def _fine_tune(
         trained = {one.text for one in training}
         known = sum(one.text in trained for one in tests)
     folder, network, tokenizer = load_base(options.base)
+    instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
     fitted: Sequence[Example] = training
     if not encoder_rate:
@@ -249,6 +288,14 @@ def _fine_tune(
     elif keep == "length":
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
+    if instant is not None and keep == "urgency":
+        instant = renewed(instant, None, len(network.config.length_bucket_means))
+    elif instant is not None and not same_heads:
+        instant = renewed(instant, network.config.num_labels, None)
+    rng = random.Random(options.seed)
+    everyday = [everyday_prompt(rng) for _ in training[:_MOST_EVERYDAY]]
+    texts = [one.text for one in training] + everyday
+    distil(options.output, texts, options.output, seed=options.seed, start=instant)
     write_examples(training, options.output / TRAINING_FILE)
     write_examples(tests, options.output / TEST_FILE)
     if keep == "length":

@@ -1,0 +1,125 @@
+"""The instant reader: its quality and cost as shipped, and what it stores."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy
+import pytest
+
+from vllm_semantic_sched.policy.config.estimates import Decision, Instant
+from vllm_semantic_sched.policy.estimates.decision import decide_level, preempting_level
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.evaluation.examples import read_examples
+from vllm_semantic_sched.predict.evaluation.metrics import level_figures
+from vllm_semantic_sched.predict.instant import (
+    INSTANT_FILE,
+    FeatureReader,
+    InstantReader,
+    InstantTable,
+)
+
+# Written by hand, and never trained on.
+MESSAGES = read_examples(Path(__file__).parents[1] / "data" / "urgency_messages.csv")
+LEVELS = [one.level or 0 for one in MESSAGES]
+
+
+@pytest.fixture(scope="module")
+def reader() -> InstantReader:
+    shipped = InstantReader.load()
+    assert shipped is not None
+    return shipped
+
+
+@pytest.fixture(scope="module")
+def rows(reader):
+    return [reader.read(one.text).urgency for one in MESSAGES]
+
+
+def test_shipped_reader_tells_urgent_messages_from_others(rows) -> None:
+    figures = level_figures(LEVELS, rows, Decision())
+    assert figures["auc"] >= 0.96
+    assert figures["urgent_recall"] >= 0.95
+    assert figures["quadratic_weighted_kappa"] >= 0.8
+    assert figures["ece"] <= 0.08  # usable as probabilities
+
+
+def test_messages_that_may_preempt_before_they_are_read_are_urgent(rows) -> None:
+    rights = [preempting_level(row, decide_level(row, Decision()), Instant()) for row in rows]
+    sure = [level for level, at in zip(LEVELS, rights, strict=True) if at is not None and at <= 1]
+    assert sum(level <= 1 for level in sure) >= 0.93 * len(sure)
+    assert len(sure) >= 0.6 * sum(level <= 1 for level in LEVELS)
+
+
+def test_a_text_takes_a_fraction_of_a_millisecond(reader) -> None:
+    def fastest(text: str) -> float:
+        """Of five, because other processes may interrupt one."""
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            reader.read(text)
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+    assert median(fastest(one.text) for one in MESSAGES) <= 0.0003
+    assert fastest("my dad collapsed and is not breathing " * 10_000) <= 0.003
+
+
+def test_weights_are_small() -> None:
+    assert (SHIPPED_WEIGHTS / INSTANT_FILE).stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize("text", ["", " ", "\x00", "\ud83d \udc00", "\u202e", "a" * 100_000, "1"])
+def test_any_string_is_read(reader, text) -> None:
+    prediction = reader.read(text)
+    assert sum(prediction.urgency) == pytest.approx(1, abs=1e-5)
+    assert sum(prediction.length) == pytest.approx(1, abs=1e-5)
+    assert len(prediction.length) == len(reader.length_buckets.means)
+
+
+def test_strongest_pieces_are_the_words_that_decide(reader) -> None:
+    pieces = reader.strongest("write a poem about my dad who is not breathing", 0, 5)
+    assert len(pieces) == 5
+    weights = [abs(weight) for _, weight in pieces]
+    assert weights == sorted(weights, reverse=True)
+    assert any("breathing" in name and weight > 0 for name, weight in pieces)
+
+
+def test_serving_needs_no_torch() -> None:
+    code = (
+        "import sys; from vllm_semantic_sched.predict.instant import InstantReader; "
+        "InstantReader.load().read('help'); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_folder_without_a_table_has_no_reader(tmp_path) -> None:
+    assert InstantReader.load(str(tmp_path)) is None
+    assert InstantReader.load("some/hub-id") is None
+
+
+def test_stored_table_is_close_to_the_given_one(tmp_path) -> None:
+    rng = numpy.random.default_rng(0)
+    rows, bias = rng.normal(size=(50, 7)), rng.normal(size=7)
+    InstantTable(rows.astype("f4"), bias.astype("f4"), 5).save(tmp_path)
+    loaded = InstantTable.load(tmp_path)
+    assert loaded is not None and loaded.levels == 5
+    assert numpy.abs(loaded.rows - rows).max() <= numpy.abs(rows).max() / 127
+    assert loaded.bias == pytest.approx(bias, abs=1e-6)
+
+
+def test_table_that_does_not_fit_is_refused(tmp_path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((SHIPPED_WEIGHTS / name).read_bytes())
+    features = FeatureReader.load(tmp_path)
+    for shape, message in (((10, 14), "10 rows"), ((features.rows, 9), "9 outputs")):
+        rows = numpy.zeros(shape, "f4")
+        InstantTable(rows, rows[0], 5).save(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            InstantReader.load(str(tmp_path))
+    (tmp_path / INSTANT_FILE).write_bytes(b"broken")
+    with pytest.raises(ValueError, match="not a table"):
+        InstantReader.load(str(tmp_path))

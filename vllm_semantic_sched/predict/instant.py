@@ -1,0 +1,184 @@
+"""Reads a text at once: a linear model over the wordpieces of the network's own tokenizer.
+
+Each wordpiece, and each pair of neighbours by a hash, has a row of logits: one per urgency level,
+then one per length bucket. A text's logits are the sum of the rows of its n distinct pieces and
+pairs over n ** 0.25, plus a bias. `semsched train` fits the rows to the network's own
+probabilities (`training/distil.py`). Needs neither torch nor transformers.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
+
+INSTANT_FILE = "instant.npz"
+
+PAIR_ROWS = 2**16
+"""Rows that pairs of neighbouring wordpieces are hashed to."""
+
+# Between a sum, in which a long text is sure of everything, and a mean, in which a single word
+# counts for nothing in it. Best on validation texts.
+DAMPING = 0.25
+
+_SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
+
+Floats = NDArray[numpy.float32]
+Ints = NDArray[numpy.int64]
+
+
+@dataclass(frozen=True)
+class InstantTable:
+    """The weights.
+
+    Attributes:
+        rows: (wordpieces + `PAIR_ROWS`, levels + buckets) logits.
+        bias: (levels + buckets,) logits.
+        levels: number of urgency levels.
+    """
+
+    rows: Floats
+    bias: Floats
+    levels: int
+
+    def save(self, folder: Path) -> None:
+        """Write `INSTANT_FILE`: rows as int8 with one scale per column."""
+        scale = numpy.maximum(numpy.abs(self.rows).max(axis=0), 1e-6) / 127.0
+        numpy.savez_compressed(
+            folder / INSTANT_FILE,
+            rows=numpy.round(self.rows / scale).astype(numpy.int8),
+            scale=scale.astype(numpy.float32),
+            bias=self.bias.astype(numpy.float32),
+            levels=numpy.int64(self.levels),
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """The table in `folder`; None if it has none.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path = folder / INSTANT_FILE
+        if not path.is_file():
+            return None
+        try:
+            with numpy.load(path) as stored:
+                rows = stored["rows"].astype(numpy.float32) * stored["scale"]
+                return cls(rows, stored["bias"], int(stored["levels"]))
+        except (KeyError, OSError, ValueError) as error:
+            raise ValueError(f"{path}: not a table of the instant reader ({error})") from error
+
+
+class FeatureReader:
+    """Turns texts into places of rows in an `InstantTable`."""
+
+    def __init__(self, tokenizer: Tokenizer, window: int = DEFAULT_WINDOW) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._room = window - _SPECIAL
+        self.pieces = tokenizer.get_vocab_size()
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The reader for the tokenizer and the window of a trained model."""
+        settings = json.loads((folder / "config.json").read_text("utf-8"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return cls(tokenizer, int(settings.get("window", DEFAULT_WINDOW)))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a table."""
+        return self.pieces + PAIR_ROWS
+
+    def features(self, text: str) -> Ints:
+        """Places of the distinct wordpieces and pairs of a text, ascending; any string is accepted.
+        Empty for a text without words."""
+        cut = cut_text(text, self._room)
+        ids = self._tokenizer.encode(cut, add_special_tokens=False).ids
+        pieces = numpy.asarray(cut_pieces(ids, self._room), dtype=numpy.int64)
+        pairs = self.pieces + _pair_rows(pieces[:-1], pieces[1:])
+        return numpy.unique(numpy.concatenate((pieces, pairs)))
+
+    def names(self, text: str) -> dict[int, str]:
+        """The wordpieces and pairs of a text by the place of their row."""
+        cut = cut_text(text, self._room)
+        encoding = self._tokenizer.encode(cut, add_special_tokens=False)
+        ids = numpy.asarray(cut_pieces(encoding.ids, self._room), dtype=numpy.int64)
+        words = cut_pieces(encoding.tokens, self._room)
+        pairs = self.pieces + _pair_rows(ids[:-1], ids[1:])
+        both = [f"{one} {other}" for one, other in itertools.pairwise(words)]
+        return dict(zip([*pairs.tolist(), *ids.tolist()], [*both, *words], strict=True))
+
+
+class InstantReader:
+    """Predicts urgency level and output length of one text in a fraction of a millisecond.
+    Thread-safe: it has no state but its weights."""
+
+    def __init__(
+        self, features: FeatureReader, table: InstantTable, length_buckets: LengthBuckets
+    ) -> None:
+        if len(table.rows) != features.rows:
+            raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
+        self._features = features
+        self._table = table
+        self.levels = table.levels
+        self.length_buckets = length_buckets
+
+    @classmethod
+    def load(cls, path: str | None = None) -> Self | None:
+        """The reader beside the shipped model (`path` None) or in a folder; None if there is none,
+        as for a hub id.
+
+        Raises:
+            ValueError: its table does not fit the model.
+        """
+        folder = SHIPPED_WEIGHTS if path is None else Path(path)
+        table = InstantTable.load(folder)
+        if table is None:
+            return None
+        settings = json.loads((folder / "config.json").read_text("utf-8"))
+        means = settings["length_bucket_means"]
+        if len(table.bias) != table.levels + len(means):
+            raise ValueError(
+                f"{folder / INSTANT_FILE}: {len(table.bias)} outputs for {table.levels} levels and "
+                f"{len(means)} length buckets"
+            )
+        buckets = LengthBuckets(tuple(settings["length_bucket_edges"]), tuple(means))
+        return cls(FeatureReader.load(folder), table, buckets)
+
+    def read(self, text: str) -> Prediction:
+        """Predict one text; any string is accepted."""
+        at = self._features.features(text)
+        table = self._table
+        logits = table.bias + table.rows[at].sum(axis=0) / max(1, len(at)) ** DAMPING
+        return Prediction(_softmax(logits[: self.levels]), _softmax(logits[self.levels :]))
+
+    def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
+        """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:
+        what each adds to its logit less the mean of what it adds to the others'."""
+        names = self._features.names(text)
+        rows = self._table.rows[list(names), : self.levels] / max(1, len(names)) ** DAMPING
+        others = (rows.sum(axis=1) - rows[:, level]) / max(1, self.levels - 1)
+        weights = rows[:, level] - others
+        pairs = zip(names.values(), map(float, weights), strict=True)
+        return sorted(pairs, key=lambda pair: -abs(pair[1]))[:count]
+
+
+def _pair_rows(first: Ints, second: Ints) -> Ints:
+    mixed = (first * 1_000_003) ^ (second * 253_921)
+    return ((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1)
+
+
+def _softmax(logits: Floats) -> tuple[float, ...]:
+    powers = numpy.exp(logits - logits.max())
+    return tuple((powers / powers.sum()).tolist())
