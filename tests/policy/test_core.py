@@ -281,7 +281,7 @@ CALM = Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
 
 def glance(core: SchedulingCore, name: str, provisional, urgency=None, tenant="") -> Job:
     hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
-    job = core.new_job(name, 0.0, 50, 500, hint, True, tenant, provisional)
+    job = core.new_job(name, 0.0, 50, 500, hint, True, tenant, provisional=provisional)
     core.enqueue(job, core.waiting)
     return job
 
