@@ -505,15 +505,15 @@ def test_provisional_level_alone_refuses_no_request() -> None:
         hint = Hint(None, LevelSource.DEFAULT)
         job = world.core.new_job("new", world.now, 100, 50, hint, True, provisional=provisional)
         world.core.enqueue(job, world.core.waiting)
-        world.end(world.control.arrive(job, world.now, world.free_seats))
+        world.end(world.control.arrive(job, world.now, lambda: world.free_seats))
         return job
 
     job = arrive(calm)
     assert job.level == 2 and job not in world.refused
     world.core.predicted(job, calm)
-    world.end(world.control.revised(job, world.now, world.free_seats))
+    world.end(world.control.revised(job, world.now, lambda: world.free_seats))
     assert job in world.refused
     emergency = arrive(calm)
     world.core.predicted(emergency, Prediction((1.0, 0.0, 0.0)))
-    world.end(world.control.revised(emergency, world.now, world.free_seats))
+    world.end(world.control.revised(emergency, world.now, lambda: world.free_seats))
     assert emergency.level == 0 and emergency not in world.refused
