@@ -5,7 +5,9 @@ from typing import Any
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.step import EngineView
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
@@ -14,20 +16,44 @@ from vllm_semantic_sched.sim.sections import EngineModel
 PROFILE = load_profile("a100-qwen1.5-4b")
 
 
+Choose = Callable[[Engine], Sequence[Job] | None]
+
+
+def hold_by(engine: Engine, choose: Choose, place: int | None = None) -> None:
+    """Add a part to the engine's steps that holds the jobs of a fake policy.
+
+    Args:
+        choose: returns the jobs to hold; None: it does not call `hold`.
+        place: of the part among the others; None: the last.
+    """
+
+    def part(view: EngineView) -> None:
+        jobs = choose(engine)
+        if jobs is not None:
+            engine.hold(jobs)
+
+    parts = list(engine.step.parts)
+    parts.insert(len(parts) if place is None else place, ("holding", part))
+    engine.step.parts = tuple(parts)
+
+
 def drive(
     policy: dict[str, Any],
     requests: Sequence[SimRequest],
     before_step: Callable[[Engine, float], None] | None = None,
     until: float = float("inf"),
+    choose: Choose | None = None,
     **engine: Any,
 ) -> list[Run]:
     """Run requests, in order of arrival, whose clients state their levels; until all are done, or
-    the clock passes `until`."""
+    the clock passes `until`. For `choose` see `hold_by`."""
     now = 0.0
     core = SchedulingCore(
         parse_policy({"predictor": {"enabled": False}} | policy), PROFILE, clock=lambda: now
     )
     simulated = make_engine(core, EngineModel(**engine), PROFILE, keep_seats=True)
+    if choose is not None:
+        hold_by(simulated, choose)
     runs: list[Run] = []
     while now < until:
         while len(runs) < len(requests) and requests[len(runs)].arrival <= now:

@@ -24,11 +24,14 @@ import aiohttp
 import numpy as np
 import psutil
 from common import main
+from holds import excess_hold, logged_holds
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
 from vllm_semantic_sched.bench.texts import write_message
+from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.trace.event_log import log_parts
 
 BASE_POLICY = """\
 tiers:
@@ -56,6 +59,7 @@ _ZERO_WHEN_IDLE = (
 )
 _ANSWER_SECONDS = 120.0  # a request that takes longer hangs
 
+_STEP_SECONDS = 0.5  # the longest step, on a busy machine
 _UNDISTURBED_AT_A_TIME = 4
 INVALID_HINTS: tuple[object, ...] = ("abc", 99, -1, 1.5, "0x1", "", [1, 2])
 INVALID_POLICIES = (
@@ -396,6 +400,26 @@ def disturb(
     return chaos.report
 
 
+def overlong_holds(log: Path, policy: Policy) -> list[str]:
+    """Requests that were held longer than the policy's bound, according to the event log.
+
+    A hold ends with a step, so that it may be one step (`_STEP_SECONDS`) over.
+    """
+    protect = getattr(policy, "protect", None)
+    if protect is None or protect.level is None:
+        return []
+    lines = (line for part in log_parts(log) for line in part.read_text().splitlines())
+    holds: dict[str, list[tuple[float, float]]] = {}
+    for request, begin, end in logged_holds(json.loads(line) for line in lines if line):
+        holds.setdefault(request, []).append((begin, end))
+    bound = protect.longest_hold + _STEP_SECONDS
+    return [
+        f"request {request} was held {excess:.2f} s more than a share of {protect.share:g}"
+        for request, times in holds.items()
+        if (excess := excess_hold(times, protect.share)) > bound
+    ]
+
+
 def kill_predictor(server: VllmServer) -> bool:
     """Kill the server's predictor process; False if there is none at the moment."""
     if server.pid is None:
@@ -463,7 +487,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Disturb a server; 1 if a guarantee was violated."""
     policy = args.output / "policy.yaml"
-    policy.write_text(BASE_POLICY)
+    log = args.output / "events.jsonl"
+    policy.write_text(f"{BASE_POLICY}events: {{path: {log.resolve()}}}\n")
     config = ServerConfig(
         model=args.model,
         log=args.output / "server.log",
@@ -473,6 +498,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with VllmServer(config) as server:
         report = disturb(server, policy, args.requests, args.cases, args.at_a_time, args.seed)
+    report.problems += overlong_holds(log, load_policy(policy))
     print("\n".join(summary(report)))
     return 1 if report.problems else 0
 

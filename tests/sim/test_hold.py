@@ -1,11 +1,10 @@
 """Held requests: they keep seat and blocks, get no token, and go on where they were."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from drive import PROFILE, drive
+from drive import PROFILE, Choose, drive, hold_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,31 +12,10 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED
-from vllm_semantic_sched.policy.step import EngineView
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
-
-Choose = Callable[[Engine], list[Job] | None]
-"""Which jobs a fake policy holds in a step; None: it does not call `hold`."""
-
-
-def hold_by(engine: Engine, choose: Choose, place: int | None = None) -> None:
-    """Add a part to the engine's steps that holds what `choose` says.
-
-    Args:
-        place: of the part among the others; None: the last.
-    """
-
-    def part(view: EngineView) -> None:
-        jobs = choose(engine)
-        if jobs is not None:
-            engine.hold(jobs)
-
-    parts = list(engine.step.parts)
-    parts.insert(len(parts) if place is None else place, ("holding", part))
-    engine.step.parts = tuple(parts)
 
 
 class World:

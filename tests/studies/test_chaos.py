@@ -1,5 +1,8 @@
 """Judgement of answers, and the requests and policies of the disturbed run."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 from chaos import (
     BASE_POLICY,
@@ -10,7 +13,9 @@ from chaos import (
     judge,
     make_cases,
     make_visits,
+    overlong_holds,
 )
+from holds import excess_hold
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -68,3 +73,34 @@ def test_valid_policies_are_accepted_and_invalid_ones_refused(tmp_path) -> None:
     for text in INVALID_POLICIES:
         with pytest.raises(PolicyError):
             check_live_change(base, read(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("holds", "excess"),
+    [
+        ([], 0.0),
+        ([(0.0, 2.0)], 1.5),
+        ([(0.0, 1.0), (1.0, 2.0)], 1.5),
+        ([(0.0, 1.0), (2.0, 3.0)], 1.25),
+        ([(0.0, 1.0), (4.0, 5.0)], 0.75),  # each window of one hold
+        ([(0.0, 3.0), (100.0, 101.0)], 2.25),
+    ],
+)
+def test_excess_is_that_of_the_worst_window(holds, excess) -> None:
+    assert excess_hold(holds, share=0.25) == pytest.approx(excess)
+
+
+def test_overlong_hold_is_found_in_the_event_log(tmp_path) -> None:
+    log = tmp_path / "events.jsonl"
+    lines = [
+        {"time": 10.0, "request": "a", "held": 3.0},
+        {"time": 10.0, "request": "b", "held": 1.0},
+        {"time": 11.0, "request": "a", "state": "completed"},
+    ]
+    log.write_text("\n".join(map(json.dumps, lines)))
+
+    protect = SimpleNamespace(level=0, longest_hold=1.0, share=0.0)
+    (problem,) = overlong_holds(log, SimpleNamespace(protect=protect))
+    assert problem.startswith("request a was held 3.00 s")
+    protect.longest_hold = 3.0
+    assert overlong_holds(log, SimpleNamespace(protect=protect)) == []

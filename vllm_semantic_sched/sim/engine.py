@@ -107,6 +107,11 @@ class Engine:
         """The prediction for a submitted request has come back; the next step applies it."""
         self._predictions.append(run)
 
+    @property
+    def held(self) -> Collection[Job]:
+        """Running jobs that get no token in this step."""
+        return self._held
+
     def blocks_of(self, job: Job) -> int:
         """KV blocks that a submitted job holds."""
         return self._decoding.blocks(self._runs[job])
