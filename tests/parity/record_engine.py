@@ -128,6 +128,7 @@ def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
         time.now += rng.choice([0.02, 0.05, 0.3, 1.0, 2.0])
     if ours:
         assert scheduler.counters.total("policy_errors") == 0
+        scheduler.gauges()  # brings the counters up to date
         recording.counters = {
             "_".join((name, *labels)): total
             for (name, labels), total in scheduler.counters.totals().items()

@@ -145,7 +145,12 @@ PARTS = ["predictions", "revise", "end", "reservations", "room", "limits"]
 def test_exchanging_two_parts_of_the_step_is_noticed(recordings, first) -> None:
     place = 1 + PARTS.index(first)
     second = len(PARTS) if first != "room" else 1
-    assert any(
-        replay(recording, exchanged=(place, second)) != recording.decisions
-        for recording in recordings.values()
-    )
+    assert any(differs(recording, (place, second)) for recording in recordings.values())
+
+
+def differs(recording: Recording, exchanged: tuple[int, int]) -> bool:
+    """Whether the exchange changes a decision, or asks about a request that has none."""
+    try:
+        return replay(recording, exchanged) != recording.decisions
+    except KeyError:
+        return True
