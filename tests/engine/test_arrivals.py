@@ -13,7 +13,13 @@ from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.overhead import Case, SaturatedScheduler
-from vllm_semantic_sched.bench.standalone import StubReader, build_scheduler, make_request, run_step
+from vllm_semantic_sched.bench.standalone import (
+    StubReader,
+    build_scheduler,
+    make_request,
+    read_texts,
+    run_step,
+)
 from vllm_semantic_sched.engine.prediction import _MOST_AHEAD
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.job import LevelSource
@@ -24,7 +30,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def scheduler():
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": "ems"}, max_num_seqs=2)
-    scheduler.predictions.service = StubReader()
+    read_texts(scheduler)
     yield scheduler
     assert scheduler.counters.total("policy_errors") == 0
     scheduler.shutdown()
@@ -99,7 +105,8 @@ def test_request_is_read_again_if_the_policy_changed_meanwhile(scheduler) -> Non
     scheduler.core.adopt(new, scheduler.core.profile)
     for request in (hinted, unhinted):
         scheduler.add_request(request)
-    assert (scheduler.jobs["a"].level, scheduler.jobs["b"].level) == (3, 4)
+    jobs = scheduler.jobs
+    assert jobs["a"].level == 3 and jobs["b"].level_source is LevelSource.INSTANT
     assert len(scheduler.predictions.service.drain()) == 2, "each text was submitted once"
 
 

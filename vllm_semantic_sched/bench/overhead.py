@@ -81,7 +81,7 @@ class SaturatedScheduler:
             }
         self.scheduler = standalone.build_scheduler(**shape)
         if case.text:
-            self.scheduler.predictions.service = standalone.StubReader()  # type: ignore[attr-defined]
+            standalone.read_texts(self.scheduler)
         self._text = case.text
         for _ in range(running):
             self.arrive(self.new_request(level))

@@ -5,8 +5,10 @@ Fast enough for unit tests and for timing `schedule()` with 100,000 requests.
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.predict.instant import InstantReader
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -175,6 +178,24 @@ class StubReader:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+class StubTokenizer:
+    """Gives every prompt the same words, so many as it has tokens."""
+
+    _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return " ".join(itertools.islice(itertools.cycle(self._WORDS), len(tokens)))
+
+
+def read_texts(scheduler: Any) -> None:
+    """Let a scheduler of this package read prompts: by the shipped instant reader, and then by a
+    stub in place of the network."""
+    feed = scheduler.predictions
+    feed.service, feed.tokenizer = StubReader(), StubTokenizer()
+    feed.instant = InstantReader.load()
 
 
 def run_step(scheduler: Scheduler) -> SchedulerOutput:
