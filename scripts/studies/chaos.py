@@ -46,6 +46,7 @@ aging: {enabled: true, interval: 2}
 deadlines: {enabled: true}
 fair_share: {enabled: true}
 shedding: {enabled: true}
+protect: {level: 0, slowdown: 1.0, longest_hold: 1, share: 0.3}
 """
 """The part of the policy that stays the same: every feature is on."""
 
@@ -405,9 +406,7 @@ def overlong_holds(log: Path, policy: Policy) -> list[str]:
 
     A hold ends with a step, so that it may be one step (`_STEP_SECONDS`) over.
     """
-    protect = getattr(policy, "protect", None)
-    if protect is None or protect.level is None:
-        return []
+    protect = policy.protect
     lines = (line for part in log_parts(log) for line in part.read_text().splitlines())
     holds: dict[str, list[tuple[float, float]]] = {}
     for request, begin, end in logged_holds(json.loads(line) for line in lines if line):
