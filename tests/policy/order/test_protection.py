@@ -39,22 +39,29 @@ def held(slowdown: float, urgent: int, others: int, prefilling=(), newcomer=None
     return [job.request_id for job in jobs], tokens
 
 
-@pytest.mark.parametrize(("slowdown", "beside"), [(1.0, 0), (1.25, 2), (1.35, 3), (9.0, 6)])
+@pytest.mark.parametrize(("slowdown", "beside"), [(1.0, 0), (1.3, 2), (1.42, 3), (9.0, 6)])
 def test_as_many_run_beside_as_the_step_allows(slowdown, beside) -> None:
-    """A step takes 10 ms with the protected job alone, and 1 ms more for each other."""
+    """A step takes 10 ms with the protected job alone, and 1 ms more for each other; a quarter of
+    what is allowed beyond that is kept for prefills."""
     jobs, _ = held(slowdown, urgent=1, others=6)
     assert jobs == [f"o{n}" for n in range(beside, 6)]
 
 
 def test_protected_jobs_share_one_allowance() -> None:
-    assert len(held(1.25, urgent=1, others=6)[0]) == 4
-    assert len(held(1.25, urgent=3, others=6)[0]) == 3  # a quarter of 12 ms
+    assert len(held(1.3, urgent=1, others=6)[0]) == 4
+    assert len(held(1.36, urgent=3, others=6)[0]) == 3  # 0.75 x 0.36 x 12 ms
 
 
-def test_prefills_get_what_is_left_or_wait() -> None:
+def test_prefills_get_what_is_left_or_wait_until_it_suffices() -> None:
     prompt = make_job(3, request_id="prompt", prompt_tokens=100)
     assert held(1.55, urgent=1, others=0, prefilling=[prompt]) == ([], 5)
     assert held(1.45, urgent=1, others=0, prefilling=[prompt]) == (["prompt"], 0)
+    protection = Protection(Protect(level=0, slowdown=1.2))
+    steps = [
+        protection.share_step([decoding("u", 0)], [prompt], [prompt], None, PROFILE, 5)
+        for _ in range(6)
+    ]
+    assert [tokens for _, tokens in steps] == [0, 0, 5, 0, 0, 5]  # 2 ms more each step
 
 
 def test_nobody_is_admitted_beside_a_prefill_that_is_protected() -> None:

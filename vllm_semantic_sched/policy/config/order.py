@@ -230,7 +230,7 @@ class Stage(Section):
 
 class Protect(Section):
     """Holds: less urgent running requests sit out steps while an urgent one runs. They keep their
-    seat and their KV, and no less urgent request is admitted meanwhile."""
+    seat and their KV, and less urgent requests are admitted more slowly meanwhile."""
 
     level: int | None = Field(
         None,
@@ -240,9 +240,9 @@ class Protect(Section):
     slowdown: float = Field(
         1.2,
         ge=1,
-        description="Longest step beside a protected request, by the engine profile, as a "
-        "multiple of the step with the protected requests alone. The most urgent others run "
-        "beside them as far as that allows.",
+        description="Mean step beside a protected request, by the engine profile, as a multiple of "
+        "the step with the protected requests alone. The most urgent others run beside them as "
+        "far as that allows.",
     )
     longest_hold: float = Field(
         5.0, gt=0, description="Most seconds that requests are held without a pause."

@@ -2,8 +2,10 @@
 
 A held job keeps its seat and its KV and gets no token. As many others run beside the protected ones
 as the engine profile says fit into a step that is `slowdown` times as long as with the protected
-ones alone: on two cores none to a few, on a GPU nearly all. Their prefills share what is left; if
-that is too little, they are held too, and the gate closes: no less urgent job is admitted.
+ones alone: on two cores none to a few, on a GPU nearly all. A quarter of that allowance, and what
+decodes leave of the rest, is saved up for prefills. Until it suffices for one, the others' prefills
+are held too, and the gate is closed: no less urgent job is admitted. So `slowdown` bounds the mean
+step, and short requests of the next levels still get their turn while urgent ones come and go.
 
 Holds spend a credit of at most `longest_hold` seconds, and steps without holds earn `share` / (1 -
 `share`) seconds per second. So within any T seconds, no job is held longer than `longest_hold` +
@@ -18,6 +20,10 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
+
+
+# Part of the allowance that decodes leave to prefills.
+_PREFILLS = 0.25
 
 
 class Sharing(NamedTuple):
@@ -48,6 +54,7 @@ class Protection:
         self.steps = 0
         self.tokens_forgone = 0
         self._credit = knobs.longest_hold
+        self._saved = 0.0  # seconds for prefills
         self._pausing = False
         self._futile = False
         self._last: float | None = None
@@ -116,16 +123,17 @@ class Protection:
             min_prefill_tokens: smaller prefills are not worth a step.
         """
         alone = Batch()
-        prefills_alone = newcomer is None
+        decodes_alone = newcomer is None
         for job in protected:
             if job in prefilling:
                 alone.add_prefill(job.computed, job.tokens)
-                prefills_alone = False
+                decodes_alone = False
             else:
                 alone.add_decode(job.tokens)
         if newcomer is not None:
             alone.add_prefill(newcomer.computed, newcomer.tokens)
-        left = (self.knobs.slowdown - 1.0) * profile.step(alone)
+        allowance = (self.knobs.slowdown - 1.0) * profile.step(alone)
+        left = (1.0 - _PREFILLS) * allowance
         terms = profile.batch_terms
         held: list[Job] = []
         held_prefills: list[Job] = []
@@ -133,15 +141,23 @@ class Protection:
             if job in prefilling:
                 held_prefills.append(job)
                 continue
-            left -= terms.per_sequence + terms.per_context_token * job.tokens
-            if left < 0:
+            cost = terms.per_sequence + terms.per_context_token * job.tokens
+            if cost > left:
                 held.append(job)
+            else:
+                left -= cost
         decodes = len(held)
-        tokens = profile.prefill_tokens_within(max(0.0, left))
+        left += _PREFILLS * allowance
+        worthwhile = profile.prefill(0, min_prefill_tokens)
+        # More must not be saved: it would be spent in one step.
+        self._saved = min(self._saved + left, max(worthwhile, left))
+        tokens = 0
         # Prefills of protected jobs take what they need; a limit would count them too.
-        if not prefills_alone or tokens < min_prefill_tokens:
+        if decodes_alone and self._saved >= worthwhile:
+            tokens = max(min_prefill_tokens, profile.prefill_tokens_within(self._saved))
+            self._saved = 0.0
+        else:
             held += held_prefills
-            tokens = 0
         self.steps += bool(held)
         self.tokens_forgone += decodes
         return Sharing(held, tokens)
