@@ -21,7 +21,6 @@ from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
-
 # Part of the allowance that decodes leave to prefills.
 _PREFILLS = 0.25
 
