@@ -71,6 +71,18 @@ def test_scale_stops_at_its_bound() -> None:
     assert scale.prefill == scale.load == 1.0
 
 
+def test_cost_of_a_sequence_is_found_where_batches_differ() -> None:
+    given = load_profile("cpu-2core-tiny")
+    truth, scale = given.scaled(2.0, 3.0, 1.0, 0.5), ProfileScale(given)
+    rng = random.Random(0)
+    for _ in range(5000):
+        batch = Batch(decodes=rng.choice([1, 4, 16]))
+        batch.context = 150 * batch.decodes
+        scale.observe_step(batch, truth.step(batch) * rng.gauss(1, 0.05))
+    assert scale.decode == pytest.approx(3.0, rel=0.15)
+    assert scale.sequence == pytest.approx(0.5, rel=0.3)
+
+
 def test_one_interrupted_step_hardly_changes_the_scale() -> None:
     scale = ProfileScale(PROFILE)
     scale.observe_step(Batch(decodes=1, context=10), 1e6)

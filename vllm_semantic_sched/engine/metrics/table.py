@@ -181,7 +181,9 @@ GAUGES = {
         "A number that depends on every value of the policy in force; equal where it is the same."
     ),
     "profile_scale": Metric(
-        "Time observed for prefill, decode, load by that of the engine profile.", ("kind",)
+        "Time observed by that of the engine profile, for prefill, decode (what a step takes "
+        "anyway), sequence (what each sequence adds) and load.",
+        ("kind",),
     ),
     "length_ratio": Metric(
         "Observed by expected output tokens over about the last hundred answers."

@@ -18,7 +18,10 @@ _NOTICEABLE = 0.05
 
 
 class ProfileScale:
-    """One factor each for prefill, decode and load, 1 at the start.
+    """One factor each for prefill, decode, sequence and load, 1 at the start.
+
+    `decode` is for what a step costs anyway, `sequence` for what it costs more for each sequence
+    in it: their ratio decides how many run beside a protected request.
 
     The expected time of a step is the sum of its parts. The logarithm of measured / expected time
     is attributed to the kinds by their shares of the step. O(1) per step.
@@ -31,8 +34,8 @@ class ProfileScale:
     def __init__(self, profile: EngineProfile) -> None:
         self.given = profile
         self.profile = profile
-        self._prefill = self._decode = self._load = 0.0  # logarithms
-        self._applied = (0.0, 0.0, 0.0)
+        self._logs = [0.0] * 4  # of prefill, decode, sequence, load
+        self._applied = tuple(self._logs)
 
     @property
     def prefill(self) -> float:
@@ -45,47 +48,48 @@ class ProfileScale:
         return math.exp(self._applied[1])
 
     @property
+    def sequence(self) -> float:
+        """Factor on the time of a step that grows with its sequences in `profile`."""
+        return math.exp(self._applied[2])
+
+    @property
     def load(self) -> float:
         """Factor on copies in both directions in `profile`."""
-        return math.exp(self._applied[2])
+        return math.exp(self._applied[3])
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """Learn from a step; `seconds` that are not positive and finite are ignored."""
         given = self.given
-        self._observe(
-            given.step_prefill(batch),
-            given.step_decode(batch) if batch.sequences else 0.0,
-            given.step_transfer(batch),
-            seconds,
-        )
+        fixed, sequences = 0.0, 0.0
+        if batch.sequences:
+            fixed, sequences = given.batch_terms.step, given.step_sequences(batch)
+        parts = (given.step_prefill(batch), fixed, sequences, given.step_transfer(batch))
+        self._observe(parts, seconds)
 
     def observe_copies(self, expected: float, seconds: float) -> None:
         """Learn from copies that should take `expected` seconds by `profile`."""
-        self._observe(0.0, 0.0, expected / self.load, seconds)
+        self._observe((0.0, 0.0, 0.0, expected / self.load), seconds)
 
-    def _observe(self, prefill: float, decode: float, load: float, seconds: float) -> None:
-        prefill *= math.exp(self._prefill)
-        decode *= math.exp(self._decode)
-        load *= math.exp(self._load)
-        expected = prefill + decode + load
+    def _observe(self, parts: tuple[float, float, float, float], seconds: float) -> None:
+        logs = self._logs
+        scaled = [
+            part * math.exp(log) if part else 0.0 for part, log in zip(parts, logs, strict=True)
+        ]
+        expected = sum(scaled)
         if not (0.0 < seconds < math.inf) or expected <= 0.0:
             return
         surprise = math.log(seconds / expected)
         surprise = max(-_LARGEST_SURPRISE, min(surprise, _LARGEST_SURPRISE))
-        move = _RATE * surprise * expected / (prefill**2 + decode**2 + load**2)
-        self._prefill = _bounded(self._prefill + move * prefill)
-        self._decode = _bounded(self._decode + move * decode)
-        self._load = _bounded(self._load + move * load)
+        move = _RATE * surprise * expected / sum(part * part for part in scaled)
+        self._logs = [_bounded(log + move * part) for log, part in zip(logs, scaled, strict=True)]
         self._apply()
 
     def _apply(self) -> None:
-        scales = (self._prefill, self._decode, self._load)
-        if max(abs(new - old) for new, old in zip(scales, self._applied, strict=True)) < (
-            _NOTICEABLE
-        ):
+        logs = tuple(self._logs)
+        if max(abs(new - old) for new, old in zip(logs, self._applied, strict=True)) < _NOTICEABLE:
             return
-        self._applied = scales
-        self.profile = self.given.scaled(self.prefill, self.decode, self.load)
+        self._applied = logs
+        self.profile = self.given.scaled(self.prefill, self.decode, self.load, self.sequence)
 
 
 def _bounded(scale: float) -> float:

@@ -166,12 +166,12 @@ class EngineProfile(Section):
 
     def step_decode(self, batch: Batch) -> float:
         """The part of `step` for the step itself, its sequences and their context."""
+        return self.batch_terms.step + self.step_sequences(batch)
+
+    def step_sequences(self, batch: Batch) -> float:
+        """The part of `step_decode` that grows with the sequences and their context."""
         terms = self.batch_terms
-        return (
-            terms.step
-            + terms.per_sequence * batch.sequences
-            + terms.per_context_token * batch.context
-        )
+        return terms.per_sequence * batch.sequences + terms.per_context_token * batch.context
 
     def step_transfer(self, batch: Batch) -> float:
         """The part of `step` for copies between device and host."""
@@ -196,13 +196,18 @@ class EngineProfile(Section):
         """Tokens that a short prefill computes in about this time."""
         return int(seconds / self.alpha2)
 
-    def scaled(self, prefill: float, decode: float, load: float) -> EngineProfile:
-        """A copy with the times of each kind of work multiplied."""
+    def scaled(
+        self, prefill: float, decode: float, load: float, sequence: float | None = None
+    ) -> EngineProfile:
+        """A copy with the times of each kind of work multiplied; `sequence`: the part of a step
+        that grows with its sequences, by default like `decode`."""
+        if sequence is None:
+            sequence = decode
         batch = self.batch and BatchTerms(
             step=self.batch.step * decode,
-            per_sequence=self.batch.per_sequence * decode,
+            per_sequence=self.batch.per_sequence * sequence,
             per_prefill=self.batch.per_prefill * prefill,
-            per_context_token=self.batch.per_context_token * decode,
+            per_context_token=self.batch.per_context_token * sequence,
         )
         return self.model_copy(
             update={
