@@ -96,6 +96,9 @@ class _Shortages:
     def first_token(self, job: object) -> None:
         pass
 
+    def held(self, job: object, seconds: float) -> None:
+        pass
+
 
 def simulated(
     policy: Policy, workload: Workload, predictions: Predictions, known: bool = False
@@ -113,7 +116,8 @@ def simulated(
         "workload": {"requests": 1, "hints": known},
         "predictor": _READER,
         "engine": _ENGINE,
-        "schedulers": {"policy": {"policy": "ems"} | policy},
+        # Without holds, which delay the others whatever their order.
+        "schedulers": {"policy": {"policy": "ems", "protect": {"level": None}} | policy},
     }
     scenario = parse_scenarios(content)[0]
     recorder, shortages = Recorder(scenario.slos("policy")), _Shortages()

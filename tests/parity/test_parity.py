@@ -13,7 +13,6 @@ import pytest
 
 from parity.recording import Recording
 from parity.replay import replay
-from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 pytestmark = pytest.mark.engine
@@ -30,9 +29,7 @@ profile: PROFILE
 """
 # And holds the others while somebody urgent runs.
 HOLDING = f"{PREEMPTING}protect: {{level: 1, slowdown: 1.0, longest_hold: 30, share: 0.5}}\n"
-DISTURBING = {"preempting": PREEMPTING}
-if "protect" in Policy.model_fields:
-    DISTURBING["holding"] = HOLDING
+DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING}
 
 # Copies cheap enough to be the plan of least cost even for a hundred tokens.
 PROFILE = """
@@ -45,6 +42,7 @@ beta_load: 1.0e-6
 beta_save: 1.0e-6
 gamma1: 0.0
 gamma2: 3.0e-3
+batch: {step: 3.0e-3, per_sequence: 1.0e-4}
 """
 
 # Asynchronous scheduling and KV swap.

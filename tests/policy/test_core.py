@@ -274,6 +274,7 @@ def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
     assert list(core.waiting.ordered()) == [urgent, unread, routine]
 
 
+HINT = Hint(None, LevelSource.DEFAULT)
 SURE = Prediction((0.95, 0.05, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0))
 LIKELY = Prediction((0.6, 0.2, 0.2, 0.0, 0.0), (1.0, 0.0, 0.0))
 CALM = Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
@@ -306,6 +307,16 @@ def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
     core.start(running)
     core.predicted(running, CALM)
     assert running.level == 4 and core.running.least_urgent() is running
+
+
+def test_prediction_that_comes_before_queueing_counts_in_the_rank() -> None:
+    core = make_core()
+    long, short = (core.new_job(name, 0.0, 50, 500, HINT, True) for name in ("long", "short"))
+    core.predicted(long, CALM)
+    core.predicted(short, Prediction(CALM.urgency, SURE.length))
+    for job in (long, short):
+        core.enqueue(job, core.waiting)
+    assert list(core.waiting.ordered()) == [short, long]
 
 
 def test_provisional_prediction_stays_if_the_predictor_fails() -> None:

@@ -229,7 +229,7 @@ def _print_urgent(urgent: Mapping[str, StepTimes], figures: _Figures, size: int)
 
 
 def _title(name: str) -> str:
-    return "vLLM FCFS" if name == _STOCK else f"semantic, {name}"
+    return "vLLM FCFS" if name == _STOCK else name
 
 
 def _cell(figure: Mapping[str, float]) -> str:

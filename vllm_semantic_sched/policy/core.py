@@ -273,6 +273,7 @@ class SchedulingCore:
         of a hint stays; so does a provisional prediction if the predictor failed."""
         self.version += 1
         job.awaits_prediction = False
+        job.drafted_seconds = job.drafted_tokens = None  # estimated without it
         if prediction is not None:
             job.prediction = prediction
             if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
