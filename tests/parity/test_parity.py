@@ -112,7 +112,7 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     """Else equal answers would say little."""
     counters = recordings[name].counters
     kind = "swap" if "swap" in name else "recompute"
-    assert counters[f"preemptions_{kind}_urgent"] + counters[f"preemptions_{kind}_kv_shortage"] > 10
+    assert counters[f"preemptions_{kind}_urgent"] + counters[f"preemptions_{kind}_kv_shortage"] > 5
     if "holding" in name:
         assert counters["hold_steps"] > 20
 
