@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up_profile import CHEAP_COPIES
 
 pytestmark = pytest.mark.engine
 
@@ -17,18 +18,6 @@ retention: {mode: swap, survival: 1.0}
 preemption: {max_per_request: 1000}
 correct_profile: false
 profile: PROFILE
-"""
-# Copies cheap enough to be the plan of least cost even for a hundred tokens.
-PROFILE = """
-hardware: any
-model: small
-source: made up
-alpha1: 0.0
-alpha2: 1.0e-4
-beta_load: 1.0e-6
-beta_save: 1.0e-6
-gamma1: 0.0
-gamma2: 3.0e-3
 """
 PLAIN = [
     "alone",
@@ -58,7 +47,7 @@ def reports(model, tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("swap")
     policy = folder / "policy.yaml"
     profile = folder / "profile.yaml"
-    profile.write_text(PROFILE)
+    profile.write_text(CHEAP_COPIES)
     policy.write_text(POLICY.replace("PROFILE", str(profile)))
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in reach of the script
