@@ -27,7 +27,7 @@ from common import (
 
 from vllm_semantic_sched.bench.compare import OTHER_SEED
 from vllm_semantic_sched.bench.metrics import latest_send
-from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import BenchRequest, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
@@ -182,7 +182,7 @@ def memory_bytes(server: VllmServer) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the flood; 1 if a requirement is missed."""
-    spec = SchedulerSpec("semantic-true", "semantic-true", args.policy, MIDDLEWARE)
+    spec = SchedulerSpec("semantic-true", "semantic-true", args.policy)
     with serve(args, spec, max(args.flood_tokens, args.quiet_tokens)) as (server, client):
         count = _CAPACITY_ROUNDS * args.seats
         sample = _requests(args, [0.0] * count, args.flood_tokens, seed=OTHER_SEED)

@@ -20,7 +20,7 @@ from common import capacity, main, percentiles, refusal_code, serve, write_json
 
 from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED
 from vllm_semantic_sched.bench.metrics import latest_send
-from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SchedulerSpec
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.usage import read_counters
 from vllm_semantic_sched.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
@@ -203,7 +203,7 @@ class Study:
         if name == _PRIORITY:
             return SchedulerSpec(name, "priority")
         policy = self._write_policy(promises=name == _PROMISES)
-        return SchedulerSpec(name, "semantic-true", str(policy), MIDDLEWARE)
+        return SchedulerSpec(name, "semantic-true", str(policy))
 
     def _write_policy(self, promises: bool) -> Path:
         """The policy with promises that this machine can keep, or with none."""

@@ -54,7 +54,7 @@ def test_scheduler_names_are_parsed_and_invalid_ones_raise():
 def test_only_semantic_schedulers_get_profile_and_host_memory():
     stock, ours = parse_schedulers("fcfs,semantic", "ems", profile="mine.yaml", host_gib=0.5)
     assert stock.server_args() == ()
-    config, connector = ours.server_args()[3::2]
+    config, connector = ours.server_args()[5::2]
     assert json.loads(config) == {"semantic_sched": {"policy": "ems", "profile": "mine.yaml"}}
     assert json.loads(connector)["kv_connector_extra_config"] == {"host_gib": 0.5}
     assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()

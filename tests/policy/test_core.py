@@ -8,6 +8,7 @@ from jobs import step
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import Need
@@ -339,11 +340,13 @@ def test_provisional_level_may_be_for_the_order_of_reading_only() -> None:
     job = glance(core, "a", SURE)
     assert (job.level_source, job.prediction) == (LevelSource.DEFAULT, None)
     hint = core.read_hints({}, 0)
-    assert core.reading_level(hint, SURE) == 0 and core.reading_level(hint, CALM) == 4
-    assert core.reading_level(hint, None) == core.policy.default_level
-    assert core.reading_level(core.read_hints({"urgency": 1}, 0), CALM) == 1
+    assert (
+        reading_level(core.policy, hint, SURE) == 0 and reading_level(core.policy, hint, CALM) == 4
+    )
+    assert reading_level(core.policy, hint, None) == core.policy.default_level
+    assert reading_level(core.policy, core.read_hints({"urgency": 1}, 0), CALM) == 1
     off = make_core(**instant(enabled=False))
-    assert off.reading_level(hint, SURE) == off.policy.default_level
+    assert reading_level(off.policy, hint, SURE) == off.policy.default_level
     assert glance(off, "a", SURE).level_source is LevelSource.DEFAULT
 
 

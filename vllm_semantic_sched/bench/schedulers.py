@@ -69,7 +69,7 @@ class SchedulerSpec:
             return ()
         if self.kind == "priority":
             return ("--scheduling-policy", "priority")
-        args: tuple[str, ...] = ("--scheduler-cls", SCHEDULER_CLASS)
+        args: tuple[str, ...] = ("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE)
         given = {"policy": self.policy, "profile": self.profile}
         if config := {key: value for key, value in given.items() if value is not None}:
             args += ("--additional-config", json.dumps({"semantic_sched": config}))

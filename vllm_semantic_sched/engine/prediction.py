@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
@@ -138,7 +139,7 @@ class PredictionFeed:
         self._ahead[request_id] = None
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popitem(last=False)
-        level = self._core.reading_level(hint, glance.provisional)
+        level = reading_level(self._core.policy, hint, glance.provisional)
         if self.service.submit(request_id, glance.text, level):
             return True
         self._ahead.pop(request_id, None)

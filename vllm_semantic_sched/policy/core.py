@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.estimates.decision import predicted_level
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
@@ -214,15 +214,6 @@ class SchedulingCore:
         ):
             job.level = self._capped(job, job.level)
         self.lifecycle.arrive(job)
-
-    def reading_level(self, hint: Hint, provisional: Prediction | None) -> int:
-        """The urgency level by which a prompt is put in order for the predictor."""
-        if hint.level is not None:
-            return hint.level
-        instant = self.policy.predictor.instant.enabled
-        if provisional is None or not instant:
-            return self.policy.default_level
-        return self._level_by(provisional)
 
     # Queueing
 
@@ -505,12 +496,8 @@ class SchedulingCore:
             return max(self.policy.default_level, job.best_level)
         predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
         if predicted and job.prediction is not None:
-            return max(self._level_by(job.prediction), job.best_level)
+            return max(predicted_level(self.policy, job.prediction), job.best_level)
         return job.level
-
-    def _level_by(self, prediction: Prediction) -> int:
-        level = decide_level(prediction.urgency, self.policy.decision)
-        return min(level, self.policy.levels - 1)
 
     def _capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows.

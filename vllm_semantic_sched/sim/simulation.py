@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
@@ -184,7 +185,7 @@ class _Simulation:
         run = Run(request, job, self._predictions[index] if awaits else None)
         run.engine = replica.number
         if awaits:
-            replica.predictor.submit(run, any_core.reading_level(hint, instant))
+            replica.predictor.submit(run, reading_level(any_core.policy, hint, instant))
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
         if index + 1 < len(self._workload):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.vllm_api import call_engines
 
@@ -43,13 +44,14 @@ router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints, and let SIGHUP reload the policy where that is safe (see
-    `hangup_may_reload`). Later calls are no-ops. The routes are inside all middleware, so vLLM's
-    authentication protects them."""
+    """Add the endpoints, load the rules of `UrgentFirst`, and let SIGHUP reload the policy where
+    that is safe (see `hangup_may_reload`). Later calls are no-ops. The routes are inside all
+    middleware, so vLLM's authentication protects them."""
     if getattr(app.state, "semsched_routes", False):
         return
     app.state.semsched_routes = True
     app.include_router(router)
+    adopt_rules(app)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hangup_may_reload():
         loop = asyncio.get_running_loop()
@@ -63,6 +65,7 @@ async def _reload_on_hangup(app: FastAPI) -> None:
         except Exception:
             logger.exception("Semantic scheduling: the policy was not reloaded")
             return
+    adopt_rules(app)
 
 
 @router.get("/status")
@@ -79,6 +82,7 @@ async def reload_policy(request: Request) -> dict[str, Any]:
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
     if reasons:
         raise HTTPException(422, "\n".join(sorted(reasons)))
+    adopt_rules(request.app)
     return {"engines": reports}
 
 

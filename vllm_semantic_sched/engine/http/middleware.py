@@ -1,12 +1,13 @@
-"""The ASGI middleware: HTTP statuses for refusals, operator endpoints, and tenants by header or
-`user` field.
+"""The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
+operator endpoints, and tenants by header or `user` field.
 
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
-Without it there are no operator endpoints (see `engine.http.admin`), tenants are named by
-`vllm_xargs` only (see `engine.http.tenant_names`), and vLLM answers a refused request with status
-500, or with an error message inside a stream of status 200.
+Without it there are no operator endpoints (see `engine.http.admin`), requests reach the engine in
+order of arrival (see `engine.http.preparation`), tenants are named by `vllm_xargs` only (see
+`engine.http.tenant_names`), and vLLM answers a refused request with status 500, or with an error
+message inside a stream of status 200.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm_semantic_sched.engine.http.admin import add_routes
+from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
 from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 from vllm_semantic_sched.engine.vllm_api import GenerationError
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
@@ -41,10 +43,11 @@ class RequestRefused(GenerationError):
 
 
 class Middleware:
-    """The middleware that users name: `Refusals`, `TenantNames` and the operator endpoints."""
+    """The middleware that users name: `Refusals`, `UrgentFirst`, `TenantNames` and the operator
+    endpoints."""
 
     def __init__(self, app: App) -> None:
-        self._app = Refusals(TenantNames(app))
+        self._app = Refusals(UrgentFirst(TenantNames(app)))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         # The first message is the earliest access to the application that vLLM builds.
@@ -129,13 +132,14 @@ class _Response:
 
 
 def watch(engine_client: Any) -> None:
-    """Make an engine client's `generate` raise RequestRefused for a refused request. Later calls
-    are no-ops."""
+    """Make an engine client's `generate` raise RequestRefused for a refused request, and tell
+    `UrgentFirst` that a request is prepared. Later calls are no-ops."""
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
     generate = engine_client.generate
 
     def generate_or_refuse(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        is_prepared()
         return _until_refused(generate(*args, **kwargs))
 
     engine_client.generate = generate_or_refuse

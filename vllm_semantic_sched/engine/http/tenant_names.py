@@ -7,16 +7,15 @@ vLLM's engine core sees neither headers nor the `user` field of an OpenAI reques
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-Message = MutableMapping[str, Any]
+from vllm_semantic_sched.engine.http.body import asks_for_completion, read_body, replayed
+
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 # Set by a gateway that has authenticated the client.
 TENANT_HEADER = b"x-semsched-tenant"
-
-_PATHS = ("/completions", "/responses")
 
 
 class TenantNames:
@@ -31,27 +30,16 @@ class TenantNames:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["method"] != "POST"
-            or not scope["path"].endswith(_PATHS)
-        ):
+        if not asks_for_completion(scope):
             await self._app(scope, receive, send)
             return
         header = dict(scope["headers"]).get(TENANT_HEADER)
-        body, ending = await _read(receive)
+        body, ending = await read_body(receive)
         if ending is None and (header is not None or b'"user"' in body):
             body = name_tenant(body, None if header is None else header.decode("latin-1"))
             kept = [(key, value) for key, value in scope["headers"] if key != b"content-length"]
             scope = {**scope, "headers": [*kept, (b"content-length", str(len(body)).encode())]}
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        if ending is not None:
-            first = [ending]
-
-        async def replay() -> Message:
-            return first.pop(0) if first else await receive()
-
-        await self._app(scope, replay, send)
+        await self._app(scope, replayed(body, ending, receive), send)
 
 
 def name_tenant(body: bytes, header: str | None) -> bytes:
@@ -74,15 +62,3 @@ def name_tenant(body: bytes, header: str | None) -> bytes:
     if not isinstance(tenant, str) or not isinstance(extra, dict):
         return body
     return json.dumps({**request, "vllm_xargs": {**extra, "tenant": tenant}}).encode()
-
-
-async def _read(receive: Any) -> tuple[bytes, Message | None]:
-    """The whole body, and the message of a disconnect if the client left before it was complete."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"".join(parts), message
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts), None

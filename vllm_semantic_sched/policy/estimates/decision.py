@@ -9,7 +9,10 @@ import math
 import operator
 from collections.abc import Sequence
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Decision, Instant
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 _ROUNDING = 1e-6  # of probabilities that sum to 1
 
@@ -31,6 +34,21 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         for row in _costs_by_level(decision.missed_cost, len(levels))
     ]
     return costs.index(min(costs))
+
+
+def predicted_level(policy: Policy, prediction: Prediction) -> int:
+    """The level of a prediction under a policy."""
+    return min(decide_level(prediction.urgency, policy.decision), policy.levels - 1)
+
+
+def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
+    """The level by which a request waits until the predictor reads it, and before that until the
+    HTTP server prepares it."""
+    if hint.level is not None:
+        return hint.level
+    if provisional is None or not policy.predictor.instant.enabled:
+        return policy.default_level
+    return predicted_level(policy, provisional)
 
 
 def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:

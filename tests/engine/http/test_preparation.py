@@ -1,0 +1,177 @@
+"""Requests pass the HTTP server in the order of their urgency."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_semantic_sched.engine.http.preparation import (
+    GlanceRules,
+    UrgentFirst,
+    adopt_rules,
+    is_prepared,
+    texts_of_user,
+)
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.predict.instant import InstantReader
+
+pytestmark = pytest.mark.engine
+
+POLICY = parse_policy({"levels": 5, "default_level": 2})
+
+
+@pytest.fixture(scope="module")
+def rules():
+    return GlanceRules(POLICY, InstantReader.load())
+
+
+def body(level=None, text="hello", **more):
+    extra = {} if level is None else {"vllm_xargs": {"urgency": level}}
+    return json.dumps({"prompt": text, **extra, **more}).encode()
+
+
+class Server:
+    """A fake application that prepares requests one after the other, on one thread."""
+
+    def __init__(self, rules=None) -> None:
+        self.state = SimpleNamespace(semsched_glance_rules=rules)
+        self.prepared = []
+        self.middleware = UrgentFirst(self.app)
+
+    async def app(self, scope, receive, send):
+        request = json.loads((await receive())["body"])
+        await asyncio.sleep(0.001)
+        if request["prompt"] == "broken":
+            raise ValueError("broken")
+        if request["prompt"] == "slow":
+            await asyncio.sleep(0.3)
+        self.prepared.append(request["prompt"])
+        is_prepared()
+        await asyncio.sleep(0.5 if request["prompt"] == "long answer" else 0)
+
+    async def post(self, raw):
+        messages = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive():
+            return messages.pop(0)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": self}
+        await self.middleware(scope, receive, None)
+
+
+def serve(server, *bodies):
+    async def all_at_once():
+        return await asyncio.gather(*map(server.post, bodies), return_exceptions=True)
+
+    return asyncio.run(all_at_once())
+
+
+def burst(count=20):
+    return [body(4, f"small talk {at}") for at in range(count)]
+
+
+def test_urgent_request_at_the_end_of_a_burst_is_prepared_first(rules) -> None:
+    server = Server(rules)
+    serve(server, *burst(), body(0, "emergency"))
+    # Two had begun when it came.
+    assert server.prepared.index("emergency") == 2
+    assert len(server.prepared) == 21
+
+
+def test_without_rules_requests_keep_their_order() -> None:
+    server = Server()
+    serve(server, *burst(), body(0, "emergency"))
+    assert server.prepared[-1] == "emergency"
+
+
+def test_urgent_text_is_recognised(rules) -> None:
+    server = Server(rules)
+    text = "my father collapsed, he is not breathing and has no pulse"
+    serve(server, *[body(None, f"write a poem about spring, number {at}") for at in range(20)],
+          body(None, text))  # fmt: skip
+    assert server.prepared.index(text) == 2
+
+
+def test_requests_that_fail_are_slow_or_answer_long_keep_nobody_waiting(rules) -> None:
+    server = Server(rules)
+    errors = serve(
+        server,
+        *[body(0, text) for text in ("broken", "broken", "slow", "slow", "long answer")],
+        *burst(),
+    )
+    assert sum(isinstance(error, ValueError) for error in errors) == 2
+    assert len(server.prepared) == 23
+    assert server.prepared.index("slow") > 5  # its slot was given away
+
+
+def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
+    server = Server(rules)
+
+    async def leave():
+        tasks = [asyncio.create_task(server.post(raw)) for raw in burst(6)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        tasks[4].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    ends = asyncio.run(leave())
+    assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == 2
+    assert len(server.prepared) == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "level"),
+    [
+        (body(1), 1),
+        (body(None, "he is not breathing and has no pulse, help"), 0),
+        (body(3, "he is not breathing and has no pulse, help"), 3),
+        (body(None, "", priority=4), 4),
+        (body(None, ""), 2),
+        (b'"text"', 2),
+        (b"{", 2),
+        (b"\xff", 2),
+        (body(99, ""), 2),
+        (body(0, "a" * 300_000), 2),  # not parsed twice
+        (json.dumps({"prompt": [1, 2, 3]}).encode(), 2),
+    ],
+)
+def test_level_of_a_body(rules, raw, level) -> None:
+    assert rules.level(raw) == level
+
+
+def test_hints_are_honoured_as_far_as_the_policy_allows(rules) -> None:
+    ignoring = parse_policy({"hints": {"urgency": "ignore", "priority": "ignore"}})
+    assert GlanceRules(ignoring, None).level(body(0)) == ignoring.default_level
+
+
+def test_text_of_a_chat_is_what_the_user_says() -> None:
+    request = {
+        "messages": [
+            {"role": "system", "content": "you triage heart attacks"},
+            {"role": "user", "content": "first"},
+            {"role": "assistant", "content": "what?"},
+            {"role": "user", "content": [{"type": "text", "text": "second"}, {"type": "image"}]},
+        ]
+    }
+    assert list(texts_of_user(request)) == ["first", "second"]
+    assert list(texts_of_user({"prompt": ["a", "b"]})) == ["a", "b"]
+    assert list(texts_of_user({"input": [{"role": "user", "content": "c"}]})) == ["c"]
+    assert list(texts_of_user({"messages": 7, "prompt": None})) == []
+
+
+def test_broken_rules_leave_the_order_of_arrival() -> None:
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace()))
+    adopt_rules(app)
+    assert app.state.semsched_glance_rules is None
+    adopt_rules(SimpleNamespace(state=SimpleNamespace()))
+
+
+def test_error_in_reading_a_body_is_the_default_level(rules, monkeypatch) -> None:
+    def fail(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr(InstantReader, "read", fail)
+    server = Server(rules)
+    serve(server, body(None, "hello"))
+    assert server.prepared == ["hello"]

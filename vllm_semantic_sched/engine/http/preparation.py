@@ -1,0 +1,189 @@
+"""Urgent requests overtake others before the engine sees them.
+
+vLLM's API server parses, templates and tokenizes requests on one thread, in the order in which they
+come: behind a burst of fifty, an urgent request would reach the scheduler last. Here a few requests
+at a time are prepared, in the order of their hints, or of the instant reader's levels. The
+scheduler decides anew what follows from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm_semantic_sched.engine.http.body import asks_for_completion, read_body, replayed
+from vllm_semantic_sched.engine.settings import load_settings
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.order.preparation import PreparationQueue
+from vllm_semantic_sched.predict.instant import InstantReader
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+# The second keeps the thread busy while the first waits for the tokenizer's.
+_SLOTS = 2
+# A request that waits for something slow, as a picture from another server, gives up its slot.
+_LONGEST = 0.1  # seconds
+_PACKAGE = "vllm_semantic_sched."
+
+# Larger bodies hold pictures or whole books; parsing them twice would cost milliseconds.
+_LARGEST_BODY = 2**18  # bytes
+
+
+@dataclass(frozen=True)
+class GlanceRules:
+    """How to tell the urgency of an HTTP request at a glance.
+
+    Attributes:
+        policy: of the server.
+        instant: None if the policy does not use the instant reader.
+    """
+
+    policy: Policy
+    instant: InstantReader | None
+
+    @classmethod
+    def load(cls, vllm_config: Any) -> Self | None:
+        """The rules of a server; None if its scheduler does not order by urgency.
+
+        Raises:
+            PolicyError: the policy is invalid.
+            ValueError: the instant reader is damaged.
+        """
+        classes = vllm_config.scheduler_config.get_scheduler_cls().__mro__
+        if not any(one.__module__.startswith(_PACKAGE) for one in classes):
+            return None
+        policy, _ = load_settings(vllm_config.additional_config)
+        if not policy.uses_urgency:
+            return None
+        predictor = policy.predictor
+        reads = policy.reads(hinted=False) and predictor.instant.enabled
+        return cls(policy, InstantReader.load(predictor.model) if reads else None)
+
+    def level(self, body: bytes) -> int:
+        """The level of an OpenAI request; that of a request without one if the body is not a JSON
+        object, or too large to parse twice."""
+        policy = self.policy
+        request = None
+        if len(body) <= _LARGEST_BODY:
+            with contextlib.suppress(ValueError):
+                request = json.loads(body)
+        if not isinstance(request, dict):
+            return policy.default_level
+        hint = read_hints(
+            request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
+        )
+        if hint.level is not None or self.instant is None:
+            return reading_level(policy, hint, None)
+        text = "\n".join(texts_of_user(request))
+        return reading_level(policy, hint, self.instant.read(text) if text else None)
+
+
+def texts_of_user(request: dict[str, Any]) -> Iterator[str]:
+    """What the user says in an OpenAI request for a completion, chat or response."""
+    for field in ("prompt", "input", "messages"):
+        yield from _texts(request.get(field))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, str):
+                yield item
+            elif isinstance(item, dict) and item.get("role", "user") == "user":
+                # A message, or a part of one.
+                yield from _texts(item.get("content", item.get("text")))
+
+
+class UrgentFirst:
+    """ASGI middleware that passes requests for generated text on in the order of their urgency.
+
+    Without the rules that `adopt_rules` stores, requests pass at once.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._queue: PreparationQueue[asyncio.Future[None]] = PreparationQueue(_SLOTS)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        rules = asks_for_completion(scope) and getattr(
+            scope["app"].state, "semsched_glance_rules", None
+        )
+        if not rules:
+            await self._app(scope, receive, send)
+            return
+        body, ending = await read_body(receive)
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        if not self._queue.enter(turn, _level(rules, body), loop.time()):
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._leave()
+                raise
+        slot = _Slot(self)
+        token = _slots.set(slot)
+        timer = loop.call_later(_LONGEST, slot.leave)
+        try:
+            await self._app(scope, replayed(body, ending, receive), send)
+        finally:
+            timer.cancel()
+            slot.leave()
+            _slots.reset(token)
+
+    def _leave(self) -> None:
+        """Give a slot to the next request that still waits for one."""
+        while (turn := self._queue.leave()) is not None:
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+
+class _Slot:
+    def __init__(self, queue: UrgentFirst) -> None:
+        self._queue: UrgentFirst | None = queue
+
+    def leave(self) -> None:
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue._leave()
+
+
+_slots: ContextVar[_Slot | None] = ContextVar("semsched_preparation_slot", default=None)
+
+
+def is_prepared() -> None:
+    """The request of this context is on its way to the engine: others may be prepared."""
+    slot = _slots.get()
+    if slot is not None:
+        slot.leave()
+
+
+def adopt_rules(app: Any) -> None:
+    """Load or reload the rules of an application's server. Never raises: without rules, requests
+    keep the order in which they come."""
+    rules = None
+    try:
+        vllm_config = getattr(app.state, "vllm_config", None)
+        rules = None if vllm_config is None else GlanceRules.load(vllm_config)
+    except Exception:
+        logger.exception("Semantic scheduling: requests reach the engine in order of arrival")
+    app.state.semsched_glance_rules = rules
+
+
+def _level(rules: GlanceRules, body: bytes) -> int:
+    try:
+        return rules.level(body)
+    except Exception:
+        logger.exception("Semantic scheduling: a request was not read ahead")
+        return rules.policy.default_level
