@@ -129,7 +129,7 @@ class UrgentFirst:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._leave()
+                    self.leave()
                 raise
         slot = _Slot(self)
         token = _slots.set(slot)
@@ -141,7 +141,7 @@ class UrgentFirst:
             slot.leave()
             _slots.reset(token)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Give a slot to the next request that still waits for one."""
         while (turn := self._queue.leave()) is not None:
             if not turn.done():
@@ -156,7 +156,7 @@ class _Slot:
     def leave(self) -> None:
         queue, self._queue = self._queue, None
         if queue is not None:
-            queue._leave()
+            queue.leave()
 
 
 _slots: ContextVar[_Slot | None] = ContextVar("semsched_preparation_slot", default=None)
