@@ -113,6 +113,7 @@ class UrgentFirst:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._queue: PreparationQueue[asyncio.Future[None]] = PreparationQueue(_SLOTS)
+        self._failed = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         rules = asks_for_completion(scope) and getattr(
@@ -124,7 +125,7 @@ class UrgentFirst:
         body, ending = await read_body(receive)
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        if not self._queue.enter(turn, _level(rules, body), loop.time()):
+        if not self._queue.enter(turn, self._level(rules, body), loop.time()):
             try:
                 await turn
             except asyncio.CancelledError:
@@ -147,6 +148,15 @@ class UrgentFirst:
             if not turn.done():
                 turn.set_result(None)
                 return
+
+    def _level(self, rules: GlanceRules, body: bytes) -> int:
+        try:
+            return rules.level(body)
+        except Exception:
+            if not self._failed:  # a traceback for every request would fill the log
+                self._failed = True
+                logger.exception("Semantic scheduling: a request was not read ahead")
+            return rules.policy.default_level
 
 
 class _Slot:
@@ -179,11 +189,3 @@ def adopt_rules(app: Any) -> None:
     except Exception:
         logger.exception("Semantic scheduling: requests reach the engine in order of arrival")
     app.state.semsched_glance_rules = rules
-
-
-def _level(rules: GlanceRules, body: bytes) -> int:
-    try:
-        return rules.level(body)
-    except Exception:
-        logger.exception("Semantic scheduling: a request was not read ahead")
-        return rules.policy.default_level
