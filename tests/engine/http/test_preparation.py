@@ -170,6 +170,12 @@ def test_broken_rules_leave_the_order_of_arrival() -> None:
     adopt_rules(SimpleNamespace(state=SimpleNamespace()))
 
 
+def test_rules_stay_when_new_ones_cannot_be_read(rules) -> None:
+    state = SimpleNamespace(vllm_config=SimpleNamespace(), semsched_glance_rules=rules)
+    adopt_rules(SimpleNamespace(state=state))
+    assert state.semsched_glance_rules is rules
+
+
 def test_error_in_reading_a_body_is_the_default_level(rules, monkeypatch, caplog) -> None:
     def fail(*_):
         raise RuntimeError

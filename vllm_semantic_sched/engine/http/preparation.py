@@ -29,7 +29,8 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 # The second keeps the thread busy while the first waits for the tokenizer's.
 _SLOTS = 2
-# A request that waits for something slow, as a picture from another server, gives up its slot.
+# A request that waits for something slow, such as a picture from another server, gives up its
+# slot.
 _LONGEST = 0.1  # seconds
 _PACKAGE = "vllm_semantic_sched."
 
@@ -180,12 +181,12 @@ def is_prepared() -> None:
 
 
 def adopt_rules(app: Any) -> None:
-    """Load or reload the rules of an application's server. Never raises: without rules, requests
-    keep the order in which they come."""
-    rules = None
+    """Load or reload the rules of an application's server. Never raises: if they cannot be read,
+    the old ones stay; without any, requests keep the order in which they come."""
+    rules = getattr(app.state, "semsched_glance_rules", None)
     try:
         vllm_config = getattr(app.state, "vllm_config", None)
         rules = None if vllm_config is None else GlanceRules.load(vllm_config)
     except Exception:
-        logger.exception("Semantic scheduling: requests reach the engine in order of arrival")
+        logger.exception("Semantic scheduling: the HTTP server's order of requests stays as it was")
     app.state.semsched_glance_rules = rules
