@@ -11,10 +11,9 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from async_engine import schedule_asynchronously
 from vllm import LLM, SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 
 import vllm_semantic_sched.engine.prediction
 import vllm_semantic_sched.engine.scheduler
@@ -86,17 +85,6 @@ def run_engine(model: str, case: EngineCase, out: Path) -> None:
         block_size=32,
     )
     out.write_bytes(pickle.dumps([run(llm, time, policy) for policy in case.policies]))
-
-
-def schedule_asynchronously() -> None:
-    """Switch on what vLLM switches off on a CPU: two steps in flight, as on a GPU."""
-    switch_off = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        switch_off(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
