@@ -305,6 +305,7 @@ def test_each_key_lists_metrics_that_exist() -> None:
 @every_page
 def test_named_metrics_and_their_labels_exist(page: Path) -> None:
     metrics = {f"{name}_total": metric for name, metric in COUNTERS.items()} | GAUGES | HISTOGRAMS
+    metrics |= {f"{name}_count": metric for name, metric in HISTOGRAMS.items()}
     named = re.findall(r"\bsemsched:([a-z_0-9]+)(?:\{([^}`]*)\})?", text_of(page))
     named += [(name, "") for name in re.findall(r"`([a-z_]+_total)[`{]", text_of(page))]
     for name, selector in named:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
 _DEFAULT_METRIC = "normalized_waiting"
-_ALWAYS_SHOWN = ("ttft_p99", "slo_met", "refused", "recomputes", "swaps")
+_ALWAYS_SHOWN = (
+    "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
+    "slo_met", "refused", "passed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

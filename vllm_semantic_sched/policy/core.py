@@ -263,6 +263,8 @@ class SchedulingCore:
         """Apply a prediction, or its failure (None), and move the job to its new rank. The level
         of a hint stays; so does a provisional prediction if the predictor failed."""
         self.version += 1
+        if job.started is None and job.level_unread:
+            self.fairness.precedence.read(job)
         job.awaits_prediction = False
         job.drafted_seconds = job.drafted_tokens = None  # estimated without it
         if prediction is not None:
