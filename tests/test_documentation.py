@@ -125,6 +125,20 @@ def test_readme_figures_match_the_measurements() -> None:
     assert checked > 20
 
 
+def test_figures_of_the_policies_match_the_measurements() -> None:
+    """The table to choose a policy by repeats figures of the page that it links."""
+    measured = text_of(DOCS / "measurements" / "tiers-and-overload.md")
+    rows = {
+        name: row for name, row in re.findall(r"^\| `(\w+)` \| (.+) \|$", measured, re.MULTILINE)
+    }
+    chosen = re.findall(
+        r"^\| `(\w+)` \| .+? \| ([\d./ |]+) \|$", text_of(DOCS / "policies.md"), re.MULTILINE
+    )
+    assert {name for name, _ in chosen} == set(shipped_names("policy")) == set(rows)
+    for name, cells in chosen:
+        assert set(numbers_in(cells)) <= set(numbers_in(rows[name])), name
+
+
 # Commands
 
 

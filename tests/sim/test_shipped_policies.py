@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.sim.predictor import draw_predictions
-from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 from vllm_semantic_sched.sim.workload import Workload
@@ -30,18 +28,11 @@ ENGINE = {"profile": "cpu-2core-tiny", "seats": 6, "kv_blocks": 150, "block_size
 SLOW = {"step": 1.0, "per_sequence": 0.0, "per_context_token": 0.0}  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class TenantWorkload(Workload):
-    """Requests of one large and some small tenants."""
-
-    def request(self, index: int) -> SimRequest:
-        tenant = f"small-{index % 19}" if index % 4 else "large"
-        return replace(Workload.request(self, index), tenant=tenant)
-
-
-def load_of(arrivals: Any, levels: Any, prompts: Any, outputs: Any) -> Workload:
-    columns = (np.asarray(column) for column in (arrivals, levels, prompts, outputs))
-    return TenantWorkload(*columns)
+def load_of(*columns: Any) -> Workload:
+    """Requests of one large and some small tenants: arrivals, levels, prompts, outputs."""
+    index = np.arange(len(columns[0]))
+    tenants = np.where(index % 4, 1 + index % 19, 0)
+    return Workload(*map(np.asarray, columns), tenants=tenants)
 
 
 def mixed(

@@ -127,7 +127,7 @@ def _table(cells: Sequence[Cell], metric: str) -> Table:
         *fields,
         "scheduler",
         *(level if level == ALL else f"urgency {level}" for level in levels),
-        *(f"{name},\nall" for name in more),
+        *(name.replace("_", "\n") + ",\nall" for name in more),
         words=len(fields) + 1,
     )
     for column in table.columns[: len(fields) + 1]:
