@@ -220,6 +220,7 @@ tiers:
   - {name: d}
   - {name: e}
 fair_share: {enabled: true}
+tenants: {fair: true}
 """
 # Of the predictor, of KV on the host, of estimates that need either, and of errors.
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")
