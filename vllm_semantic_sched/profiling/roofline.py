@@ -23,6 +23,7 @@ _ATTENTION = 0.4
 _BANDWIDTH = 0.75
 _HOST = 0.75
 
+_TERA, _GIGA = 1e12, 1e9
 _BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0}
 _DEFAULT_BYTES = 2.0
 
@@ -31,12 +32,12 @@ class Device(Section):
     """What an accelerator can do at most."""
 
     name: str = Field(description="Name in `--device`.")
-    match: tuple[str, ...] = Field((), description="Names by which drivers report it.")
-    bf16: float = Field(gt=0, description="Floating-point operations per second, dense.")
-    fp8: float | None = Field(None, gt=0, description="The same in 8 bits, where it has them.")
-    memory: float = Field(gt=0, description="Bytes.")
-    bandwidth: float = Field(gt=0, description="Bytes per second of its memory.")
-    host: float = Field(gt=0, description="Bytes per second to or from the host, one direction.")
+    match: list[str] = Field([], description="Names by which drivers report it.")
+    bf16: float = Field(gt=0, description="TFLOP/s, dense.")
+    fp8: float | None = Field(None, gt=0, description="TFLOP/s in 8 bits, where it has them.")
+    memory: float = Field(gt=0, description="GB.")
+    bandwidth: float = Field(gt=0, description="GB/s of its memory.")
+    host: float = Field(gt=0, description="GB/s to or from the host, one direction.")
     step: float = Field(
         0.002, ge=0, description="Seconds per step for scheduling, launches and sampling."
     )
@@ -169,9 +170,9 @@ def derived_profile(
     further sequence reads further experts until all are in use. Each token costs its arithmetic.
     """
     peak = device.fp8 if model.eight_bits and device.fp8 else device.bf16
-    arithmetic = tensor_parallel * peak * _ARITHMETIC
-    bandwidth = tensor_parallel * device.bandwidth * _BANDWIDTH
-    host = tensor_parallel * device.host * _HOST
+    arithmetic = tensor_parallel * peak * _TERA * _ARITHMETIC
+    bandwidth = tensor_parallel * device.bandwidth * _GIGA * _BANDWIDTH
+    host = tensor_parallel * device.host * _GIGA * _HOST
     per_token = 2 * model.active_parameters / arithmetic
     weights = model.active_parameters * model.weight_bytes / bandwidth
     # Half of the experts that are not used yet are new ones, on average, until all are in use.
@@ -184,7 +185,7 @@ def derived_profile(
     # Scores and values: 2 products of 2 operations for each earlier token; their number grows
     # with the square of the prompt, halved by causality.
     squared = 2 * model.layers * model.heads * model.head_dim
-    squared /= tensor_parallel * device.bf16 * _ATTENTION
+    squared /= tensor_parallel * device.bf16 * _TERA * _ATTENTION
     step = device.step + weights
     return EngineProfile(
         hardware=device.name if tensor_parallel == 1 else f"{tensor_parallel} x {device.name}",
