@@ -1,6 +1,6 @@
 """Serve a model with the semantic scheduler.
 
-Prints and runs `vllm serve` with all that the scheduler needs: the scheduler itself, the middleware,
+Prints and runs `vllm serve` with all that the scheduler needs: scheduler, middleware,
 host memory for the KV of preempted requests, policy and engine profile. Every option that is not
 listed here goes to `vllm serve` as it is:
 
