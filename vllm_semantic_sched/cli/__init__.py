@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    arguments, arguments.passed_on = parser.parse_known_args(argv)
+    arguments, passed_on = parser.parse_known_args(argv)
+    arguments.passed_on = passed_on
     if arguments.passed_on and not getattr(arguments, "passes_on", False):
         parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
     try:

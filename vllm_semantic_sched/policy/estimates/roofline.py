@@ -29,8 +29,9 @@ from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse
 _ARITHMETIC = 0.65
 _BANDWIDTH = 0.78
 _HOST = 0.75
-# Attention kernels reach this share of what matrix products do (FlashAttention-2 on A100).
-_ATTENTION = 0.6
+# Attention kernels reach this share of what matrix products do: by their papers, FlashAttention-2
+# on A100 and 3 on H100 reach 50 to 60 % of the peak with causal masks and long prompts.
+_ATTENTION = 0.8
 # Arithmetic and memory traffic overlap partly: the p-norm of both, from 1 (not at all) to infinity
 # (the classic roofline).
 _OVERLAP = 1.5
@@ -40,6 +41,9 @@ _ELEMENTWISE = 20
 
 # Decode batches that the straight line of `BatchTerms` is drawn through.
 _BATCHES = tuple(2**n for n in range(9))
+
+# Tokens of the prompt for which a profile counts the reading of experts.
+_PROMPT = 128
 
 # Seconds to start a copy between device and host.
 _COPY_START = 1e-4
@@ -230,7 +234,7 @@ class Roofline:
         return (
             self.device.step
             + model.layers * self.device.layer
-            + (arithmetic**_OVERLAP + traffic**_OVERLAP) ** (1 / _OVERLAP)
+            + math.pow(arithmetic**_OVERLAP + traffic**_OVERLAP, 1 / _OVERLAP)
             + self._elementwise * tokens
             + self.per_square * batch.prefill_squares
             + self.per_context_token * batch.context
@@ -278,6 +282,8 @@ class Roofline:
         copy = _rounded(model.kv_bytes_per_token / host)
         context = _rounded(self.per_context_token)
         per_token = 2 * model.active_parameters / self._arithmetic + self._elementwise
+        # A prompt reaches nearly all experts, a decoding sequence few.
+        experts = self.prefill(_PROMPT) - fixed - per_sequence - per_token * _PROMPT
         count = "" if self.tensor_parallel == 1 else f"{self.tensor_parallel} x "
         return EngineProfile(
             hardware=count + device.name,
@@ -294,6 +300,7 @@ class Roofline:
             batch=BatchTerms(
                 step=_rounded(fixed),
                 per_sequence=_rounded(per_sequence),
+                per_prefill=_rounded(max(0.0, experts)) if model.experts else 0.0,
                 per_context_token=context,
             ),
         )
@@ -360,7 +367,7 @@ def recognise(driver_name: str) -> Device | None:
 def nearest_device(memory: float) -> Device:
     """The known accelerator whose memory is nearest to this many GB; of several, the slowest."""
     devices = [device for device in known_devices().values() if device.match]
-    return min(devices, key=lambda one: (abs(math.log(one.memory / memory)), one.bandwidth))
+    return min(devices, key=lambda one: (abs(math.log(one.memory / memory)), one.bf16))
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
