@@ -64,3 +64,24 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
     job.computed = 400
     meter.stop(job)
     assert sum(seconds) == pytest.approx(-PROFILE.prefill(400, 1000))
+
+
+def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
+    charged: list[float] = []
+    profile = PROFILE
+    meter = Meter(lambda: profile, lambda job, cost: charged.append(cost), lambda job, tokens: None)
+    job = make_job(prompt_tokens=1000)
+    before = meter.admission_seconds(job)
+    meter.start(job)
+    profile = PROFILE.scaled(3.0, 2.0, 1.0)
+    assert meter.admission_seconds(job) == pytest.approx(3 * before)
+    meter.stop(job)  # nothing was computed: exactly the charge is returned
+    assert sum(charged) == pytest.approx(-before)
+    job = make_job(computed=100)
+    charged.clear()
+    meter.start(job)
+    job.generated = 10
+    meter.stop(job)
+    price = profile.gamma1 * job.tokens + profile.gamma2
+    assert sum(charged) == pytest.approx(10 * price)
+    assert price == pytest.approx(2 * (PROFILE.gamma1 * job.tokens + PROFILE.gamma2))
