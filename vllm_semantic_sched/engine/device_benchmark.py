@@ -17,8 +17,8 @@ _LARGEST = 2**28  # bytes of the weights that are read
 _COPIED = 2**26  # bytes
 _NEEDED = 2**30  # bytes that must be free on an accelerator
 
-# An engine step runs as much Python as this many small torch operations, and a layer as this many.
-# By the measured profiles of docs/measurements/engine-profiles.md.
+# On a processor a step runs as much Python as this many small torch operations, and a layer as this
+# many. Guessed from the measured profiles of docs/measurements/engine-profiles.md.
 _OPERATIONS_PER_STEP = 1000
 _OPERATIONS_PER_LAYER = 50
 
@@ -45,7 +45,8 @@ def measure_device(
     linear = torch.nn.functional.linear
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=kind, dtype=torch.float32).to(kept)
+        # Not zeros, whose memory may not exist yet.
+        return torch.full((rows, columns), 0.01, device=kind, dtype=kept)
 
     with torch.inference_mode():
         tokens, weight = matrix(_TOKENS, model.width), matrix(model.inner, model.width)
@@ -58,17 +59,22 @@ def measure_device(
         source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=kind != "cpu")
         target = torch.empty(_COPIED, dtype=torch.uint8, device=kind)
         copying = _fastest(lambda: target.copy_(source), wait)
-        small = matrix(1, 8)
-        operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
+        overhead = {}
+        if kind == "cpu":  # elsewhere graphs replay the kernels of a step
+            small = matrix(1, 8)
+            operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
+            overhead = {
+                "step": _OPERATIONS_PER_STEP * operation,
+                "layer": _OPERATIONS_PER_LAYER * operation,
+            }
     return Device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,
         memory=memory,
         bandwidth=many.numel() * many.element_size() / reading / 1e9,
         host=_COPIED / copying / 1e9,
-        step=_OPERATIONS_PER_STEP * operation,
-        layer=_OPERATIONS_PER_LAYER * operation,
         measured=True,
+        **overhead,
     )
 
 
