@@ -59,7 +59,7 @@ def measure_device(
         source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=kind != "cpu")
         target = torch.empty(_COPIED, dtype=torch.uint8, device=kind)
         copying = _fastest(lambda: target.copy_(source), wait)
-        overhead = {}
+        overhead: dict[str, float] = {}
         if kind == "cpu":  # elsewhere graphs replay the kernels of a step
             small = matrix(1, 8)
             operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
@@ -67,15 +67,15 @@ def measure_device(
                 "step": _OPERATIONS_PER_STEP * operation,
                 "layer": _OPERATIONS_PER_LAYER * operation,
             }
-    return Device(
+    device = Device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,
         memory=memory,
         bandwidth=many.numel() * many.element_size() / reading / 1e9,
         host=_COPIED / copying / 1e9,
         measured=True,
-        **overhead,
     )
+    return device.model_copy(update=overhead)
 
 
 def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:
