@@ -41,13 +41,14 @@ class Fairness:
     because it was not ready.
 
     Args:
+        profile: the engine profile as corrected so far.
         gate: whether a job may be admitted for all that protection cares.
     """
 
     def __init__(
         self,
         policy: Policy,
-        profile: EngineProfile,
+        profile: Callable[[], EngineProfile],
         make_queue: Callable[[QueueRules], WaitingQueue],
         tokens_within: Callable[[Job, float], float],
         gate: Callable[[Job], bool] = lambda job: True,
@@ -93,7 +94,7 @@ class Fairness:
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, policy: Policy) -> None:
         """Switch to a new policy.
 
         Raises:
@@ -108,7 +109,6 @@ class Fairness:
         self.tenant_caps.knobs = policy.tenants
         self.kv_peak.knobs = policy.kv_peak
         self._rules.weights = policy.weighted_levels
-        self.meter.profile = profile
         self.waiting.changed()
 
     @property
