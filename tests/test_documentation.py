@@ -125,6 +125,20 @@ def test_readme_figures_match_the_measurements() -> None:
     assert checked > 20
 
 
+def test_figures_of_the_policies_match_the_measurements() -> None:
+    """The table to choose a policy by repeats figures of the page that it links."""
+    measured = text_of(DOCS / "measurements" / "tiers-and-overload.md")
+    rows = {
+        name: row for name, row in re.findall(r"^\| `(\w+)` \| (.+) \|$", measured, re.MULTILINE)
+    }
+    chosen = re.findall(
+        r"^\| `(\w+)` \| .+? \| ([\d./ |]+) \|$", text_of(DOCS / "policies.md"), re.MULTILINE
+    )
+    assert {name for name, _ in chosen} == set(shipped_names("policy")) == set(rows)
+    for name, cells in chosen:
+        assert set(numbers_in(cells)) <= set(numbers_in(rows[name])), name
+
+
 # Commands
 
 
@@ -305,6 +319,7 @@ def test_each_key_lists_metrics_that_exist() -> None:
 @every_page
 def test_named_metrics_and_their_labels_exist(page: Path) -> None:
     metrics = {f"{name}_total": metric for name, metric in COUNTERS.items()} | GAUGES | HISTOGRAMS
+    metrics |= {f"{name}_count": metric for name, metric in HISTOGRAMS.items()}
     named = re.findall(r"\bsemsched:([a-z_0-9]+)(?:\{([^}`]*)\})?", text_of(page))
     named += [(name, "") for name in re.findall(r"`([a-z_]+_total)[`{]", text_of(page))]
     for name, selector in named:

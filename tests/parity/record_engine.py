@@ -19,6 +19,8 @@ import vllm_semantic_sched.engine.prediction
 import vllm_semantic_sched.engine.scheduler
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.profile import AUTO
 
 from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
@@ -92,7 +94,10 @@ def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     old = core.scheduler
-    old.vllm_config.additional_config["semantic_sched"]["policy"] = policy
+    settings = {"policy": policy}
+    if load_policy(policy).profile == AUTO:  # the replay knows neither model nor device
+        settings["profile"] = "default"
+    old.vllm_config.additional_config["semantic_sched"] = settings
     core.scheduler = scheduler = SemanticScheduler(
         vllm_config=old.vllm_config,
         kv_cache_config=old.kv_cache_config,
