@@ -19,6 +19,17 @@ _COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
+    arguments = parse(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a subcommand, with its function `run`. Exits if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="semsched", description="Urgency-first scheduling for vLLM."
     )
@@ -37,9 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.passed_on = passed_on
     if arguments.passed_on and not getattr(arguments, "passes_on", False):
         parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
-    try:
-        status: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return status
+    return arguments

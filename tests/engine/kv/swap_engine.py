@@ -38,9 +38,11 @@ class SwapEngine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"connectors": [connector]},
             }
-        if options.pop("asynchronous", False):
+        asynchronous = options.pop("asynchronous", False)
+        if asynchronous:
             schedule_asynchronously()
         options = {
+            "async_scheduling": asynchronous,
             "scheduler_cls": "vllm_semantic_sched.SemanticScheduler",
             "dtype": "float32",
             "enforce_eager": True,
