@@ -51,8 +51,10 @@ def chart_json(chart: Chart, element: str) -> dict[str, Any]:
 
 def _draw(plot: figure, mark: Mark) -> Any:
     if isinstance(mark, Line):
-        style = "dashed" if mark.dashed else "solid"
-        return plot.line([*mark.x], [*mark.y], color=mark.color, line_width=2, line_dash=style)
+        style = {"color": mark.color, "line_dash": "dashed" if mark.dashed else "solid"}
+        if mark.steps:
+            return plot.step([*mark.x], [*mark.y], mode="after", line_width=2, **style)
+        return plot.line([*mark.x], [*mark.y], line_width=2, **style)
     source: dict[str, Sequence[object]] = {"label": [*mark.labels]}
     if isinstance(mark, Points):
         source |= {"x": [*mark.x], "y": [*mark.y]}
@@ -74,8 +76,9 @@ def _draw(plot: figure, mark: Mark) -> Any:
         top="top",
         source=_source(source),
         color=color,
-        alpha=mark.opacity,
-        line_alpha=0,
+        fill_alpha=mark.opacity,
+        # Pale boxes would be invisible in the legend.
+        line_color="#bbbbbb" if mark.opacity < 1 else None,
     )
 
 

@@ -27,13 +27,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points; `name` is its entry in the legend."""
+    """A line through points; `name` is its entry in the legend. With `steps`, a value holds until
+    the next one."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     color: str
     dashed: bool = False
+    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ def grouped_bars(
                 [f"{name}, {groups[group]}: {number_text(height)}" for group, height in bars],
             )
         )
-    ticks = dict(enumerate(groups))
-    return Chart(title, "", y_label, marks, x_ticks={**ticks}, log_y=log and bool(positive))
+    ticks = {float(place): name for place, name in enumerate(groups)}
+    return Chart(title, "", y_label, marks, x_ticks=ticks, log_y=log and bool(positive))
 
 
 def series_colors(names: Sequence[str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ def write_page(page: Page, folder: Path) -> Path:
     # Bokeh's objects refer to earlier ones: their order must stay.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.filters["cell"] = _cell_text
+    environment.tests["word"] = _is_word
     environment.tests["chart"] = lambda part: isinstance(part, Chart)
     template = resources.files(__package__).joinpath("template.html").read_text(encoding="utf-8")
     charts = {f"part-{n}": part for n, part in enumerate(page.parts) if isinstance(part, Chart)}
@@ -52,6 +53,17 @@ def _cell_text(value: str | float | None) -> str:
     if isinstance(value, str):
         return value
     return number_text(math.nan if value is None else value)
+
+
+def _is_word(value: str | float | None) -> bool:
+    """Whether a cell is no number and does not stand for a missing one."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return value != "-"
+    return False
 
 
 def _yaml(values: object) -> str:

@@ -47,7 +47,7 @@ def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
         shown += own[:MOST_BARS]
     note = "Click an entry of the legend to hide or show it; drag to move, choose a tool to zoom."
     if len(rows) < requests:
-        note += f" The first {len(rows)} of {requests} requests (at most {MOST_BARS} bars)."
+        note += f" {len(rows)} of {requests} requests are shown (at most {MOST_BARS} bars)."
     return Chart(
         title,
         "seconds",

@@ -99,7 +99,7 @@ def _metric_charts(
                 for level in levels
             ],
             note=METRICS[metric],
-            x_ticks={**dict(enumerate(texts))},
+            x_ticks={float(place): text for place, text in enumerate(texts)},
             log_y=True,
         )
 

@@ -64,6 +64,9 @@ def _depth_chart(reader: LogReader) -> Chart:
     times = [time for time, _ in depths]
     tiers = sorted({tier for _, counts in depths for tier in counts})
     colors = series_colors(tiers)
-    lines = [Line(tier, times, [c.get(tier, 0) for _, c in depths], colors[tier]) for tier in tiers]
+    lines = [
+        Line(tier, times, [counts.get(tier, 0) for _, counts in depths], colors[tier], steps=True)
+        for tier in tiers
+    ]
     note = "While requests of the chart above were unfinished."
     return Chart("Queue depth", "seconds", "waiting requests", lines, note=note, height=260)
