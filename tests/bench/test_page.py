@@ -52,8 +52,8 @@ def test_levels_have_a_bar_per_scheduler_and_a_row_with_every_metric(page):
     assert idle["y"] == pytest.approx([50.0] * 2)
     header, *rows = page.tables["Mix even: metrics per level"]
     cells = {(row[0], row[1]): dict(zip(header, row, strict=True)) for row in rows}
-    assert cells["vLLM FCFS", "0"]["norm. waiting mean, ms/tok"] == "1000"
-    assert cells["idle engine", "0"]["norm. waiting mean, ms/tok"] == "50"
+    assert cells["vLLM FCFS", "urgency 0"]["norm. waiting mean, ms/tok"] == "1000"
+    assert cells["idle engine", "urgency 0"]["norm. waiting mean, ms/tok"] == "50"
     assert len(rows) == 2 * 6 + len({row[1] for row in rows if row[0] == "idle engine"})
 
 

@@ -35,7 +35,7 @@ def test_number_of_bars_is_bounded_and_said() -> None:
     chart = gantt_chart("t", [*preempted, *others], requests=5000)
     bars = sum(len(mark.left) for mark in chart.marks if mark.name.startswith("urgency"))
     assert bars == MOST_BARS
-    assert "6 of 5000 requests are shown (at most 3000 bars)" in chart.note
+    assert "6 of 5000 requests are shown (at most 1500 bars)" in chart.note
 
 
 def test_one_request_with_too_many_bars_is_cut() -> None:

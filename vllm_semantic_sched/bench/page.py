@@ -64,8 +64,9 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
             ]
             for row in rows.values()
         }
-        names = [level if level == "all" else f"urgency {level}" for level in levels]
-        chart = grouped_bars(f"Mix {mix}: {title}", title, names, series, colors)
+        chart = grouped_bars(
+            f"Mix {mix}: {title}", title, list(map(_level_title, levels)), series, colors
+        )
         idle = next(iter(rows.values())).idle_levels.get("0")
         if idle is not None:
             height = scale * _statistic(idle, key, statistic)
@@ -73,6 +74,10 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
             line = Line("idle engine, urgency 0", ends, (height, height), IDLE_COLOR, dashed=True)
             chart = replace(chart, marks=[*chart.marks, line])
         yield chart
+
+
+def _level_title(level: str) -> str:
+    return level if level == "all" else f"urgency {level}"
 
 
 def _statistic(summaries: Mapping[str, Summary], key: str, statistic: str) -> float:
@@ -87,13 +92,13 @@ def _levels(mix: str, rows: Rows) -> Table:
     return Table(
         f"Mix {mix}: metrics per level",
         [
-            *("scheduler", "urgency", "requests"),
+            *("scheduler", "level", "requests"),
             *(f"{one.title} {name}, {one.unit}" for one in METRICS for name in _STATISTICS),
         ],
         [
             [
                 title,
-                level,
+                _level_title(level),
                 summaries["ttft"].count,
                 *(
                     one.scale * _statistic(summaries, one.key, name)

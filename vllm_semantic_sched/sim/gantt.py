@@ -18,7 +18,7 @@ from vllm_semantic_sched.sim.spans import (
     phases,
 )
 
-MOST_BARS = 3000
+MOST_BARS = 1500
 """Times in a seat and holds in a chart: more of them make a page slow."""
 
 _COLORS = {WAITING: "#c8c8c8", SWAPPED: "#6fb3d9", HELD: "#ffffff"}

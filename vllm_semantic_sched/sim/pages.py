@@ -110,7 +110,12 @@ def _metrics_table(cells: Sequence[Cell]) -> Table:
         "All metrics",
         [*cells[0].point, "scheduler", "level", *metrics],
         [
-            [*point_texts(cell), cell.scheduler, level, *(row.get(name) for name in metrics)]
+            [
+                *point_texts(cell),
+                cell.scheduler,
+                _level_title(level),
+                *(row.get(name) for name in metrics),
+            ]
             for cell in cells
             for level, row in cell.levels.items()
         ],
