@@ -98,7 +98,7 @@ def _draw(plot: figure, mark: Mark, columns: Mapping[str, Sequence[Any]]) -> Any
     if isinstance(mark, Points):
         shape: dict[str, Any] = {"marker": "circle", "size": 4}
         if mark.marker == "tick":
-            shape = {"marker": "dash", "angle": math.pi / 2, "size": 10, "line_width": 2}
+            shape = {"marker": "dash", "angle": math.pi / 2, "size": 8, "line_width": 2}
         return plot.scatter("x", "y", source=source, color=mark.color, **shape)
     return plot.quad(
         left="left",

@@ -68,5 +68,5 @@ def _depth_chart(reader: LogReader) -> Chart:
         Line(tier, times, [counts.get(tier, 0) for _, counts in depths], colors[tier], steps=True)
         for tier in tiers
     ]
-    note = "While requests of the chart above were unfinished."
+    note = "Until the last of the requests in trace.json ended."
     return Chart("Queue depth", "seconds", "waiting requests", lines, note=note, height=260)
