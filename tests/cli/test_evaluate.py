@@ -5,6 +5,7 @@ import csv
 import json
 
 import pytest
+from html_pages import read_page
 from predictor_examples import TwoLevels
 
 from vllm_semantic_sched.cli import evaluate
@@ -150,6 +151,20 @@ def test_figures_of_a_known_model(small_model, table, tmp_path):
     assert median["mean_absolute_error_tokens"] == pytest.approx(57.5)
     assert median["kendall_tau"] == 0.0 and median["accuracy"] is None
     assert set(majority) == set(median) >= LEVEL_KEYS | LENGTH_KEYS
+
+
+def test_page_has_the_tables_of_the_report_and_the_confusion_matrix(small_model, table, tmp_path):
+    out = tmp_path / "out"
+    assert run("--data", table, "--output", out, "--no-baselines") == 0
+    report, page = report_in(out), read_page(out / "report.html")
+    header, predictor, *_ = page.tables["Urgency levels (n = 4)"]
+    accuracy = dict(zip(header, predictor, strict=True))["accuracy"]
+    assert float(accuracy) == pytest.approx(report["accuracy"], abs=0.001)
+    confusion = [row[1:] for row in page.tables["Confusion matrix"][1:]]
+    assert confusion == [[str(count) for count in row] for row in report["confusion"]]
+    (cells,) = page.charts["Confusion of levels"]
+    assert len(cells["color"]) == 25
+    assert page.labels("Output lengths")[0].startswith("true 120, predicted ")
 
 
 def test_policy_decides_the_level_and_the_report_compares_the_most_likely_one(

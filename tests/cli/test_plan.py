@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from html_pages import read_page
 from small_scenario import SMALL
 
 from vllm_semantic_sched.cli import main
@@ -29,6 +30,11 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys) -> None:
     header, load, engines, *_ = first[0].decode().splitlines()
     assert header == ",FCFS,mine"
     _, fcfs, mine = load.split(",")[-3:]
+    page = read_page(tmp_path / "report.html")
+    assert page.tables["Plan"][1][1:] == load.split(",")[-2:]
+    assert len(page.tables["Trials"]) > 10
+    assert len(page.charts["Lowest share of kept promises, any level"]) == 2
+    assert any(": running from" in label for label in page.labels("Seats at the given load: mine"))
     # Only the most urgent level has a promise: serving it first allows more load.
     assert float(mine) > 2 * float(fcfs)
     assert int(engines.split(",")[-1]) < int(engines.split(",")[-2])

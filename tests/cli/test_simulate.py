@@ -1,9 +1,11 @@
 """`semsched simulate`: files, invalid options, the same bytes on any number of workers."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from html_pages import read_page
 from small_scenario import SMALL
 
 from vllm_semantic_sched.cli import main
@@ -41,6 +43,45 @@ def test_small_run_gets_a_gantt_chart(tmp_path) -> None:
     command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
     assert main([*command, "--set", "workload.requests=8"]) == 0
     assert (tmp_path / "gantt-0-semantic.png").is_file()
+
+
+def test_page_has_every_metric_and_the_seats_of_large_runs_too(tmp_path) -> None:
+    path = _write(tmp_path, schedulers={"FCFS": {"policy": "fcfs"}, "mine": {"policy": "ems"}})
+    command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
+    assert main([*command, "--set", "workload.requests=300"]) == 0
+    assert not list(tmp_path.glob("gantt-*.png"))
+    page = read_page(tmp_path / "report.html")
+    header, *rows = page.tables["All metrics"]
+    assert [row[:2] for row in rows if row[1] == "all"] == [["FCFS", "all"], ["mine", "all"]]
+    assert rows[0][header.index("count")].isdigit()
+    assert len(page.charts["normalized_waiting: mean of (finish - arrival) / output tokens, "
+                           "s per token"]) == 2  # fmt: skip
+    seats = page.labels("Seats: mine")
+    assert sum(": arrives at" in label for label in seats) == 200
+    assert any(": running from" in label for label in seats)
+    assert "200 of 300 requests are shown" in page.text
+    assert any("waiting at" in label for label in page.labels("Queue depth: FCFS"))
+    assert "requests: 300" in page.text  # the configuration
+
+
+def test_sweep_has_a_line_per_level(tmp_path) -> None:
+    path = _write(tmp_path, sweep=[{"workload.rate": [2.0, 20.0]}])
+    command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
+    assert main(command) == 0
+    lines = read_page(tmp_path / "report.html").charts["normalized_waiting: semantic"]
+    assert [line["x"] for line in lines] == [[0, 1]] * 6
+
+
+def test_without_bokeh_the_page_is_left_out(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm_semantic_sched.html_report.charts", raising=False)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    command = ["simulate", "--scenario", str(_write(tmp_path)), "--output", str(tmp_path)]
+    assert main([*command, "--quiet", "--set", "workload.requests=8"]) == 0
+    written = capsys.readouterr()
+    assert "report.html is not written" in written.err
+    assert 'pip install "vllm-semantic-sched[bench]"' in written.err
+    assert "report.html" not in written.out and not (tmp_path / "report.html").exists()
+    assert (tmp_path / "results.json").is_file()
 
 
 @pytest.mark.parametrize(

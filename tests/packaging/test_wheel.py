@@ -56,6 +56,10 @@ def test_wheel_holds_every_shipped_config(files: set[str]):
     assert {f"vllm_semantic_sched/{path}" for path in shipped} <= files
 
 
+def test_wheel_holds_the_template_of_pages(files: set[str]):
+    assert "vllm_semantic_sched/html_report/template.html" in files
+
+
 def test_wheel_holds_the_model_weights(files: set[str]):
     weights = ROOT / "vllm_semantic_sched" / "predict" / "weights"
     shipped = {path.relative_to(ROOT).as_posix() for path in weights.rglob("*") if path.is_file()}

@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from html_pages import read_page
 
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.trace.event_log import LogReader, log_parts
@@ -69,6 +70,25 @@ def test_table_counts_requests_preemptions_and_times(log, tmp_path, capsys) -> N
     printed = capsys.readouterr().out
     assert "1 lines could not be read" in printed and "1 recompute, 1 swap" in printed
     assert (tmp_path / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_page_has_the_table_and_the_seats(log, tmp_path) -> None:
+    main(["trace", str(log), "--output", str(tmp_path)])
+    page = read_page(tmp_path / "report.html")
+    header, urgent, routine = page.tables["Tiers"]
+    assert urgent[:3] == ["0", "tier0", "1"]
+    assert dict(zip(header, routine, strict=True))["swap"] == "1"
+    labels = page.labels("Seats")
+    for text in (
+        "request urgent, urgency 0: waiting from 2.000 to 2.500 s",
+        "request urgent, urgency 0: running from 2.500 to 4.500 s",
+        "request routine, urgency 4: recompute at 2.000 s",
+        "request routine, urgency 4: swapped from 6.000 to 7.000 s",
+        "request gone, urgency 4: cancelled at 3.500 s",
+    ):
+        assert text in labels
+    assert len(page.charts["Queue depth"]) == 2
+    assert "1 lines could not be read" in page.text and "4 of 5 requests are shown" in page.text
 
 
 def test_chrome_trace_shows_seats_and_waits(log, tmp_path) -> None:

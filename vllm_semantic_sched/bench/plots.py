@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.bench.results import Comparison
 from vllm_semantic_sched.bench.rounds import MixResult
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+PANELS = (
+    ("normalized_waiting", "mean", "mean normalized waiting time [ms/token]", 1e3),
+    ("ttft", "p99", "p99 time to first token [s]", 1.0),
+)
+"""Metric, statistic, title, and factor on seconds."""
+IDLE_COLOR = "#c03030"
 
 _COLORS = {
     "fcfs": "#8c8c8c",
@@ -20,7 +28,6 @@ _COLORS = {
     "semantic-known": "#9467bd",
 }
 _VARIANT_COLORS = ("#8c564b", "#bcbd22", "#17becf", "#e377c2")
-_IDLE_COLOR = "#c03030"
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
@@ -33,15 +40,11 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = (
-        ("normalized_waiting", "mean", "mean normalized waiting time [ms/token]", 1e3),
-        ("ttft", "p99", "p99 time to first token [s]", 1.0),
-    )
     mixes = list(comparison.mixes)
     figure, axes = pyplot.subplots(
-        len(panels), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
+        len(PANELS), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
     )
-    for axes_row, (key, statistic, title, scale) in zip(axes, panels, strict=True):
+    for axes_row, (key, statistic, title, scale) in zip(axes, PANELS, strict=True):
         for axis, mix in zip(axes_row, mixes, strict=True):
             _bars(axis, comparison.mixes[mix], key, statistic, scale)
             _idle_line(axis, comparison.mixes[mix], key, statistic, scale)
@@ -55,6 +58,11 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
+def scheduler_color(scheduler: SchedulerSpec, place: int) -> str:
+    """The color of a scheduler in every chart; `place`: its number in the comparison."""
+    return _COLORS.get(scheduler.name, _VARIANT_COLORS[place % len(_VARIANT_COLORS)])
+
+
 def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float) -> None:
     from matplotlib.ticker import LogLocator
 
@@ -66,7 +74,7 @@ def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scal
             for level in levels
         ]
         offsets = [x + (place - (len(rows) - 1) / 2) * width for x in range(len(levels))]
-        color = _COLORS.get(row.scheduler.name, _VARIANT_COLORS[place % len(_VARIANT_COLORS)])
+        color = scheduler_color(row.scheduler, place)
         bars = axis.bar(offsets, heights, width, label=row.scheduler.title, color=color)
         labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
         axis.bar_label(bars, labels=labels, fontsize=7, padding=2, rotation=90)
@@ -90,7 +98,7 @@ def _idle_line(
         height = getattr(idle[key], statistic) * scale
         axis.axhline(
             height,
-            color=_IDLE_COLOR,
+            color=IDLE_COLOR,
             linestyle="--",
             linewidth=1.4,
             label="idle engine, urgency 0",

@@ -37,10 +37,10 @@ def read_levels(log: Path) -> Mapping[str, int]:
     for line in log.read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
         if event["level_from"] == "prediction":
-            levels[_client_id(event["request"])] = event["level"]
+            levels[client_id(event["request"])] = event["level"]
     return levels
 
 
-def _client_id(engine_id: str) -> str:
+def client_id(engine_id: str) -> str:
     """vLLM's `cmpl-ID-0-12345678` without what vLLM adds: kind, prompt number and random part."""
     return engine_id.removeprefix("cmpl-").rsplit("-", 2)[0]

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from vllm_semantic_sched.bench.client import Record
@@ -16,6 +15,7 @@ from vllm_semantic_sched.bench.metrics import Summary, failed, latest_send
 from vllm_semantic_sched.bench.rounds import MAX_STEAL, MixResult, Round
 from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.bench.workload import Workload
+from vllm_semantic_sched.html_report.content import installed_versions
 from vllm_semantic_sched.profiling.live_engine import processor
 
 
@@ -81,14 +81,8 @@ class Comparison:
 
 def environment() -> dict[str, object]:
     """Return the versions and the hardware that measurements depend on."""
-    versions = {}
-    for name in ("vllm", "torch", "transformers", "vllm-semantic-sched"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": installed_versions("vllm", "torch", "transformers"),
         "python": platform.python_version(),
         "system": platform.system(),
         "processor": processor(),

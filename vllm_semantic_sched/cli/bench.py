@@ -13,7 +13,7 @@ from vllm_semantic_sched.bench.simulator import SCENARIO
 from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.bench.workload import WorkloadConfig
 from vllm_semantic_sched.cli import comparison, report
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed, an output differs or a target is missed."""
     from vllm_semantic_sched.bench.compare import compare
+    from vllm_semantic_sched.bench.page import comparison_page
     from vllm_semantic_sched.bench.plots import draw_comparison
     from vllm_semantic_sched.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.bench.targets import check_targets, missed
@@ -93,7 +94,11 @@ def _run_comparison(args: argparse.Namespace) -> int:
     report.print_decode_step(console, found.decode_step)
     if args.assert_targets:
         report.print_targets(console, targets)
+    asserted = targets if args.assert_targets else []
+    written = save_page(comparison_page(found, plan.output, asserted), plan.output)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
+    for path in written:
+        console.print(f"report: {path}", soft_wrap=True)
 
     problems = found.failures()
     if args.check_outputs:

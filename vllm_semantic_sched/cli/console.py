@@ -1,15 +1,20 @@
-"""Tables and texts, and where they are printed. `rich` is in an extra: it is imported when used."""
+"""Tables, texts and pages, and where they go. `rich` is in an extra: it is imported when used."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.html_report.page import FILE_NAME, write_page
 from vllm_semantic_sched.policy.facts.section import Section, keys_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from vllm_semantic_sched.html_report.content import Page
 
 _WIDTH = 160
 
@@ -30,6 +35,24 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
     return table
+
+
+def save_page(page: Page, folder: Path, extra: str = "bench") -> list[Path]:
+    """Write report.html to a folder; its path, or none if the package that draws the charts is
+    missing: then a message names the extra to install.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        return [write_page(page, folder)]
+    except ModuleNotFoundError as error:
+        print(
+            f"{FILE_NAME} is not written: {error}; "
+            f'pip install "vllm-semantic-sched[{extra}]" installs what it needs',
+            file=sys.stderr,
+        )
+        return []
 
 
 def describe_keys(model: type[Section]) -> str:

@@ -2,8 +2,8 @@
 
 The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name of
 the domain) and/or `output_tokens`, optionally `kind`; or from a held-out part of the data folder;
-or, with `--all`, from all of these. The output folder gets report.json, report.md and the pictures
-confusion.png, reliability.png and lengths.png. Needs the package's extra `train`.
+or, with `--all`, from all of these. The output folder gets report.json, report.md, report.html and
+the pictures confusion.png, reliability.png and lengths.png. Needs the package's extra `train`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -134,6 +135,7 @@ def report_on(
     from tqdm import tqdm
 
     from vllm_semantic_sched.predict.evaluation.measure import evaluate_predictor, texts_to_read
+    from vllm_semantic_sched.predict.evaluation.page import evaluation_page
     from vllm_semantic_sched.predict.evaluation.report import write_report
 
     total = texts_to_read(labelled, claims)
@@ -149,12 +151,14 @@ def report_on(
             advanced=bar.update,
         )
     print(write_report(evaluation, output))
+    save_page(evaluation_page(evaluation), output, extra="train")
     return evaluation.report
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
+    from vllm_semantic_sched.predict.evaluation.page import summary_page
     from vllm_semantic_sched.predict.evaluation.report import summary
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
@@ -180,6 +184,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.all:
         text = summary(reports)
         (args.output / _SUMMARY).write_text(text, encoding="utf-8")
+        save_page(summary_page(reports), args.output, extra="train")
         print(text)
 
 

@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     positive,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 _DEFAULT_SCENARIO = "capacity"
@@ -69,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.sim.metrics import ALL, is_promised
+    from vllm_semantic_sched.sim.metrics import is_promised
+    from vllm_semantic_sched.sim.pages import plan_page
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
-    from vllm_semantic_sched.sim.plan_report import draw_plan, rows, trial_now, write_plan
+    from vllm_semantic_sched.sim.plan_report import draw_plan, rate, rows, trial_now, write_plan
     from vllm_semantic_sched.sim.runner import mapped
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
@@ -92,9 +93,8 @@ def _run(args: argparse.Namespace) -> int:
         answers = list(tqdm(stream, total=len(tasks), unit="question", disable=args.quiet))
     console = make_console()
     now = trial_now(answers, next(iter(scenario.policies)))
-    rate = now.levels[ALL]["requests_per_second"]
     console.print(
-        f"{scenario.settings.description} {rate:.3g} requests/s on {now.engines} engine(s)",
+        f"{scenario.settings.description} {rate(now):.3g} requests/s on {now.engines} engine(s)",
         soft_wrap=True,
     )
     table = make_table("", "", *scenario.policies)
@@ -103,6 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     console.print(table)
     written = [*write_plan(args.output, scenario, answers), args.output / "plan.png"]
     draw_plan(written[-1], answers)
+    written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))
     return 0
 

@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     parse_changes,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table
+from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.sim.runner import Cell
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
+_MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
 _DEFAULT_METRIC = "normalized_waiting"
 _ALWAYS_SHOWN = (
     "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
+    from vllm_semantic_sched.sim.metrics import ALL, METRICS, is_promised
+    from vllm_semantic_sched.sim.pages import simulation_page
     from vllm_semantic_sched.sim.report import (
         draw_depths,
         draw_metric,
@@ -106,19 +108,22 @@ def _run(args: argparse.Namespace) -> int:
     written = [*write_results(args.output, settings, cells), picture, depths]
     draw_metric(cells, args.metric, picture, list(settings.sweep[0]) if settings.sweep else [])
     draw_depths(cells[:_MOST_CHARTS], depths)
-    for number, cell in enumerate([cell for cell in cells if cell.spans][:_MOST_CHARTS]):
+    small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
+    for number, cell in enumerate(small[:_MOST_CHARTS]):
         name = f"{number}-{cell.scheduler}"
         written += [args.output / f"gantt-{name}.png", args.output / f"trace-{name}.json"]
         draw_gantt(cell.spans, written[-2], title_of(cell))
         write_trace(written[-1], cell)
+    written += save_page(simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
     return 0
 
 
 def _table(cells: Sequence[Cell], metric: str) -> Table:
     """One metric: a row per cell, a column per level."""
+    from vllm_semantic_sched.html_report.content import number_text
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
-    from vllm_semantic_sched.sim.report import level_names, number_text, point_texts
+    from vllm_semantic_sched.sim.report import level_names, point_texts
 
     levels, fields = level_names(cells), list(cells[0].point)
     more = [name for name in _ALWAYS_SHOWN if name != metric]

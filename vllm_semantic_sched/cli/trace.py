@@ -1,4 +1,4 @@
-"""Turn a server's event log into a Gantt chart, a Chrome trace and a table per tier."""
+"""Turn a server's event log into Gantt charts, a Chrome trace and a table per tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import positive
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
@@ -45,13 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write gantt.png, trace.json and summary.json and print the table.
+    """Write gantt.png, trace.json, summary.json and report.html and print the table.
 
     Returns:
         0; 1 if a file cannot be read or written, 2 if the log has no events.
     """
     from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
     from vllm_semantic_sched.trace.event_log import LogReader, TierSummary
+    from vllm_semantic_sched.trace.page import trace_page
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
@@ -75,14 +76,17 @@ def run(args: argparse.Namespace) -> int:
         (args.output / "trace.json").write_text(trace, encoding="utf-8")
         (args.output / "summary.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         draw_gantt(in_chart, args.output / "gantt.png", str(args.log.name))
+        written = [args.output / name for name in ("gantt.png", "trace.json", "summary.json")]
+        options = {"log": args.log, "limit": args.limit, "since": args.since}
+        written += save_page(trace_page(rows, spans, reader, options), args.output)
     except OSError as error:
         print(f"semsched trace: {error}", file=sys.stderr)
         return 1
-    _print(rows, args.output, reader.unreadable, len(drawn))
+    _print(rows, written, reader.unreadable, len(drawn))
     return 0
 
 
-def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int) -> None:
+def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, drawn: int) -> None:
     times = ("queueing delay", "TTFT", "E2E")
     held = ("held",) if any(row["held"] for row in rows) else ()
     columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *held, *times)
@@ -102,7 +106,7 @@ def _print(rows: list[dict[str, Any]], folder: Path, unreadable: int, drawn: int
     console.print(table)
     if unreadable:
         console.print(f"{unreadable} lines could not be read")
-    names = " ".join(str(folder / name) for name in ("gantt.png", "trace.json", "summary.json"))
+    names = " ".join(map(str, written))
     console.print(f"written, with the first {drawn} requests: {names}", soft_wrap=True)
 
 

@@ -38,7 +38,7 @@ class Engine:
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
         host: where victims' KV may go; None: nowhere.
-        keep_seats: record when each request had a seat.
+        keep_seats: record when each request had a seat and was held.
         ended: told of each request that the policy ends.
 
     Attributes:
@@ -416,7 +416,10 @@ class Engine:
 
     def _release(self, run: Run) -> None:
         """A held request goes on from where it was."""
-        run.held += self._now - self._held.pop(run.job)
+        since = self._held.pop(run.job)
+        run.held += self._now - since
+        if self._keep_seats:
+            run.holds.append((since, self._now))
         self._decoding.release(run)
 
     def _leave(self, run: Run, kind: str) -> None:
@@ -429,8 +432,8 @@ class Engine:
         self.pool.give_back(run.blocks)
         run.blocks = 0
         if self._keep_seats:
-            held = run.held - sum(seat.held for seat in run.seats)
-            run.seats.append(Seat(run.seated, self._now, kind, held))
+            run.seats.append(Seat(run.seated, self._now, kind, run.holds))
+            run.holds = []
 
     def _remove(self, job: Job) -> None:
         place = self.running.index(job)

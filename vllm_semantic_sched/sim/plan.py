@@ -13,6 +13,7 @@ from vllm_semantic_sched.sim.metrics import is_promised, mean_of
 from vllm_semantic_sched.sim.routing import Routing
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
+from vllm_semantic_sched.sim.spans import Span
 
 MOST_ENGINES = 64
 """Largest number of engines that is tried."""
@@ -51,12 +52,14 @@ class Answer:
     Attributes:
         best: the trial that answers it; None if no trial holds.
         trials: all trials in the order in which they were made.
+        spans: times in seats in the first repeat of the trial of `now`.
     """
 
     scheduler: str
     question: Question
     best: Trial | None
     trials: tuple[Trial, ...]
+    spans: tuple[Span, ...] = ()
 
 
 def answer(task: tuple[Scenario, str, Question]) -> Answer:
@@ -69,10 +72,14 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
     scenario, scheduler, question = task
     engine = scenario.settings.engine
     trials: list[Trial] = []
+    spans: tuple[Span, ...] = ()
 
     def attempt(load: float, engines: int, routing: Routing) -> Trial:
-        trials.append(_try(scenario, scheduler, load, engines, routing))
-        return trials[-1]
+        nonlocal spans
+        trial, seats = _try(scenario, scheduler, load, engines, routing)
+        trials.append(trial)
+        spans = seats if question == "now" else ()
+        return trial
 
     best: Trial | None
     if question == "now":
@@ -82,23 +89,26 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
     else:
         routing = ENGINE_QUESTIONS[question]
         best = fewest_engines(lambda engines: attempt(1.0, engines, routing))
-    return Answer(scheduler, question, best, tuple(trials))
+    return Answer(scheduler, question, best, tuple(trials), spans)
 
 
-def _try(scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing) -> Trial:
-    """Run all repeats of a scenario at another load and number of engines."""
+def _try(
+    scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing
+) -> tuple[Trial, tuple[Span, ...]]:
+    """Run all repeats of a scenario at another load and number of engines; also returns the times
+    in seats of the first repeat."""
     settings = scenario.settings
     workload = settings.workload.model_copy(update={"speed": settings.workload.speed * load})
     engine = settings.engine.model_copy(update={"replicas": engines, "routing": routing})
     changed = replace(
         scenario, settings=settings.model_copy(update={"workload": workload, "engine": engine})
     )
-    results = [
-        run_task(Task(changed, scheduler, repeat)).levels for repeat in range(settings.repeats)
-    ]
+    outcomes = [run_task(Task(changed, scheduler, repeat)) for repeat in range(settings.repeats)]
+    results = [outcome.levels for outcome in outcomes]
     names = dict.fromkeys(name for result in results for name in result)
     levels = {name: mean_of([one[name] for one in results if name in one]) for name in names}
-    return Trial(load, engines, holds(levels, scenario.slos(scheduler)), levels)
+    trial = Trial(load, engines, holds(levels, scenario.slos(scheduler)), levels)
+    return trial, outcomes[0].spans
 
 
 def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_semantic_sched.html_report.content import number_text
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answer, Question, Trial
-from vllm_semantic_sched.sim.report import number_text
 from vllm_semantic_sched.sim.scenario import Scenario
 
 _LEVEL_METRICS = ("slo_met", "ttft_p99", "e2e_mean", "normalized_waiting")
@@ -21,7 +21,7 @@ _ALL_METRICS = ("tokens_per_second", "preemptions_per_minute", "normalized_waiti
 
 def trial_now(answers: Sequence[Answer], scheduler: str) -> Trial:
     """The trial of a scheduler at the given load and engines."""
-    return _find(answers, scheduler, "now").trials[0]
+    return answer_of(answers, scheduler, "now").trials[0]
 
 
 def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
@@ -29,9 +29,9 @@ def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[
     schedulers = list(scenario.policies)
 
     def cells(question: Question) -> list[str]:
-        best = [_find(answers, scheduler, question).best for scheduler in schedulers]
+        best = [answer_of(answers, scheduler, question).best for scheduler in schedulers]
         if question == "load":
-            return ["none" if one is None else number_text(_rate(one)) for one in best]
+            return ["none" if one is None else number_text(rate(one)) for one in best]
         return [f"more than {MOST_ENGINES}" if one is None else str(one.engines) for one in best]
 
     lines = [("largest load that keeps all promises, requests/s", cells("load"))]
@@ -71,13 +71,16 @@ def write_plan(folder: Path, scenario: Scenario, answers: Sequence[Answer]) -> l
         writer.writerows([label, *cells] for label, cells in rows(scenario, answers))
     content = {
         "scenario": scenario.settings.model_dump(mode="json"),
-        "answers": [
-            asdict(one) | {"best": None if one.best is None else one.trials.index(one.best)}
-            for one in answers
-        ],
+        "answers": [_answer_document(one) for one in answers],
     }
     document.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return [table, document]
+
+
+def _answer_document(one: Answer) -> dict[str, object]:
+    best = None if one.best is None else one.trials.index(one.best)
+    trials = [asdict(trial) for trial in one.trials]
+    return {"scheduler": one.scheduler, "question": one.question, "best": best, "trials": trials}
 
 
 def draw_plan(path: Path, answers: Sequence[Answer]) -> None:
@@ -88,13 +91,13 @@ def draw_plan(path: Path, answers: Sequence[Answer]) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     curve, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     for index, scheduler in enumerate(schedulers):
-        load = _find(answers, scheduler, "load")
+        load = answer_of(answers, scheduler, "load")
         trials = sorted(load.trials, key=lambda trial: trial.load)
-        points = [(_rate(trial), _kept(trial)) for trial in trials]
+        points = [(rate(trial), kept(trial)) for trial in trials]
         curve.plot(*zip(*points, strict=True), marker="o", ms=3, color=f"C{index}", label=scheduler)
         if load.best is not None:
-            curve.axvline(_rate(load.best), color=f"C{index}", linestyle=":")
-        found = [_find(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
+            curve.axvline(rate(load.best), color=f"C{index}", linestyle=":")
+        found = [answer_of(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
         counts = [0 if best is None else best.engines for best in found]
         places = [index + offset for offset in (-0.2, 0.2)]
         drawn = bars.bar(places, counts, width=0.38, color=f"C{index}")
@@ -110,13 +113,16 @@ def draw_plan(path: Path, answers: Sequence[Answer]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _find(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:
+def answer_of(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:
+    """The answer to a question about a scheduler."""
     return next(one for one in answers if one.scheduler == scheduler and one.question == question)
 
 
-def _rate(trial: Trial) -> float:
+def rate(trial: Trial) -> float:
+    """Requests per second of a trial."""
     return trial.levels[ALL]["requests_per_second"]
 
 
-def _kept(trial: Trial) -> float:
+def kept(trial: Trial) -> float:
+    """The lowest share of kept promises of any level."""
     return min(row["slo_met"] for row in trial.levels.values() if "slo_met" in row)

@@ -72,13 +72,22 @@ def point_texts(cell: Cell) -> list[str]:
     return [v if isinstance(v, str) else json.dumps(v) for v in cell.point.values()]
 
 
-def number_text(value: float) -> str:
-    """About three digits; integers in full; a dash for a missing value (NaN)."""
-    if math.isnan(value):
-        return "-"
-    if value == round(value) and abs(value) < 1e6:
-        return str(int(value))
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def metric_values(cells: Sequence[Cell], level: str, metric: str) -> list[float]:
+    """A metric of one level in each cell; NaN if it is not defined there."""
+    return [cell.levels.get(level, {}).get(metric, math.nan) for cell in cells]
+
+
+def metric_panels(cells: Sequence[Cell], axis_fields: Sequence[str]) -> dict[str, list[Cell]]:
+    """The cells by panel: a scheduler and a point of all swept fields but `axis_fields`."""
+    panels: dict[str, list[Cell]] = {}
+    for cell in cells:
+        others = [
+            f"{field.split('.')[-1]}={value}"
+            for field, value in cell.point.items()
+            if field not in axis_fields
+        ]
+        panels.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
+    return panels
 
 
 def draw_metric(cells: Sequence[Cell], metric: str, path: Path, axis_fields: Sequence[str]) -> None:
@@ -88,14 +97,7 @@ def draw_metric(cells: Sequence[Cell], metric: str, path: Path, axis_fields: Seq
     Args:
         axis_fields: swept fields of the first axis, which change together.
     """
-    panels: dict[str, list[Cell]] = {}
-    for cell in cells:
-        others = [
-            f"{field.split('.')[-1]}={value}"
-            for field, value in cell.point.items()
-            if field not in axis_fields
-        ]
-        panels.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
+    panels = metric_panels(cells, axis_fields)
     figure, axes = _make_panels(len(panels), height=3.4, sharey=True)
     for axis, (title, members) in zip(axes, panels.items(), strict=True):
         _draw_levels(axis, members, metric, axis_fields)
@@ -128,7 +130,7 @@ def _draw_levels(
     places = list(range(len(cells))) if axis_fields else []
     labels = ["\n".join(str(cell.point[field]) for field in axis_fields) for cell in cells]
     for index, level in enumerate(level_names(cells)):
-        heights = [cell.levels.get(level, {}).get(metric, float("nan")) for cell in cells]
+        heights = metric_values(cells, level, metric)
         color = "black" if level == ALL else LEVEL_COLORS[index % len(LEVEL_COLORS)]
         name = level if level == ALL else f"urgency {level}"
         if axis_fields:

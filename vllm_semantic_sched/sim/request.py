@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_semantic_sched.policy.facts.job import Job
@@ -22,13 +23,18 @@ class SimRequest:
 
 @dataclass(slots=True)
 class Seat:
-    """Time in a seat, in seconds; `end_kind`: finish, recompute or swap; `held`: how much of it
-    the request was held."""
+    """Time in a seat, in seconds; `end_kind`: finish, recompute or swap; `holds`: start and end
+    of each time in it in which the request was held."""
 
     start: float
     end: float
     end_kind: str
-    held: float = 0.0
+    holds: Sequence[tuple[float, float]] = ()
+
+    @property
+    def held(self) -> float:
+        """Seconds of it without a token, because the request was held."""
+        return sum(end - start for start, end in self.holds)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +51,7 @@ class Run:
         started, first_token, finish: seconds; first time of each.
         recomputes, swaps: preemptions by kind of plan.
         held: seconds in a seat without getting a token, up to the last release.
+        holds: start and end of each hold in its current seat, if recorded.
         seats: times in a seat, if recorded.
         engine: number of its engine.
         refused: code of its refusal; else empty.
@@ -63,6 +70,7 @@ class Run:
     recomputes: int = 0
     swaps: int = 0
     held: float = 0.0
+    holds: list[tuple[float, float]] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
     engine: int = 0
     refused: str = ""

@@ -13,13 +13,12 @@ from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_of
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import simulate
-from vllm_semantic_sched.sim.spans import Span
+from vllm_semantic_sched.sim.spans import HELD, Span
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A Gantt chart of more requests than this cannot be read.
-_DRAWABLE = 60
+_FOLLOWED = 200  # first requests whose times in seats are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Outcome:
     Attributes:
         levels: metrics by level, see `metrics.Recorder`.
         depth: queue depth over time, see `DepthHistory.points`; only of the first repeat.
-        spans: times in seats; only of small runs.
+        spans: times in seats of the first requests.
     """
 
     levels: dict[str, dict[str, float]]
@@ -77,22 +76,20 @@ def run_task(task: Task) -> Outcome:
     scenario, first = task.scenario, task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
-    drawable: list[Run] = []
+    followed: list[Run] = []
 
     def finished(run: Run) -> None:
         recorder.add(run)
-        if len(drawable) <= _DRAWABLE:
-            drawable.append(run)
+        if first and run.request.index < _FOLLOWED:
+            followed.append(run)
 
     simulate(
         scenario, task.scheduler, task.repeat, keep_seats=first, finished=finished, depth=depth
     )
-    if len(drawable) > _DRAWABLE or not first:
-        drawable = []
     return Outcome(
         recorder.levels(),
         depth.points() if depth is not None else [],
-        tuple(_spans(sorted(drawable, key=lambda run: run.request.index))),
+        tuple(_spans(sorted(followed, key=lambda run: run.request.index))),
     )
 
 
@@ -138,14 +135,8 @@ def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
 def _spans(runs: Sequence[Run]) -> Iterator[Span]:
     for run in runs:
         request = run.request
+        same = request.index, request.level, request.arrival
         for seat in run.seats:
-            yield Span(
-                request.index,
-                request.level,
-                request.arrival,
-                seat.start,
-                seat.end,
-                seat.end_kind,
-                run.engine,
-                seat.held,
-            )
+            for start, end in seat.holds:
+                yield Span(*same, start, end, HELD, run.engine)
+            yield Span(*same, seat.start, seat.end, seat.end_kind, run.engine, seat.held)

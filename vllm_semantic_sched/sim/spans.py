@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ END_COLORS = {
     "cancelled": "#27915b",
     "failed": "#ff3b30",
 }
+RUNNING, WAITING, SWAPPED = "running", "waiting", "swapped"
 HELD = "held"  # the kind of a span in which a request had a seat and got no token
 _ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
-_OTHER_END = "#8c8c8c"
+OTHER_END_COLOR = "#8c8c8c"
 _MICROSECONDS = 1e6
 
 
@@ -49,6 +50,26 @@ class Span:
     held: float = 0.0
 
 
+def phases(spans: Iterable[Span]) -> Iterator[tuple[str, float, float, Span]]:
+    """Yield kind, start and end of each span and, before a time in a seat, of the wait for it:
+    `RUNNING`, `HELD`, `WAITING`, or `SWAPPED` while the KV of a preempted request is on the host.
+
+    Args:
+        spans: ordered by time within each request.
+    """
+    waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # start and kind of the next wait
+    for span in spans:
+        if span.end_kind == HELD:
+            yield HELD, span.start, span.end, span
+            continue
+        key = (span.engine, span.request)
+        since, wait = waits.get(key, (span.arrival, WAITING))
+        if span.start > since:
+            yield wait, since, span.start, span
+        waits[key] = (span.end, SWAPPED if span.end_kind in _ON_HOST else WAITING)
+        yield RUNNING, span.start, span.end, span
+
+
 def chrome_trace(
     spans: Iterable[Span], depths: Sequence[tuple[float, Mapping[str, float]]] = ()
 ) -> dict[str, Any]:
@@ -63,24 +84,18 @@ def chrome_trace(
     """
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int | str], int] = {}
-    waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # start and name of the next wait
-    for span in spans:
+    for phase, start, end, span in phases(spans):
         key = (span.engine, span.request)
-        thread = threads.setdefault(key, len(threads) + 1)
-        place = {"pid": span.engine, "tid": thread}
-        if key not in waits:
+        place = {"pid": span.engine, "tid": threads.get(key, len(threads) + 1)}
+        if key not in threads:
+            threads[key] = place["tid"]
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
-            waits[key] = (span.arrival, "waiting")
-        if span.end_kind == HELD:
-            events.append(_slice(HELD, place, span.start, span.end, span))
+        if phase != RUNNING:
+            events.append(_slice(phase, place, start, end, span))
             continue
-        since, wait = waits[key]
-        if span.start > since:
-            events.append(_slice(wait, place, since, span.start, span))
-        waits[key] = (span.end, "swapped" if span.end_kind in _ON_HOST else "waiting")
-        running = "running, " if span.end > span.start else ""
-        ran = _slice(f"{running}{span.end_kind}", place, span.start, span.end, span)
+        running = "running, " if end > start else ""
+        ran = _slice(f"{running}{span.end_kind}", place, start, end, span)
         if span.held:
             ran["args"]["held_seconds"] = span.held
         events.append(ran)
@@ -126,8 +141,10 @@ def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
             length = span.end - span.start
             axis.barh(row, length, left=span.start, height=0.8, color="white", alpha=0.65, zorder=3)
             continue
-        axis.barh(row, span.end - span.start, left=span.start, height=0.8, color=_color(span.level))
-        edge = END_COLORS.get(span.end_kind, _OTHER_END)
+        axis.barh(
+            row, span.end - span.start, left=span.start, height=0.8, color=level_color(span.level)
+        )
+        edge = END_COLORS.get(span.end_kind, OTHER_END_COLOR)
         axis.plot([span.end] * 2, [row - 0.45, row + 0.45], color=edge, linewidth=1.6)
         axis.plot(span.arrival, row, "k.", ms=3)
     handles = _legend(spans)
@@ -147,12 +164,13 @@ def _legend(spans: Sequence[Span]) -> list[Any]:
     ends = dict.fromkeys(span.end_kind for span in spans if span.end_kind != HELD)
     held = any(span.end_kind == HELD for span in spans)
     return [
-        *(Patch(color=_color(level), label=f"urgency {level}") for level in levels),
-        *(Line2D([], [], color=END_COLORS.get(end, _OTHER_END), label=end) for end in ends),
+        *(Patch(color=level_color(level), label=f"urgency {level}") for level in levels),
+        *(Line2D([], [], color=END_COLORS.get(end, OTHER_END_COLOR), label=end) for end in ends),
         Line2D([], [], color="black", marker=".", linestyle="", label="arrival"),
         *([Patch(facecolor="white", edgecolor="#c8c8c8", label="held")] if held else []),
     ]
 
 
-def _color(level: int) -> str:
+def level_color(level: int) -> str:
+    """The color of an urgency level in every chart."""
     return LEVEL_COLORS[level % len(LEVEL_COLORS)]

@@ -8,13 +8,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from vllm_semantic_sched.html_report.content import Table
 from vllm_semantic_sched.predict.evaluation.measure import RULES, Evaluation
 
 CONFUSION_PICTURE = "confusion.png"
 RELIABILITY_PICTURE = "reliability.png"
 LENGTH_PICTURE = "lengths.png"
 
-_MODEL = "**predictor**"
+_MODEL = "predictor"
 _LEVEL_COLUMNS = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced",
@@ -76,15 +77,15 @@ def markdown(report: Mapping[str, Any]) -> str:
         report["description"],
         "",
         f"Model: {report['model']}. Texts: {report['n']}."
-        + (f" Level decided by {_rule(report)}." if report["n_level"] else ""),
+        + (f" Level decided by {rule_text(report)}." if report["n_level"] else ""),
         "",
     ]
     if report["n_level"]:
         lines += [*_level_lines(report), ""]
     if report["kinds"]:
-        lines += [*_kind_lines(report["kinds"]), ""]
+        lines += _section(kind_table(report["kinds"]))
     if report["claims"]:
-        lines += [*_claim_lines(report["claims"]), ""]
+        lines += _section(claim_table(report["claims"]))
     if report["n_length"]:
         lines += [*_length_lines(report), ""]
     if report["disagreements"]:
@@ -92,7 +93,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rule(report: Mapping[str, Any]) -> str:
+def rule_text(report: Mapping[str, Any]) -> str:
+    """The rule that decides the level, with its parameters."""
     decision = report["decision"]
     if decision["rule"] == "most_likely":
         return "most_likely"
@@ -105,104 +107,123 @@ def _rule(report: Mapping[str, Any]) -> str:
 def summary(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """One page about several reports, each in the folder of its name."""
     lines = [f"# Predictor: {next(iter(reports.values()))['model']}", ""]
-    with_levels = {name: one for name, one in reports.items() if one["n_level"]}
-    with_lengths = {name: one for name, one in reports.items() if one["n_length"]}
-    for title, chosen, columns in (
-        ("Urgency levels", with_levels, _LEVEL_COLUMNS),
-        ("Output lengths", with_lengths, _LENGTH_COLUMNS),
-    ):
-        if chosen:
-            rows = [
-                [f"[{name}]({name}/report.md)" if first else "", label, *cells]
-                for name, one in chosen.items()
-                for first, label, cells in _summary_rows(one, columns)
-            ]
-            lines += [f"## {title}", ""]
-            lines += _table(["texts", "", "n", *columns.values()], rows, left=2)
-            lines += ["", _LEVEL_LEGEND if columns is _LEVEL_COLUMNS else _LENGTH_LEGEND, ""]
+    for table in summary_tables(reports):
+        rows = [
+            [f"[{name}]({name}/report.md)" if label == _MODEL else "", label, *cells]
+            for name, label, *cells in table.rows
+        ]
+        lines += [f"## {table.title}", "", *_table(table.columns, rows, left=2), "", table.note, ""]
     lines += [f"- {name}: {one['description']}" for name, one in reports.items()]
     return "\n".join([*lines, ""])
 
 
-def _summary_rows(
-    report: Mapping[str, Any], columns: Mapping[str, str]
-) -> Iterator[tuple[bool, str, list[str]]]:
-    count = "n_level" if columns is _LEVEL_COLUMNS else "n_length"
-    for name, figures in ((_MODEL, report), *report["baselines"].items()):
-        if figures[count]:
-            yield name == _MODEL, name, [str(figures[count]), *_cells(figures, columns)]
+def summary_tables(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
+    """A table per label, with the predictor and the baselines on all texts that have it."""
+    for title, count, columns, legend in (
+        ("Urgency levels", "n_level", _LEVEL_COLUMNS, _LEVEL_LEGEND),
+        ("Output lengths", "n_length", _LENGTH_COLUMNS, _LENGTH_LEGEND),
+    ):
+        rows = [
+            [name, label, str(figures[count]), *_cells(figures, columns)]
+            for name, report in reports.items()
+            if report[count]
+            for label, figures in ((_MODEL, report), *report["baselines"].items())
+            if figures[count]
+        ]
+        if rows:
+            yield Table(title, ["texts", "", "n", *columns.values()], rows, note=legend)
 
 
-def _level_lines(report: Mapping[str, Any]) -> list[str]:
+def level_tables(report: Mapping[str, Any]) -> list[Table]:
+    """Figures of the predictor and the baselines, recall, precision and confusion matrix."""
     named = [(_MODEL, report)]
     named += [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
     named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]
     levels = range(len(report["confusion"]))
     per_level = [f"level {level}" for level in levels]
-    lines = [f"## Urgency levels (n = {report['n_level']})", ""]
-    lines += _table(
-        ["", *_LEVEL_COLUMNS.values()],
-        [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named],
-    )
-    lines += ["", _LEVEL_LEGEND, ""]
+    tables = [
+        Table(
+            f"Urgency levels (n = {report['n_level']})",
+            ["", *_LEVEL_COLUMNS.values()],
+            [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named],
+            note=_LEVEL_LEGEND,
+        )
+    ]
     for figure in ("recall", "precision"):
         rows = [[name, *(_figure(share, 2) for share in one[figure])] for name, one in named]
-        lines += [*_table([f"{figure} of", *per_level], rows), ""]
+        tables.append(Table(figure.capitalize(), [f"{figure} of", *per_level], rows))
     rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
-    lines += _table(["true level", *(f"as {level}" for level in levels)], rows)
-    lines += ["", f"![confusion matrix]({CONFUSION_PICTURE})"]
+    header = ["true level", *(f"as {level}" for level in levels)]
+    return [*tables, Table("Confusion matrix", header, rows)]
+
+
+def _level_lines(report: Mapping[str, Any]) -> list[str]:
+    figures, *others = level_tables(report)
+    lines = _section(figures)
+    for table in others:
+        lines += [*_table(table.columns, table.rows), ""]
+    lines.append(f"![confusion matrix]({CONFUSION_PICTURE})")
     return [*lines, f"![reliability of the probabilities]({RELIABILITY_PICTURE})"]
 
 
-def _kind_lines(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def kind_table(kinds: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Figures per kind of text."""
     keys = ("accuracy", "recall_within_one", "share_at_3_or_4")
     rows = [
         [name, str(one["n"]), *(_figure(one[key], 2) for key in keys)]
         for name, one in kinds.items()
     ]
     header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
-    return ["## By kind", "", *_table(header, rows)]
+    return Table("By kind", header, rows)
 
 
-def _claim_lines(claims: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+def claim_table(claims: Mapping[str, Mapping[str, float | None]]) -> Table:
+    """How far claims about urgency change the level."""
     rows = [
         [f"`{claim}`", *(_figure(one[key], 2) for key in ("calm_read_urgent", "urgent_read_calm"))]
         for claim, one in claims.items()
     ]
     header = ["the prompt", "level 4 read as 0 or 1", "level 0 read as 3 or 4"]
-    return ["## Claims about urgency", "", *_table(header, rows)]
+    return Table("Claims about urgency", header, rows)
+
+
+def length_tables(report: Mapping[str, Any]) -> list[Table]:
+    """Figures of the predictor and the baselines, and those per answering model."""
+    named = [(_MODEL, report)]
+    named += [(name, one) for name, one in report["baselines"].items() if one["n_length"]]
+    title, legend = f"Output lengths (n = {report['n_length']})", _LENGTH_LEGEND
+    header = ["", *_LENGTH_COLUMNS.values()]
+    rows = [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named]
+    if not report["per_model"]:
+        return [Table(title, header, rows, note=legend)]
+    legend += " Means over the models that answered; each of them follows."
+    return [
+        Table(title, header, rows, note=legend),
+        Table(
+            "Output lengths per answering model",
+            ["Kendall tau, answers of", "n", *(name for name, _ in named)],
+            [
+                [
+                    answerer,
+                    str(figures["n_length"]),
+                    *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
+                ]
+                for answerer, figures in report["per_model"].items()
+            ],
+        ),
+    ]
 
 
 def _length_lines(report: Mapping[str, Any]) -> list[str]:
-    named = [(_MODEL, report)]
-    named += [(name, one) for name, one in report["baselines"].items() if one["n_length"]]
-    lines = [f"## Output lengths (n = {report['n_length']})", ""]
-    lines += _table(
-        ["", *_LENGTH_COLUMNS.values()],
-        [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named],
-    )
-    lines += ["", _LENGTH_LEGEND]
-    if report["per_model"]:
-        header = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
-        rows = [
-            [
-                answerer,
-                str(figures["n_length"]),
-                *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
-            ]
-            for answerer, figures in report["per_model"].items()
-        ]
-        lines[-1] += " Means over the models that answered; each of them follows."
-        lines += ["", *_table(header, rows)]
-    return [*lines, "", f"![true and predicted lengths]({LENGTH_PICTURE})"]
+    figures, *others = length_tables(report)
+    lines = _section(figures)
+    for table in others:
+        lines += [*_table(table.columns, table.rows), ""]
+    return [*lines, f"![true and predicted lengths]({LENGTH_PICTURE})"]
 
 
-def _disagreement_lines(found: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "## Network and instant reader",
-        "",
-        f"They decide on different levels for {found['share']:.1%} of the texts.",
-    ]
+def disagreement_table(found: Mapping[str, Any]) -> Table:
+    """The largest differences between the network and the instant reader."""
     rows = [
         [
             one["text"],
@@ -213,8 +234,24 @@ def _disagreement_lines(found: Mapping[str, Any]) -> list[str]:
         ]
         for one in found["texts"]
     ]
-    table = _table(["largest differences", "true level", "network", "instant"], rows)
-    return [*lines, "", *table] if rows else lines
+    return Table(
+        "Network and instant reader",
+        ["largest differences", "true level", "network", "instant"],
+        rows,
+        note=f"They decide on different levels for {found['share']:.1%} of the texts.",
+    )
+
+
+def _disagreement_lines(found: Mapping[str, Any]) -> list[str]:
+    table = disagreement_table(found)
+    lines = [f"## {table.title}", "", table.note]
+    return [*lines, "", *_table(table.columns, table.rows)] if table.rows else lines
+
+
+def _section(table: Table) -> list[str]:
+    """A heading, a table and its note, with an empty line at the end."""
+    note = [table.note, ""] if table.note else []
+    return [f"## {table.title}", "", *_table(table.columns, table.rows), "", *note]
 
 
 def confusion_picture(figures: Mapping[str, Any], path: Path) -> None:
@@ -278,9 +315,11 @@ def _canvas(title: str, horizontal: str, vertical: str) -> tuple[Figure, Axes]:
     return picture, axes
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str | float | None]], left: int = 1
+) -> list[str]:
     """A Markdown table with aligned columns, the first `left` of them to the left."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    header, *escaped = [[_markdown_cell(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(header, *escaped, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -295,6 +334,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
         for place, width in enumerate(widths)
     ]
     return [line(header), line(rule), *map(line, escaped)]
+
+
+def _markdown_cell(text: str) -> str:
+    return f"**{text}**" if text == _MODEL else text.replace("|", "\\|")
 
 
 def _cells(figures: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,62 @@
+"""Interactive Gantt charts of seats."""
+
+import pytest
+from small_scenario import SMALL
+
+from vllm_semantic_sched.sim.gantt import MOST_BARS, gantt_chart
+from vllm_semantic_sched.sim.runner import run_task, tasks_of
+from vllm_semantic_sched.sim.scenario import parse_scenarios
+from vllm_semantic_sched.sim.spans import HELD, Span, level_color
+
+
+def _span(request: int, start: float, kind: str = "finish") -> Span:
+    return Span(request, request % 2, 0.0, start, start + 1.0, kind)
+
+
+def test_marks_by_phase() -> None:
+    spans = [_span(0, 0.5, "swap"), _span(1, 1.5), _span(0, 3.0, HELD), _span(0, 3.0)]
+    chart = gantt_chart("t", spans, requests=2)
+    marks = {mark.name: mark for mark in chart.marks}
+    assert [*marks] == [
+        *("swapped", "waiting", "urgency 0", "urgency 1", "held"),
+        *("swap", "finish", "arrival"),
+    ]
+    assert (marks["swapped"].left, marks["swapped"].right) == ((1.5,), (3.0,))
+    assert marks["waiting"].right == (0.5, 1.5)
+    assert marks["urgency 0"].left == (0.5, 3.0) and marks["urgency 0"].color == level_color(0)
+    assert marks["urgency 1"].bottom == [pytest.approx(0.6)]  # the second row
+    assert marks["held"].left == (3.0,)
+    assert "are shown" not in chart.note
+
+
+def test_number_of_bars_is_bounded_and_said() -> None:
+    preempted = [_span(0, float(n), "recompute") for n in range(MOST_BARS - 5)]
+    others = [_span(n, 1.0) for n in range(1, 100)]
+    chart = gantt_chart("t", [*preempted, *others], requests=5000)
+    bars = sum(len(mark.left) for mark in chart.marks if mark.name.startswith("urgency"))
+    assert bars == MOST_BARS
+    assert "6 of 5000 requests are shown (at most 1500 bars)" in chart.note
+
+
+def test_one_request_with_too_many_bars_is_cut() -> None:
+    chart = gantt_chart("t", [_span(0, float(n)) for n in range(2 * MOST_BARS)], requests=1)
+    bars = sum(len(mark.left) for mark in chart.marks if mark.name.startswith("urgency"))
+    assert bars == MOST_BARS
+
+
+def test_simulator_says_when_requests_were_held() -> None:
+    """Its holds lie within their seats and last as long as the seats say."""
+    (scenario,) = parse_scenarios(SMALL | {"engine": SMALL["engine"] | {"seats": 8}})
+    outcome = run_task(tasks_of([scenario])[0])
+    seats = [span for span in outcome.spans if span.end_kind != HELD]
+    holds = [span for span in outcome.spans if span.end_kind == HELD]
+    assert holds
+    for hold in holds:
+        assert any(
+            seat.request == hold.request and seat.start <= hold.start and hold.end <= seat.end
+            for seat in seats
+        )
+    total = sum(hold.end - hold.start for hold in holds)
+    assert total == pytest.approx(sum(seat.held for seat in seats))
+    held_mean = outcome.levels["all"]["held_mean"] * outcome.levels["all"]["count"]
+    assert total == pytest.approx(held_mean)

@@ -1,0 +1,180 @@
+"""What a page shows, as plain data: tables and charts with their marks."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Literal
+
+SERIES_COLORS = ("#2f7ebc", "#d98032", "#1b9e77", "#c03030", "#9467bd", "#8c564b", "#e377c2")
+
+_GROUP_WIDTH = 0.84  # of the distance between two groups of bars
+_DISTRIBUTION = "vllm-semantic-sched"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of numbers and words; None and NaN are shown as a dash."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through points; `name` is its entry in the legend. With `steps`, a value holds until
+    the next one."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+    dashed: bool = False
+    steps: bool = False
+
+
+@dataclass(frozen=True)
+class Points:
+    """Single points. `labels` are shown under the pointer, one per point."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+    labels: Sequence[str]
+    marker: Literal["dot", "tick"] = "dot"
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Rectangles, all of one color or each of its own. `labels` are shown under the pointer."""
+
+    name: str
+    left: Sequence[float]
+    right: Sequence[float]
+    bottom: Sequence[float]
+    top: Sequence[float]
+    color: str | Sequence[str]
+    labels: Sequence[str]
+    opacity: float = 1.0
+
+
+Mark = Line | Points | Boxes
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Marks over two axes.
+
+    Attributes:
+        x_ticks, y_ticks: position and text of each tick, instead of numbers.
+        log_x, log_y: logarithmic axes; they show positive values only.
+        downwards: whether y grows downwards.
+        height: pixels.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    marks: Sequence[Mark]
+    note: str = ""
+    x_ticks: Mapping[float, str] = field(default_factory=dict)
+    y_ticks: Mapping[float, str] = field(default_factory=dict)
+    log_x: bool = False
+    log_y: bool = False
+    downwards: bool = False
+    height: int = 340
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: `sentence` says what was done, `parts` are shown in their order.
+
+    Attributes:
+        configuration: nested keys and values, shown as YAML.
+        versions: of the programs, and of the hardware if it matters.
+    """
+
+    title: str
+    sentence: str
+    parts: Sequence[Table | Chart]
+    configuration: Mapping[str, object]
+    versions: Mapping[str, object]
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Versions of this package and of those distributions that are installed."""
+    versions = {}
+    for name in (*names, _DISTRIBUTION):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def python_and_versions(*names: str) -> dict[str, object]:
+    """Version of Python, and `installed_versions`."""
+    return {"python": platform.python_version(), **installed_versions(*names)}
+
+
+def grouped_bars(
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    colors: Mapping[str, str],
+    log: bool = True,
+) -> Chart:
+    """A chart with a group of bars per name in `groups`, and in each group a bar per series.
+
+    Args:
+        series: a value per group; NaN leaves the place empty.
+        colors: of each series.
+        log: logarithmic axis, on which only positive values have a bar.
+    """
+    values = [value for heights in series.values() for value in heights if not math.isnan(value)]
+    positive = [value for value in values if value > 0]
+    # A bar on a logarithmic axis has no natural foot: let it start below the smallest value.
+    foot = min(positive) / 2 if log and positive else 0.0
+    width = _GROUP_WIDTH / max(1, len(series))
+    marks = []
+    for place, (name, heights) in enumerate(series.items()):
+        bars = [
+            (group, height)
+            for group, height in enumerate(heights)
+            if not math.isnan(height) and (height > 0 or not log)
+        ]
+        left = [group - _GROUP_WIDTH / 2 + place * width for group, _ in bars]
+        marks.append(
+            Boxes(
+                name,
+                left,
+                [start + width for start in left],
+                [foot] * len(bars),
+                [height for _, height in bars],
+                colors[name],
+                [f"{name}, {groups[group]}: {number_text(height)}" for group, height in bars],
+            )
+        )
+    ticks = {float(place): name for place, name in enumerate(groups)}
+    return Chart(title, "", y_label, marks, x_ticks=ticks, log_y=log and bool(positive))
+
+
+def series_colors(names: Sequence[str]) -> dict[str, str]:
+    """A color per name."""
+    return {name: SERIES_COLORS[n % len(SERIES_COLORS)] for n, name in enumerate(names)}
+
+
+def number_text(value: float) -> str:
+    """About three digits; integers in full; a dash for a missing value (NaN)."""
+    if math.isnan(value):
+        return "-"
+    if value == round(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
