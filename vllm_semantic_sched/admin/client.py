@@ -19,7 +19,15 @@ _REQUIRED_OPTIONS = {
 
 
 class AdminError(RuntimeError):
-    """The server is unreachable or refuses an action. The message says why."""
+    """The server is unreachable or refuses an action. The message says why.
+
+    Attributes:
+        status: the HTTP status; None if the server did not answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class AdminClient:
@@ -98,7 +106,7 @@ class AdminClient:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return str(reply.read().decode())
         except urllib.error.HTTPError as error:
-            raise AdminError(_message(error, prefix, path)) from error
+            raise AdminError(_message(error, prefix, path), error.code) from error
         except urllib.error.URLError as error:
             raise AdminError(f"{self.url}: {error.reason}") from error
         # ValueError: the address or the text; the others: the connection broke.

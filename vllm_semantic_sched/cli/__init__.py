@@ -12,7 +12,7 @@ from vllm_semantic_sched import __version__
 # A module of this package each; the first paragraph of its docstring is its line of help.
 _COMMANDS = (
     *("bench", "train", "evaluate", "explain", "policy"),
-    *("maintenance", "top", "trace", "profile", "simulate", "plan"),
+    *("maintenance", "doctor", "top", "trace", "profile", "simulate", "plan"),
 )
 
 

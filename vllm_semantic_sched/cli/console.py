@@ -1,4 +1,4 @@
-"""Tables and texts, and where they are printed. `rich` is slow to load: it is imported when used."""
+"""Tables and texts, and where they are printed. `rich` is imported when used, to start fast."""
 
 from __future__ import annotations
 
