@@ -79,7 +79,8 @@ class FakeServer:
 
     Attributes:
         page: the metrics page; None: status 500.
-        calls: paths of the operator's actions.
+        calls: paths of the operator's actions that were carried out.
+        attempts: number of actions asked for.
         key: the API key that the operator's endpoints want.
         locked: status and message with which they refuse; None if they answer.
         fingerprint: of the policy; None: the policy is `fcfs`.
@@ -90,6 +91,7 @@ class FakeServer:
     def __init__(self, page: MadeUpPage | None = None) -> None:
         self.page = page
         self.calls: list[str] = []
+        self.attempts = 0
         self.key: str | None = None
         self.locked: tuple[int, str] | None = None
         self.paused = False
@@ -103,6 +105,7 @@ class FakeServer:
             return 200, json.dumps({"version": self.version})
         if not path.startswith("/v1/semsched"):
             return 404, json.dumps({"error": {"message": "Not Found"}})
+        self.attempts += method == "POST"
         if self.key is not None and key != f"Bearer {self.key}":
             return 401, json.dumps({"error": "Unauthorized"})
         if self.locked is not None:

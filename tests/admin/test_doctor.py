@@ -218,8 +218,15 @@ def test_small_shared_memory_is_a_warning(examine, monkeypatch) -> None:
     assert status == 0 and "--shm-size" in only(lines, "warning")
 
 
-def test_available_memory_is_some_of_the_machine() -> None:
-    assert 0 < doctor.available_memory() < 2**50
+def test_available_memory_is_that_of_the_container(tmp_path) -> None:
+    machine = doctor.available_memory(tmp_path)
+    assert 100 * 2**20 < machine < 2**50
+    (tmp_path / "memory.current").write_text(f"{90 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {60 * 2**20}\n")
+    (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
+    assert doctor.available_memory(tmp_path) == 70 * 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor.available_memory(tmp_path) > 100 * 2**20
 
 
 # Server

@@ -51,6 +51,8 @@ def test_nobody_answers() -> None:
 def test_bad_address_is_shown_as_no_answer(url) -> None:
     state = ServerWatch(AdminClient(url)).poll()
     assert state.figures is None and state.error
+    with pytest.raises(AdminError):
+        AdminClient(url).status()
 
 
 def test_figures_are_shown_where_the_operator_is_not_let_in(server) -> None:

@@ -320,16 +320,21 @@ def _swap_options(given: str) -> Mapping[str, Any]:
     return config
 
 
-def available_memory() -> int:
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process and its children can still take: of the machine, and of their
     control group (a container)."""
     available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
     try:
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        limit, used, stat = (
+            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
     except OSError:
         return available
-    return available if limit.strip() == "max" else min(available, int(limit) - int(used))
+    if limit.strip() == "max":
+        return available
+    # The kernel drops cached files before it refuses memory.
+    cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
+    return min(available, int(limit) - int(used) + cached)
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:

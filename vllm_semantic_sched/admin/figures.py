@@ -41,18 +41,17 @@ class Page:
         """Whether the scheduler has reported anything."""
         return any(name != _KV_USE for name in self._samples)
 
-    def each(self, name: str) -> list[tuple[Mapping[str, str], float]]:
-        """Labels and value of each sample of a metric, named without `semsched:`."""
-        return [(dict(labels), value) for labels, value in self._samples.get(name, {}).items()]
+    def values(self, name: str) -> list[float]:
+        """The values of a metric, named without `semsched:`, one for each combination of labels."""
+        return list(self._samples.get(name, {}).values())
 
-    def values(self, name: str, **labels: str) -> list[float]:
-        """The values with these labels, one for each combination of the others."""
-        wanted = labels.items()
-        return [value for own, value in self.each(name) if wanted <= own.items()]
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of `values`; 0 if there are none."""
-        return sum(self.values(name, **labels))
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], list[float]]:
+        """The values of a metric by the values of some of its labels."""
+        groups: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+        for pairs, value in self._samples.get(name, {}).items():
+            own = dict(pairs)
+            groups[tuple(own[label] for label in labels)].append(value)
+        return groups
 
     def restarted_since(self, before: Page) -> bool:
         """Whether a counter is lower than on an earlier page of the server."""
@@ -194,16 +193,26 @@ def compute(now: Reading, before: Reading | None) -> Figures:
     Args:
         before: an earlier reading of the same run of the server; None: count from its start.
     """
-    page, earlier = now.page, None if before is None else before.page
+    page = now.page
     window = None if before is None else now.time - before.time
 
-    def increase(name: str, **labels: str) -> float:
-        return page.total(name, **labels) - (earlier.total(name, **labels) if earlier else 0.0)
+    def total(page: Page, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
+        sums = {key: sum(each) for key, each in page.by(name, *labels).items()}
+        return defaultdict(float, sums)
 
-    levels = {labels["tier"]: int(labels["level"]) for labels, _ in page.each("tier_info")}
-    names = {labels["tier"] for labels, _ in page.each("waiting_requests")} | set(levels)
-    bounds = {labels["le"] for labels, _ in page.each(f"{_FIRST_TOKEN}_bucket")}
-    kinds = {labels["kind"] for labels, _ in page.each("preemptions_total")}
+    def increase(name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
+        more = total(page, name, *labels)
+        for key, value in total(before.page, name, *labels).items() if before else ():
+            more[key] -= value
+        return more
+
+    levels = {tier: int(level) for tier, level in page.by("tier_info", "tier", "level")}
+    waiting, running = (total(page, f"{w}_requests", "tier") for w in ("waiting", "running"))
+    waits = page.by("longest_wait_seconds", "tier")
+    held = increase("held_seconds_total", "tier")
+    first_tokens: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    for (tier, bound), count in increase(f"{_FIRST_TOKEN}_bucket", "tier", "le").items():
+        first_tokens[tier][float(bound)] = count
     up = page.values("predictor_up")
     return Figures(
         window=window,
@@ -211,22 +220,22 @@ def compute(now: Reading, before: Reading | None) -> Figures:
             TierFigures(
                 level=levels.get(name),
                 tier=name,
-                waiting=int(page.total("waiting_requests", tier=name)),
-                running=int(page.total("running_requests", tier=name)),
-                held=increase("held_seconds_total", tier=name) / window if window else None,
-                longest_wait=max(page.values("longest_wait_seconds", tier=name), default=0.0),
-                first_tokens={
-                    float(bound): increase(f"{_FIRST_TOKEN}_bucket", tier=name, le=bound)
-                    for bound in bounds
-                },
+                waiting=int(waiting[name,]),
+                running=int(running[name,]),
+                held=held[name,] / window if window else None,
+                longest_wait=max(waits.get((name,), ()), default=0.0),
+                first_tokens=first_tokens[name],
             )
-            for name in names
+            for name in {*levels, *(tier for (tier,) in list(waiting))}
         ),
-        preemptions={k: int(increase("preemptions_total", kind=k)) for k in sorted(kinds)},
+        preemptions={
+            kind: int(count)
+            for (kind,), count in sorted(increase("preemptions_total", "kind").items())
+        },
         kv_use=_mean(page.values(_KV_USE)),
         host_pool_use=_mean(page.values("host_pool_usage")),
         predictor_up=all(up) if up else None,
-        predictor_queue=int(page.total("predictor_queue")),
+        predictor_queue=int(sum(page.values("predictor_queue"))),
         policy_versions=tuple(sorted({int(value) for value in page.values("policy_version")})),
     )
 
