@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -128,8 +127,8 @@ def test_frame_fits_80_columns(server, capsys, monkeypatch) -> None:
 class Terminal:
     """A tmux session of its own server, 100 by 30, that runs `semsched top`."""
 
-    def __init__(self, *words: str) -> None:
-        self._socket = f"semsched-{uuid.uuid4().hex[:8]}"
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._socket = str(folder / "tmux")
         code = "import sys; from vllm_semantic_sched.cli import main; sys.exit(main())"
         command = shlex.join([sys.executable, "-c", code, "top", *words])
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -139,7 +138,7 @@ class Terminal:
         )
 
     def _tmux(self, *words: str) -> str:
-        command = ["tmux", "-L", self._socket, "-f", "/dev/null", *words]
+        command = ["tmux", "-S", self._socket, "-f", "/dev/null", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def press(self, key: str) -> None:
@@ -161,10 +160,10 @@ def wait_until(condition, terminal: Terminal, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_live_view_shows_figures_and_obeys_keys(server, gone) -> None:
+def test_live_view_shows_figures_and_obeys_keys(server, gone, tmp_path) -> None:
     server.key = "secret"
     words = ("--server", server.url, "--server", gone, "--interval", "0.2", "--api-key", "secret")
-    terminal = Terminal(*words)
+    terminal = Terminal(tmp_path, *words)
     try:
         wait_until(lambda: "non-urgent" in terminal.screen, terminal)
         assert "no answer" in terminal.screen and "p pause" in terminal.screen
@@ -189,9 +188,9 @@ def test_live_view_shows_figures_and_obeys_keys(server, gone) -> None:
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_keys_do_nothing_without_the_servers_key(server) -> None:
+def test_keys_do_nothing_without_the_servers_key(server, tmp_path) -> None:
     server.key = "secret"
-    terminal = Terminal("--server", server.url, "--interval", "0.2")
+    terminal = Terminal(tmp_path, "--server", server.url, "--interval", "0.2")
     try:
         wait_until(lambda: "no operator's keys" in terminal.screen, terminal)
         assert "p pause" not in terminal.screen
