@@ -12,11 +12,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from vllm.v1.core.sched import async_scheduler, scheduler
 
-from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine import vllm_api, vllm_version
 from vllm_semantic_sched.engine.scheduler import AsyncSemanticScheduler, SemanticScheduler
 
 # Any release: this comparison is how a release gets into the supported range.
-vllm_api.SUPPORTED = SpecifierSet()
+vllm_version.SUPPORTED = SpecifierSet()
 
 
 class Substitute(vllm_api.Scheduler):

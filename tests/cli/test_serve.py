@@ -13,7 +13,6 @@ from vllm_semantic_sched.cli.serve import (
     SCHEDULER,
     Launch,
     ServeError,
-    free_memory,
     launch_of,
 )
 
@@ -95,7 +94,6 @@ def test_dry_run_prints_the_command(capsys) -> None:
     assert main(["serve", "my/model", "--host", "127.0.0.1", "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("vllm serve my/model --host 127.0.0.1 --scheduler-cls")
-    assert free_memory() > 0
 
 
 @pytest.mark.parametrize("option", ["--policy", "--profile"])

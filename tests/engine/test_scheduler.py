@@ -20,7 +20,7 @@ from vllm_semantic_sched.bench.standalone import (
     run_step,
 )
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
-from vllm_semantic_sched.engine.vllm_api import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.engine.vllm_version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError

@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ _REQUIRED_OPTIONS = {
 
 
 class AdminError(RuntimeError):
-    """The server is unreachable or refuses an action. The message says why."""
+    """The server is unreachable or refuses an action. The message says why.
+
+    Attributes:
+        status: the HTTP status; None if the server did not answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class AdminClient:
@@ -27,46 +36,82 @@ class AdminClient:
     Args:
         url: base address of the server.
         api_key: the server's key, if it was started with one.
+
+    Attributes:
+        url: the address without a trailing slash.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._api_key = api_key
 
-    def status(self) -> list[dict[str, Any]]:
-        """Running and waiting requests, paused state and policy of each engine."""
-        engines: list[dict[str, Any]] = self.call("GET", "/status")["engines"]
+    def status(self, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Running and waiting requests, paused state and policy of each engine.
+
+        Args:
+            timeout: seconds; None: no limit.
+        """
+        answer = self.call("GET", "/status", timeout=timeout)
+        if not isinstance(answer.get("engines"), list):
+            raise AdminError(f"{self.url} is not a vLLM server with this package")
+        engines: list[dict[str, Any]] = answer["engines"]
         return engines
+
+    def get(self, path: str, timeout: float | None = None) -> str:
+        """The text of a page of the server itself, such as /metrics.
+
+        Raises:
+            AdminError: no answer within `timeout` seconds, or none of status 200.
+        """
+        return self._send("GET", path, None, "", timeout)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an endpoint under /v1/semsched and wait, without timeout, for the answer."""
         return self.call("POST", path, body)
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, prefix: str = _PREFIX
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        prefix: str = _PREFIX,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Send one request and return the JSON object that the server answers.
 
         Raises:
             AdminError: with the server's message, or the server option that is missing.
         """
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + prefix + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request) as reply:
-                text = reply.read().decode()
-        except urllib.error.HTTPError as error:
-            raise AdminError(_message(error, prefix, path)) from error
-        except (urllib.error.URLError, OSError) as error:
-            raise AdminError(f"{self._url}: {error}") from error
+        text = self._send(method, path, body, prefix, timeout)
         try:
             answer = json.loads(text)
         except ValueError:  # vLLM's adapter endpoints answer in plain text
             return {"message": text}
         return answer if isinstance(answer, dict) else {"message": answer}
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        prefix: str,
+        timeout: float | None,
+    ) -> str:
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self.url + prefix + path, data, headers, method=method)
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                return str(reply.read().decode())
+        except urllib.error.HTTPError as error:
+            raise AdminError(_message(error, prefix, path), error.code) from error
+        except urllib.error.URLError as error:
+            raise AdminError(f"{self.url}: {error.reason}") from error
+        # ValueError: the address or the text; the others: the connection broke.
+        except (OSError, HTTPException, ValueError) as error:
+            raise AdminError(f"{self.url}: {error}") from error
 
 
 def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
@@ -78,7 +123,7 @@ def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
         message = str(content["message"] if isinstance(content, dict) else content)
     except (ValueError, KeyError):
         message = f"status {error.code}: {text[:300]}"
-    if error.code == 404 and "not found" in message.lower():
+    if error.code == 404 and "not found" in message.lower() and prefix in _REQUIRED_OPTIONS:
         return f"the server has no {prefix}{path}; start it with {_REQUIRED_OPTIONS[prefix]}"
     return message
 

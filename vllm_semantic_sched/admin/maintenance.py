@@ -41,10 +41,19 @@ def pause(server: AdminClient, keep: bool, patience: float, report: Report) -> N
                 server.post("/pause", mode=mode)
         paused.result()
     except KeyboardInterrupt:
-        server.post("/pause", mode="keep")  # vLLM resumes only from a pause that is complete
-        server.post("/resume")
+        abandon_pause(server)
         raise
     report("paused")
+
+
+def abandon_pause(server: AdminClient) -> None:
+    """Resume a server whose pause may still wait for running requests.
+
+    Raises:
+        AdminError: the server refuses.
+    """
+    server.post("/pause", mode="keep")  # vLLM resumes only from a pause that is complete
+    server.post("/resume")
 
 
 def _post_pause(server: AdminClient, mode: str, paused: Future[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_semantic_sched.bench.readings import write_logging_policy
 from vllm_semantic_sched.bench.server import ServerConfig
 from vllm_semantic_sched.bench.workload import BenchRequest
-from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+from vllm_semantic_sched.engine.settings import DEFAULT_POLICY, SWAP_CONNECTOR
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
@@ -116,12 +116,7 @@ class SchedulerSpec:
 
 def swap_arguments(host_gib: float) -> tuple[str, ...]:
     """Return the arguments of `vllm serve` that keep KV of preempted requests in host memory."""
-    connector = {
-        "kv_connector": "SemanticSwapConnector",
-        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": host_gib},
-    }
+    connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
     return ("--kv-transfer-config", json.dumps(connector))
 
 

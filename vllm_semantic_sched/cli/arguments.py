@@ -23,10 +23,17 @@ def positive(text: str) -> int:
     return number
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Declare the address and the API key of a running server."""
+def add_server_arguments(
+    parser: argparse.ArgumentParser, required: bool = True, several: bool = False
+) -> None:
+    """Declare the address and the API key of a running server, or the addresses of `several` with
+    the same key."""
     parser.add_argument(
-        "--server", metavar="URL", required=required, help="for example http://127.0.0.1:8000"
+        "--server",
+        metavar="URL",
+        required=required,
+        action="append" if several else "store",
+        help="for example http://127.0.0.1:8000" + ("; can be repeated" if several else ""),
     )
     parser.add_argument(
         "--api-key",

@@ -1,4 +1,4 @@
-"""Tables, texts and pages, and where they go. `rich` is in an extra: it is imported when used."""
+"""Tables, texts and pages, and where they go. `rich` is imported when used, to start fast."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_semantic_sched.admin.memory import available_memory
+from vllm_semantic_sched.engine.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             policy=args.policy,
             profile=args.profile,
             host_gib=args.host_gib,
-            free_gib=free_memory() / _GIB,
+            free_gib=available_memory() / _GIB,
         )
     except (ServeError, PolicyError) as error:
         print(f"semsched serve: {error}", file=sys.stderr)
@@ -154,38 +156,9 @@ def launch_of(
                 f"{free_gib:.1f} GiB that are free"
             )
         notes.append(f"{host_gib:g} GiB of host memory keep the KV of preempted requests")
-        command += ["--kv-transfer-config", json.dumps(swap_connector(host_gib))]
+        connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
+        command += ["--kv-transfer-config", json.dumps(connector)]
     return Launch(command, notes)
-
-
-def swap_connector(host_gib: float) -> dict[str, Any]:
-    """`--kv-transfer-config` for a host pool of this size."""
-    return {
-        "kv_connector": "SemanticSwapConnector",
-        "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_gib": host_gib},
-    }
-
-
-def free_memory() -> float:
-    """Bytes that a new process can use, within the limit of its control group."""
-    free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = float(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
-    if limit and used and limit[0].isdigit():
-        free = min(free, float(limit[0]) - float(used[0]))
-    return max(0.0, free)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text("ascii").splitlines()
-    except OSError:
-        return []
 
 
 def _why_no_pool(options: Sequence[str]) -> str | None:

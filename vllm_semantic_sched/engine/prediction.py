@@ -193,9 +193,7 @@ class PredictionFeed:
         self, model: str | None, buckets: LengthBuckets | None
     ) -> InstantReader | None:
         try:
-            reader = InstantReader.load(model)
-            if reader is not None and reader.length_buckets != buckets:
-                raise ValueError("its length buckets are not the predictor's")
+            reader = InstantReader.load_beside(model, buckets)
         except Exception as error:
             self._logger.warning("Semantic scheduling: no instant reader: %s.", error)
             return None

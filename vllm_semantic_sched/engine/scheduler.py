@@ -31,6 +31,7 @@ from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
 from vllm_semantic_sched.engine.vllm_api import (
+    VLLM_VERSION,
     AsyncScheduler,
     EngineCoreOutputs,
     HookedScheduler,
@@ -40,12 +41,12 @@ from vllm_semantic_sched.engine.vllm_api import (
     SchedulerOutput,
     VllmConfig,
     attach_message,
-    check_vllm_version,
     on_new_request,
     preempt,
     replace_queues,
     why_no_holds,
 )
+from vllm_semantic_sched.engine.vllm_version import check_vllm_version
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
@@ -80,7 +81,7 @@ class SemanticScheduler(HookedScheduler):
     _settings: tuple[Policy, EngineProfile]  # set by __new__ for __init__
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        check_vllm_version()
+        check_vllm_version(VLLM_VERSION)
         commands.install()
         on_new_request(_prepare)
         policy = load_settings(vllm_config.additional_config)

@@ -1,4 +1,4 @@
-"""Finds the policy that a server was started with."""
+"""What a server was started with: its policy, its swap connector."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ class EngineSettings(Section):
     )
     profile: str | None = Field(
         None, description="Engine profile, instead of the one that the policy names."
+    )
+
+
+SWAP_CONNECTOR = {
+    "kv_connector": "SemanticSwapConnector",
+    "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
+    "kv_role": "kv_both",
+}
+"""What vLLM's `--kv-transfer-config` needs to use the swap connector."""
+
+
+class SwapConfig(Section):
+    """`kv_connector_extra_config` of the swap connector."""
+
+    host_gib: float = Field(
+        4.0, gt=0, description="Host memory for victims' KV, GiB per worker process."
     )
 
 

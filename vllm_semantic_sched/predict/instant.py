@@ -156,6 +156,21 @@ class InstantReader:
         buckets = LengthBuckets(tuple(settings["length_bucket_edges"]), tuple(means))
         return cls(FeatureReader.load(folder), table, buckets)
 
+    @classmethod
+    def load_beside(cls, path: str | None, buckets: LengthBuckets | None) -> Self | None:
+        """The reader of a loaded predictor; see `load`.
+
+        Args:
+            buckets: the predictor's length buckets.
+
+        Raises:
+            ValueError: its table does not fit the model, or its length buckets are others.
+        """
+        reader = cls.load(path)
+        if reader is not None and reader.length_buckets != buckets:
+            raise ValueError("its length buckets are not the predictor's")
+        return reader
+
     def read(self, text: str) -> Prediction:
         """Predict one text; any string is accepted."""
         at = self._features.features(text)

@@ -16,6 +16,8 @@ import pytest
 from monitoring import panel_queries, rule_queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_semantic_sched.admin.client import AdminClient
+from vllm_semantic_sched.admin.doctor import check_server
 from vllm_semantic_sched.cli import main
 
 pytestmark = pytest.mark.engine
@@ -218,6 +220,21 @@ def test_metrics_page_responds_within_50_milliseconds(observed) -> None:
         observed.server.get_text("/metrics")
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.05, times
+
+
+def test_top_and_doctor_read_a_real_server(observed, capsys) -> None:
+    assert main(["top", "--once", "--json", "--server", observed.server.url]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)["servers"]
+    assert shown["error"] is None and shown["locked"] is None and shown["paused"] is False
+    figures, page = shown["figures"], observed.page()
+    assert [tier["tier"] for tier in figures["tiers"]] == list(TIERS)
+    started = total(page, "semsched:time_to_first_token_seconds_count")
+    assert sum(tier["started"] for tier in figures["tiers"]) == started > 0
+    preempted = total(page, "semsched:preemptions_total")
+    assert sum(figures["preemptions"].values()) == preempted
+    assert figures["kv_use"] is not None and figures["policy_versions"] == [1]
+    findings = list(check_server(AdminClient(observed.server.url), None))
+    assert [finding.status for finding in findings] == ["ok", "ok"], findings
 
 
 def test_event_log_is_plotted_and_summarized(observed, tmp_path) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import Field
 
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend, block_regions, make_backend
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
+from vllm_semantic_sched.engine.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
     AttentionSpec,
     KVCacheBlocks,
@@ -33,17 +33,9 @@ from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     iter_layer_specs,
 )
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.facts.section import parse_section
 
 logger = logging.getLogger("vllm.semantic_sched")
-
-
-class SwapConfig(Section):
-    """`kv_connector_extra_config` of the connector."""
-
-    host_gib: float = Field(
-        4.0, gt=0, description="Host memory for victims' KV, GiB per worker process."
-    )
 
 
 @dataclass

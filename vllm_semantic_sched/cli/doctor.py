@@ -1,0 +1,44 @@
+"""Check a set-up: versions, policy, profile, predictor, memory, and the server if it runs.
+
+Run it in the server's environment. Each check prints a line: ok, warning or fault, what was found,
+and what to do. Without --server, no server should be running yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm_semantic_sched.cli.arguments import add_server_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched doctor`."""
+    add = parser.add_argument
+    add_server_arguments(parser, required=False)
+    add("--policy", metavar="NAME|FILE", help="the server's policy (default: the server's default)")
+    add("--profile", metavar="NAME|FILE", help="its engine profile (default: the policy's)")
+    add("--model", metavar="DIR", help="the predictor model (default: the policy's)")
+    add("--kv-transfer-config", metavar="JSON", help="the option of `vllm serve`, if you use it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings as they come.
+
+    Returns:
+        1 if there is a fault, else 0.
+    """
+    from vllm_semantic_sched.admin.doctor import Setup, examine
+
+    setup = Setup(
+        policy=args.policy,
+        profile=args.profile,
+        model=args.model,
+        kv_transfer=args.kv_transfer_config,
+        server=args.server,
+        api_key=args.api_key,
+    )
+    faults = 0
+    for finding in examine(setup):
+        print(finding, flush=True)
+        faults += finding.status == "fault"
+    return 1 if faults else 0
