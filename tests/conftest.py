@@ -13,7 +13,7 @@ settings.load_profile("same-examples")
 
 # Starts of the reasons for which --forbid-skips accepts a skipped test. The data folder is not part
 # of the project, and scripts/setup.sh installs what the tests import, but no system programs.
-ALLOWED_SKIPS: tuple[str, ...] = ("no data folder", "tmux is not installed")
+ALLOWED_SKIPS: tuple[str, ...] = ("no data folder", "tmux is not installed", "no Chromium")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
