@@ -7,24 +7,24 @@ usage() {
 Usage: scripts/demo.sh [--requests N] [--output DIR] [-- OPTIONS OF `semsched bench run`]
 
 Installs what is missing into .venv, makes a small random-weight model with a real tokenizer,
-then starts `vllm serve` on this machine once per scheduler and sends each the same bursts of
-messages, from "my dad is not breathing" to "write a poem":
+then starts `vllm serve` on this machine with either scheduler and sends the same bursts of
+messages four times, from "my dad is not breathing" to "write a poem":
 
-  vLLM FCFS         vLLM as it is
-  vLLM priority     vLLM --scheduling-policy priority, given the true urgency
+  vLLM FCFS         vLLM's priority policy with equal priorities, which is FCFS
+  vLLM priority     the same server, given the true urgency
   Semantic (text)   SemanticScheduler, reads the urgency from the text
   Semantic (hint)   SemanticScheduler, given the true urgency
 
-Prints a table per urgency level and draws a picture. Five to six minutes after installation on
-two cores; nothing leaves this machine.
+Prints a table and draws a picture and a page, report.html. Two to three minutes after
+installation on two cores; nothing leaves this machine.
 
-  --requests N   how many requests (default: 160; fewer are faster and noisier)
+  --requests N   how many requests (default: 120; fewer are faster and noisier)
   --output DIR   where results go (default: demo-output in the project)
 USAGE
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-requests=160
+requests=120
 output=$root/demo-output
 more=()
 while (($#)); do
@@ -45,4 +45,4 @@ model=$root/build/tiny-model
 
 "$semsched" bench make-model "$model"
 exec "$semsched" bench run --model "$model" --output "$output" --mix even \
-    --requests "$requests" --max-output 256 --repeats 0 "${more[@]}"
+    --requests "$requests" --max-output 256 --repeats 0 --quick "${more[@]}"

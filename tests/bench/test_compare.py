@@ -2,7 +2,9 @@
 
 import json
 from collections import namedtuple
+from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from fake_results import (
     fake_usage,
     fake_workload,
 )
+from rich.console import Console
 
 from vllm_semantic_sched.bench import compare as comparing
 from vllm_semantic_sched.bench.client import LoadClient, Progress, Record
@@ -28,6 +31,7 @@ from vllm_semantic_sched.bench.rounds import MixResult, Round
 from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, process_title
 from vllm_semantic_sched.bench.usage import STEPS, Usage, read_counters
+from vllm_semantic_sched.cli.report import in_words, print_summary
 
 WORKLOAD = fake_workload()
 PACES = dict(zip(NAMES, (1.0, 0.3, 0.15, 0.1, 0.1), strict=True))
@@ -118,11 +122,71 @@ def test_latest_send_is_the_largest_of_all_rounds():
 
 
 def test_every_second_round_is_reversed(plan):
-    names = ["".join(v.spec.name[0] for v in plan.visits(number)) for number in (1, 2, 3)]
+    names = ["".join(v.leader.name[0] for v in plan.visits(number)) for number in (1, 2, 3)]
     assert names == ["fps", "spf", "fps"]
     for wrong in ({"rounds": 0}, {"repeats": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong)).rstrip("s")):
             replace(plan, **wrong)
+
+
+def test_quick_comparison_starts_one_server_for_all_that_it_can_stand_in_for(plan):
+    names = "fcfs,semantic,priority,semantic-true,semantic@sjf"
+    quick = replace(plan, schedulers=parse_schedulers(names, "ems"), quick=True)
+    groups = [(v.leader.name, [spec.name for spec in v.specs]) for v in quick.visits(1)]
+    assert groups == [
+        ("priority", ["fcfs", "priority"]),
+        ("semantic", ["semantic", "semantic-true"]),
+        ("semantic@sjf", ["semantic@sjf"]),
+    ]
+    assert [v.leader.name for v in quick.visits(2)] == ["semantic@sjf", "semantic", "priority"]
+    # Requests of one server keep their own ids, and no KV is shared between schedulers.
+    first, second = parse_schedulers("semantic,semantic-true", "ems")
+    assert first.request_id("even", 3) != second.request_id("even", 3)
+
+
+@pytest.mark.parametrize(("quick", "starts", "idle"), [(False, 3, 6), (True, 2, 2)])
+def test_quick_comparison_measures_the_idle_engine_once_per_mix(
+    plan, monkeypatch, quick, starts, idle
+):
+    servers, measured, salts = [], [], set()
+
+    @contextmanager
+    def serve(config):
+        servers.append(config.scheduler_args)
+        yield SimpleNamespace(url="", check=lambda: None)
+
+    def send(client, requests, label="", stop_after=None):
+        salts.update(client.extras(one).get("cache_salt") for one in requests)
+        return fake_records(WORKLOAD, 0.1)
+
+    def alone(client, workload, label, quick):
+        measured.append(label)
+        return fake_idle(WORKLOAD)
+
+    monkeypatch.setattr(comparing, "VllmServer", serve)
+    monkeypatch.setattr(comparing.Usage, "now", lambda server: fake_usage())
+    monkeypatch.setattr(LoadClient, "send", send)
+    monkeypatch.setattr(comparing, "measure_idle", alone)
+    monkeypatch.setattr(comparing, "measure_decode_step", lambda client, seats: None)
+    monkeypatch.setattr(comparing, "prefer_client", lambda nice: None)
+    found = compare(replace(plan, rounds=1, quick=quick), {}, Progress())
+    assert (len(servers), len(measured)) == (starts, idle)
+    assert all(row.best.idle_ratio > 0 for row in found.rows()) and len(list(found.rows())) == 6
+    assert salts == {None, "fcfs", "priority", "semantic-true"}  # None: the warm-up
+
+
+def test_summary_says_in_words_what_its_figures_show(comparison):
+    rows = comparison.mixes["even"]
+    text = in_words(rows)
+    assert "read from the text" in text and "6.7 times sooner" in text
+    assert "0.15 times as long" in text
+    assert in_words({"fcfs": rows["fcfs"]}) == ""
+    console = Console(width=100, record=True, file=StringIO())
+    print_summary(console, "even", rows)
+    printed = console.export_text()
+    assert max(map(len, printed.splitlines()[:-1])) <= 100
+    for row in rows.values():
+        assert row.scheduler.title[:12] in printed
 
 
 class NoisyRun:
@@ -135,7 +199,7 @@ class NoisyRun:
 
     def serve(self, visit):
         NoisyRun.visits.append(visit)
-        noisy = visit.spec.name == "priority" and visit.attempt <= 2
+        noisy = visit.leader.name == "priority" and visit.attempt <= 2
         return tuple(mix for mix in visit.mixes if noisy and mix == "rare")
 
 
@@ -146,7 +210,7 @@ def test_noisy_mixes_are_repeated_at_the_end_of_the_round(plan, monkeypatch, rep
     monkeypatch.setattr(comparing, "prefer_client", lambda nice: None)
     compare(replace(plan, rounds=1, repeats=repeats), {}, Progress())
     made = NoisyRun.visits
-    assert "".join(visit.spec.name[0] for visit in made) == starts
+    assert "".join(visit.leader.name[0] for visit in made) == starts
     assert [v.mixes for v in made] == [("even", "rare")] * 3 + [("rare",)] * (len(made) - 3)
     assert [v.name for v in made[3:]] == ["1.2", "1.3"][: len(made) - 3]
 

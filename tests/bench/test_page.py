@@ -39,7 +39,8 @@ def page(tmp_path):
     found.add(parse_schedulers("semantic", "ems")[0], WORKLOAD, Round(1, misread))
     found.decode_step = DecodeStep(16, 0.01, 0.012)
     log = found.mixes["even"]["semantic"].scheduler.events_file(tmp_path, "1")
-    lines = [*_story("warm-up", 0.0), *_story("even-0", 10.0), *_story("rare-0", 20.0)]
+    lines = [*_story("warm-up", 0.0), *_story("semantic.even-0", 10.0)]
+    lines += [*_story("semantic.rare-0", 20.0), *_story("semantic-true.even-0", 30.0)]
     log.write_text("".join(lines))
     targets = [Target("faster", 2.0, 3.0), Target("cheaper", 1.0, 2.0, at_most=True)]
     found.options = {"seed": 7, "run": print}

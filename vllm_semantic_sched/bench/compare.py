@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.bench.client import LoadClient, Progress
+from vllm_semantic_sched.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.bench.idle import measure_decode_step, measure_idle
 from vllm_semantic_sched.bench.metrics import Difference, differences, explain, throughput
 from vllm_semantic_sched.bench.readings import read_levels
 from vllm_semantic_sched.bench.results import Comparison
 from vllm_semantic_sched.bench.rounds import Round
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec, with_shared_servers
 from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, prefer_client
 from vllm_semantic_sched.bench.usage import Usage
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload, make_workload
@@ -39,6 +39,9 @@ class RunPlan:
     average over two rounds the same for all of them. A mix from whose round the hypervisor took
     too much time is run again at the end of the round, up to `repeats` times.
 
+    With `quick`, schedulers share servers where they can, and the idle engine is measured on the
+    first one only, with fewer requests.
+
     Raises:
         ValueError: no scheduler, no workload or no round, or negative repeats.
     """
@@ -51,6 +54,7 @@ class RunPlan:
     eos_token: int
     rounds: int = 1
     repeats: int = 0
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.schedulers or not self.workloads:
@@ -61,18 +65,27 @@ class RunPlan:
     def visits(self, number: int) -> Iterator[Visit]:
         """Yield the servers of a round, counted from 1, in the order of their start."""
         mixes = tuple(workload.config.mix for workload in self.workloads)
-        for spec in self.schedulers if number % 2 else reversed(self.schedulers):
-            yield Visit(number, spec, mixes)
+        alone = [(spec,) for spec in self.schedulers]
+        groups = with_shared_servers(self.schedulers) if self.quick else alone
+        for specs in groups if number % 2 else reversed(groups):
+            yield Visit(number, specs, mixes)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One start of a scheduler's server, and the mixes that it gets."""
+    """One start of a server, the schedulers that it stands in for, and the mixes that each gets."""
 
     number: int
-    spec: SchedulerSpec
+    specs: tuple[SchedulerSpec, ...]
     mixes: tuple[str, ...]
     attempt: int = 1
+
+    @property
+    def leader(self) -> SchedulerSpec:
+        """The scheduler that the server is configured for. One that reads texts also takes hints;
+        one with priorities also does without them."""
+        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
+        return next(able, self.specs[0])
 
     @property
     def name(self) -> str:
@@ -132,37 +145,81 @@ class _Run:
         self.comparison = comparison
         self.progress = progress
         self.workloads: Sequence[Workload] | None = None
+        self._idle: dict[str, tuple[Sequence[Record], Usage]] = {}  # by mix
 
     def serve(self, visit: Visit) -> tuple[str, ...]:
         """Start a server, measure its mixes and add the rounds; return the mixes with too much
         steal."""
-        plan, spec = self.plan, visit.spec
-        place = f"{spec.name}, round {visit.name} of {plan.rounds}"
-        self.progress.message(f"starting the server: {place}")
-        done: list[tuple[Workload, Round]] = []
-        with VllmServer(spec.configure(plan.server, plan.output, visit.name)) as server:
-            client = LoadClient(
-                url=server.url,
-                eos_token=plan.eos_token,
-                max_tokens=plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
-                extras=spec.body_extras,
-                progress=self.progress,
-            )
-            client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
-            if self.workloads is None:
-                self.comparison.decode_step = measure_decode_step(client, plan.server.seats)
-                self.workloads = self._set_pace(client)
-            for workload in self.workloads:
-                if workload.config.mix in visit.mixes:
-                    label = f"{place}, {workload.config.mix}"
-                    found = _measure(visit, workload, server, client, label)
-                    done.append((workload, self._with_differences(found, workload, client)))
-        levels = read_levels(spec.events_file(plan.output, visit.name))
-        for workload, found in done:
+        plan, leader = self.plan, visit.leader
+        number = f"round {visit.name} of {plan.rounds}"
+        names = ", ".join(spec.name for spec in visit.specs)
+        self.progress.message(f"starting the server: {names}, {number}")
+        done: list[tuple[SchedulerSpec, Workload, Round]] = []
+        with VllmServer(leader.configure(plan.server, plan.output, visit.name)) as server:
+            for spec in visit.specs:
+                client = self._client(server, spec)
+                if spec is visit.specs[0]:
+                    client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
+                if self.workloads is None:
+                    if not plan.quick:
+                        self.comparison.decode_step = measure_decode_step(client, plan.server.seats)
+                    self.workloads = self._set_pace(client)
+                for workload in self.workloads:
+                    if workload.config.mix in visit.mixes:
+                        label = f"{spec.name}, {number}, {workload.config.mix}"
+                        found = self._measure(visit, spec, workload, server, client, label)
+                        found = self._with_differences(found, workload, client)
+                        done.append((spec, workload, found))
+        levels = read_levels(leader.events_file(plan.output, visit.name))
+        for spec, workload, found in done:
             for record in found.records:
-                record.read_level = levels.get(_request_id(workload, record.index))
+                record.read_level = levels.get(spec.request_id(workload.config.mix, record.index))
             self.comparison.add(spec, workload, found)
-        return tuple(workload.config.mix for workload, found in done if not found.calm)
+        noisy = {workload.config.mix: None for _, workload, found in done if not found.calm}
+        return tuple(noisy)
+
+    def _client(self, server: VllmServer, spec: SchedulerSpec) -> LoadClient:
+        return LoadClient(
+            url=server.url,
+            eos_token=self.plan.eos_token,
+            max_tokens=self.plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
+            extras=spec.body_extras,
+            progress=self.progress,
+        )
+
+    def _measure(
+        self,
+        visit: Visit,
+        spec: SchedulerSpec,
+        workload: Workload,
+        server: VllmServer,
+        client: LoadClient,
+        label: str,
+    ) -> Round:
+        mix = workload.config.mix
+
+        def extras(request: BenchRequest) -> Mapping[str, Any]:
+            # vLLM's prefix cache keeps requests with another salt apart, also on a shared server.
+            given = {"request_id": spec.request_id(mix, request.index), "cache_salt": spec.kind}
+            return {**client.extras(request), **given}
+
+        start = Usage.now(server)
+        records = replace(client, extras=extras).send(workload.requests, label)
+        server.check()
+        loaded = Usage.now(server)
+        # Not before the load: the predictor would remember the texts.
+        if not self.plan.quick or mix not in self._idle:
+            alone = measure_idle(client, workload, f"{label}, idle engine", self.plan.quick)
+            self._idle[mix] = alone, Usage.now(server).since(loaded)
+        idle, idle_usage = self._idle[mix]
+        return Round(
+            visit.number,
+            records,
+            attempt=visit.attempt,
+            idle=idle,
+            usage=loaded.since(start),
+            idle_usage=idle_usage,
+        )
 
     def _set_pace(self, client: LoadClient) -> Sequence[Workload]:
         """The workloads at the wanted overload, whatever the speed of this machine."""
@@ -207,29 +264,3 @@ class _Run:
             explain(item, answers[item.index], again[item.index]) for item in found
         ]
         return replace(done, differences=explained)
-
-
-def _measure(
-    visit: Visit, workload: Workload, server: VllmServer, client: LoadClient, label: str
-) -> Round:
-    def extras(request: BenchRequest) -> Mapping[str, Any]:
-        return {**client.extras(request), "request_id": _request_id(workload, request.index)}
-
-    start = Usage.now(server)
-    records = replace(client, extras=extras).send(workload.requests, label)
-    server.check()
-    loaded = Usage.now(server)
-    # Not before the load: the predictor would remember the texts.
-    idle = measure_idle(client, workload, f"{label}, idle engine")
-    return Round(
-        visit.number,
-        records,
-        attempt=visit.attempt,
-        idle=idle,
-        usage=loaded.since(start),
-        idle_usage=Usage.now(server).since(loaded),
-    )
-
-
-def _request_id(workload: Workload, index: int) -> str:
-    return f"{workload.config.mix}-{index}"

@@ -11,31 +11,40 @@ from vllm_semantic_sched.bench.client import LoadClient, Record
 from vllm_semantic_sched.bench.results import DecodeStep
 from vllm_semantic_sched.bench.workload import BenchRequest, Workload
 
-_URGENT = 24
-_OTHERS = 4
+_URGENT, _OTHERS = 24, 4
+_QUICK_URGENT, _QUICK_OTHERS = 9, 3
 _DECODE_TOKENS = 64
 _DECODE_REPEATS = 3
 
 
-def idle_sample(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
     """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
-    others, from the shortest to the longest text, which show the cost of a prompt's tokens."""
+    others, from the shortest to the longest text, which show the cost of a prompt's tokens.
+
+    Args:
+        quick: at most 9 and 3 instead.
+    """
     urgent = [request for request in requests if request.level == 0]
     others = sorted(
         (request for request in requests if request.level > 0),
         key=lambda request: len(request.text),
     )
-    return _spread(urgent, _URGENT) + _spread(others, _OTHERS)
+    most, rest = (_QUICK_URGENT, _QUICK_OTHERS) if quick else (_URGENT, _OTHERS)
+    return _spread(urgent, most) + _spread(others, rest)
 
 
-def measure_idle(client: LoadClient, workload: Workload, label: str) -> list[Record]:
+def measure_idle(
+    client: LoadClient, workload: Workload, label: str, quick: bool = False
+) -> list[Record]:
     """Send `idle_sample` one by one. KV from the load is not reused."""
 
     def extras(request: BenchRequest) -> Mapping[str, Any]:
         # vLLM's prefix cache keeps requests with another salt apart.
         return {**client.extras(request), "cache_salt": "idle"}
 
-    return replace(client, extras=extras).send_one_by_one(idle_sample(workload.requests), label)
+    return replace(client, extras=extras).send_one_by_one(
+        idle_sample(workload.requests, quick), label
+    )
 
 
 def measure_decode_step(client: LoadClient, seats: int) -> DecodeStep | None:

@@ -181,26 +181,27 @@ def _misread(mix: str, rows: Rows) -> Iterator[Table]:
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
     for row in rows.values():
         log = row.scheduler.events_file(folder, row.best.name)
+        prefix = row.scheduler.request_id(mix, 0).removesuffix("0")
         if row.scheduler.reads_text and log.is_file():
             title = f"Mix {mix}, {row.scheduler.title}: seats in the best round"
-            yield gantt_chart(title, _spans(log, mix), len(row.records))
+            yield gantt_chart(title, _spans(log, prefix), len(row.records))
 
 
-def _spans(log: Path, mix: str) -> list[Span]:
-    """Times in seats of a mix's load, in seconds since its first arrival."""
+def _spans(log: Path, prefix: str) -> list[Span]:
+    """Times in seats of the requests whose ids begin so, in seconds since the first arrival."""
     # The log also has the requests of the warm-up and of the idle engine, without such an id.
     reader = LogReader(limit=sys.maxsize)
     requests = [
         one
         for one in reader.requests(log)
-        if client_id(one.request).rpartition("-")[0] == mix and one.spans
+        if client_id(one.request).startswith(prefix) and one.spans
     ]
     requests.sort(key=lambda one: one.arrival)
     start = requests[0].arrival if requests else 0.0
     return [
         replace(
             span,
-            request=client_id(one.request),
+            request=client_id(one.request).partition(".")[2],
             arrival=span.arrival - start,
             start=span.start - start,
             end=span.end - start,

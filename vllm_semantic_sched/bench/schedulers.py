@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,11 @@ class SchedulerSpec:
         # A name may contain the path of a policy: keep only what can be part of a file name.
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{start}"
 
+    def request_id(self, mix: str, index: int) -> str:
+        """The id that the client gives a request, unlike those of other schedulers that the same
+        server stands in for."""
+        return f"{self.kind}.{mix}-{index}"
+
     def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
         """Return the fields of the request's body that tell this scheduler the urgency, and, for
         `semantic-known`, the length."""
@@ -112,6 +117,20 @@ class SchedulerSpec:
         if self.kind == "semantic-known":
             return {**hint, "ignore_eos": True, "max_tokens": request.output_tokens}
         return hint
+
+
+def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:
+    """Group the schedulers that one server can stand in for.
+
+    vLLM's priority policy takes requests of equal priority in order of arrival, as FCFS does. The
+    semantic schedulers of one policy differ only in what the requests tell them.
+    """
+    groups: dict[object, list[SchedulerSpec]] = {}
+    for spec in specs:
+        semantic = spec.kind.startswith("semantic")
+        key = (spec.policy, spec.profile, spec.extra_args) if semantic else None
+        groups.setdefault(key, []).append(spec)
+    return [tuple(group) for group in groups.values()]
 
 
 def swap_arguments(host_gib: float) -> tuple[str, ...]:

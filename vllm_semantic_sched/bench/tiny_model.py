@@ -86,6 +86,7 @@ def make_model(directory: Path, config: TinyModelConfig | None = None) -> bool:
 def _write_weights(directory: Path, config: TinyModelConfig) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     shape = LlamaConfig(
@@ -106,6 +107,7 @@ def _write_weights(directory: Path, config: TinyModelConfig) -> None:
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(shape).to(torch.float32)
     model.generation_config.do_sample = False
+    logging.disable_progress_bar()
     model.save_pretrained(str(directory), safe_serialization=True)
 
 

@@ -70,6 +70,13 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail if a greedy output differs from the first scheduler's",
     )
+    add(
+        "--quick",
+        action="store_true",
+        help="share servers between schedulers where one can stand in for several, and measure the "
+        "idle engine once, with a dozen requests",
+    )
+    add("--detail", action="store_true", help="also print rounds, totals and a table per level")
     add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
 
 
@@ -83,15 +90,18 @@ def _run_comparison(args: argparse.Namespace) -> int:
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
-    plan = comparison.make_plan(args, schedulers, mixes)
+    plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
     console = make_console()
     found = compare(plan, vars(args), comparison.show_progress(args.quiet))
     for mix, rows in found.mixes.items():
-        report.print_mix(console, mix, rows)
+        if args.detail:
+            report.print_mix(console, mix, rows)
+        report.print_summary(console, mix, rows)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     targets = check_targets(found.mixes)
-    report.print_decode_step(console, found.decode_step)
+    if args.detail:
+        report.print_decode_step(console, found.decode_step)
     if args.assert_targets:
         report.print_targets(console, targets)
     asserted = targets if args.assert_targets else []

@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,7 +89,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream-interval", type=int, default=shape.stream_interval, help="tokens per message")
     add_nice_argument(parser)
     add("--server-args", default="", help="more arguments of vllm serve, one quoted string")
-    add("--quiet", action="store_true", help="no progress bars")
+    add("--quiet", action="store_true", help="no progress")
 
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
@@ -167,19 +168,26 @@ def _check_model_length(model: Path, load: WorkloadConfig) -> None:
 
 
 def show_progress(quiet: bool = False) -> Progress:
-    """Return progress messages and bars on the terminal; with `quiet`, none."""
-    from tqdm import tqdm
+    """Return messages, and bars that leave one line each; elsewhere than on a terminal, lines
+    alone. With `quiet`, none."""
+    from rich.console import Console
+    from rich.progress import Progress as Live
 
     from vllm_semantic_sched.bench.client import Progress
 
+    console = Console(highlight=False, soft_wrap=True)
+
     class TerminalProgress(Progress):
         def message(self, text: str) -> None:
-            print(text, flush=True)
+            console.print(text, markup=False)
 
         @contextmanager
         def bar(self, label: str, total: int) -> Iterator[Callable[[], object]]:
-            with tqdm(desc=label, total=total, mininterval=1.0) as shown:
-                yield shown.update
+            start = time.monotonic()
+            with Live(console=console, transient=True, disable=not console.is_terminal) as live:
+                task = live.add_task(label, total=total)
+                yield lambda: live.advance(task)
+            console.print(f"{label}: {time.monotonic() - start:.0f} s", markup=False)
 
     return Progress() if quiet else TerminalProgress()
 

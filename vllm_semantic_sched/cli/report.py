@@ -23,6 +23,48 @@ _TEXT_WIDTH = 80
 _TARGET_WIDTH = 58
 
 
+def print_summary(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None:
+    """Print one row per scheduler, and what the rows show in words."""
+    first = next(iter(rows.values()))
+    table = make_table(
+        f"mix {mix}: {len(first.workload.requests)} requests at {first.overload:.2g} times what "
+        "the engine can serve",
+        "scheduler", "urgency 0:\np99 TTFT, s", "urgency 0: time per\ntoken / idle engine",
+        "all levels:\nms per token", "output\ntokens/s",
+    )  # fmt: skip
+    for row in rows.values():
+        table.add_row(
+            row.scheduler.title,
+            _number(row.p99_ttft()),
+            _number(row.best.idle_ratio),
+            _number(1e3 * _mean(row.best.values, "all")),
+            f"{row.tokens_per_second:.0f}",
+        )
+    table.caption = "time per token: from arrival to the last token, waiting included"
+    console.print()
+    console.print(table)
+    console.print(in_words(rows), soft_wrap=True)
+
+
+def in_words(rows: Mapping[str, MixResult]) -> str:
+    """What the urgent requests gain over vLLM's FCFS, and what all others pay; empty without both
+    schedulers."""
+    reference = rows.get(_REFERENCE)
+    ours = [row for row in rows.values() if row.scheduler.kind.startswith("semantic")]
+    ours.sort(key=lambda row: not row.scheduler.reads_text)
+    if reference is None or not ours:
+        return ""
+    row = ours[0]
+    before, after = reference.p99_ttft(), row.p99_ttft()
+    cost = _mean(row.best.values, "all") / _mean(reference.best.values, "all")
+    source = "read from the text" if row.scheduler.reads_text else "given as a hint"
+    return (
+        f"With the urgency {source}, the most urgent requests had their first token after "
+        f"{after:.2g} s (p99) where vLLM's FCFS took {before:.2g} s: {before / after:.2g} times "
+        f"sooner. All requests together took {cost:.2g} times as long per token as under FCFS."
+    )
+
+
 def print_mix(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None:
     """Print the results of one mix of levels: rounds, totals, a table per urgency level, and what
     was misread."""
