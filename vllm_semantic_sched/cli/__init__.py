@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import shtab
+
 from vllm_semantic_sched import __version__
 
 # A module of this package each; the first paragraph of its docstring is its line of help.
@@ -34,6 +36,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="semsched", description="Urgency-first scheduling for vLLM."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    shtab.add_argument_to(
+        parser, "--print-completion", help="print the script that completes commands in this shell"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:
         # These modules import their heavy dependencies when they run, not before.
