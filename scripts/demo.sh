@@ -45,4 +45,4 @@ model=$root/build/tiny-model
 
 "$semsched" bench make-model "$model"
 exec "$semsched" bench run --model "$model" --output "$output" --mix even \
-    --requests "$requests" --max-output 256 --repeats 0 --quick "${more[@]}"
+    --requests "$requests" --max-output 256 --host-gib 0.5 --repeats 0 --quick "${more[@]}"

@@ -6,8 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-
-import shtab
+from typing import Any
 
 from vllm_semantic_sched import __version__
 
@@ -17,6 +16,14 @@ _COMMANDS = (
     *("bench", "train", "evaluate", "explain", "policy"),
     *("maintenance", "doctor", "top", "trace", "profile", "simulate", "plan"),
 )
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        import shtab  # its import would slow down every other command
+
+        print(shtab.complete(parser, given[1]))
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +43,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="semsched", description="Urgency-first scheduling for vLLM."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    shtab.add_argument_to(
-        parser, "--print-completion", help="print the script that completes commands in this shell"
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands in this shell",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:
