@@ -1,5 +1,6 @@
 """Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import yaml
 from torch import nn
+from transformers import AutoTokenizer
 
 from vllm_semantic_sched.datasets import split_of
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
@@ -29,6 +31,7 @@ from vllm_semantic_sched.predict.training.calibration import (
     validation_figures,
 )
 from vllm_semantic_sched.predict.training.distil import distil, renewed
+from vllm_semantic_sched.predict.training.e5 import QUERY_PREFIX, packed_file, read_encoder
 from vllm_semantic_sched.predict.training.fit import (
     ENCODER_RATE,
     FINE_TUNING_RATE,
@@ -36,9 +39,23 @@ from vllm_semantic_sched.predict.training.fit import (
     average,
     fit,
 )
+from vllm_semantic_sched.predict.training.languages import unlabelled_texts
 from vllm_semantic_sched.predict.training.messages import everyday_prompt
-from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
+from vllm_semantic_sched.predict.training.mixture import (
+    Sources,
+    domain_examples,
+    training_round,
+    written_texts,
+)
+from vllm_semantic_sched.predict.training.student import align, student_of
+from vllm_semantic_sched.predict.training.vocabulary import (
+    chosen_pieces,
+    piece_tokenizer,
+    save_tokenizer,
+)
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import load_network, save_network
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 # In the folder of a trained model: a policy with the fitted `decision.thresholds`, and the texts
 # that a fine-tuned model was and was not trained on.
@@ -50,6 +67,10 @@ _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
 # Beside the labelled texts, for the instant reader: it has no pretraining to fall back on.
 _MOST_EVERYDAY = 5000
+_ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of other languages
+_ALIGNED_EPOCHS = 2
+_TEXTS_PER_LANGUAGE = 1500
+_VOCABULARY = 60_000  # pieces: 23 MB in int8
 _CALIBRATION_SCALE = 0.05  # of the texts in a round of training
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
@@ -109,11 +130,13 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     validation = Sources.read(root, "validation")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    folder, network, tokenizer = load_base(options.base)
     if options.base == "pretrained":
+        folder, network, tokenizer = _aligned_student(sources, options, scale)
         pairs = (*sources.prompts, *sources.questions)
         set_length_buckets(network, [pair.output_tokens for pair in pairs])
         set_level_names(network, _LEVEL_NAMES)
+    else:
+        folder, network, tokenizer = load_base(options.base)
     fit(
         network,
         tokenizer,
@@ -155,6 +178,29 @@ def train_instant(
     folder = base_folder(base)
     examples = _first_round(Sources.read(root, "train"), seed, scale)
     distil(folder, [one.text for one in examples], output, seed=seed)
+
+
+def _aligned_student(
+    sources: Sources, options: Options, scale: float
+) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:
+    """A student of the pretrained encoder, with its tokenizer in the folder `encoder` of the
+    output. Kept there, because it takes as long as the rest: `--base OUTPUT/encoder` goes on from
+    it."""
+    folder, rng = options.output / "encoder", random.Random(options.seed)
+    packed = read_encoder(packed_file())
+    labelled = [one.text for one in _first_round(sources, options.seed, scale * _ALIGNED_SCALE)]
+    texts = unlabelled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
+    ids = chosen_pieces(packed.pieces, labelled, texts, _VOCABULARY)
+    save_tokenizer(piece_tokenizer(packed.pieces, ids), folder)
+    tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
+    teacher = packed.with_vocabulary(ids)
+    student = student_of(teacher)
+    prefix = tokenizer.encode([QUERY_PREFIX])[0][1:-1]
+    corpus = [*labelled, *itertools.chain.from_iterable(texts.values())]
+    align(student, teacher, tokenizer, prefix, corpus, seed=options.seed, epochs=_ALIGNED_EPOCHS,
+          on_step=options.on_step)  # fmt: skip
+    save_network(student, folder, folder, "fp16")
+    return folder, student, tokenizer
 
 
 def _first_round(sources: Sources, seed: int, scale: float) -> list[Example]:
