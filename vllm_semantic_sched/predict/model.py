@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import has_bfloat16
+from vllm_semantic_sched.predict.readable import unreadable
 from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
@@ -63,8 +64,9 @@ class TextPredictor:
         from transformers import PreTrainedTokenizerFast
 
         settings = json.loads((folder / "config.json").read_text("utf-8"))
+        names = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]"
+            tokenizer_file=str(folder / "tokenizer.json"), pad_token=names["pad_token"]
         )
         network = load_network(folder)
         # In bfloat16 an encoder is more than twice as fast where the processor has such products.
@@ -110,7 +112,8 @@ class TextPredictor:
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
-        rows = self._tokenizer.encode(texts)
+        read = self._tokenizer.cut(texts)
+        rows = self._tokenizer.encode_cut(read)
         # Texts of similar length share a batch, which saves padding.
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
         predictions: dict[int, Prediction] = {}
@@ -123,6 +126,8 @@ class TextPredictor:
                 lengths = None if length is None else torch.softmax(length.float(), 1).tolist()
                 for place, at in enumerate(batch):
                     predictions[at] = Prediction(
-                        tuple(levels[place]), None if lengths is None else tuple(lengths[place])
+                        tuple(levels[place]),
+                        None if lengths is None else tuple(lengths[place]),
+                        unreadable(read[at]),
                     )
         return [predictions[at] for at in range(len(rows))]

@@ -46,7 +46,8 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     HTTP server prepares it."""
     if hint.level is not None:
         return hint.level
-    if provisional is None or not policy.predictor.instant.enabled:
+    judged = provisional is not None and not provisional.unreadable
+    if provisional is None or not judged or not policy.predictor.instant.enabled:
         return policy.default_level
     return predicted_level(policy, provisional)
 
