@@ -143,8 +143,8 @@ def test_figures_of_a_known_model(small_model, table, tmp_path):
     assert report["urgent_recall"] == 1.0 and report["urgent_precision"] == 0.5
     assert report["kendall_tau"] == pytest.approx(1.0)
     assert report["mean_absolute_error_tokens"] == pytest.approx((80 + 5) / 2)
-    assert report["kinds"]["plain"]["accuracy"] == 1.0
-    assert report["kinds"]["asks"]["share_at_3_or_4"] == 0.0
+    assert report["groups"]["kind"]["plain"]["accuracy"] == 1.0
+    assert report["groups"]["kind"]["asks"]["false_alarms"] == 1.0
     majority, median = report["baselines"][MAJORITY], report["baselines"][MEDIAN]
     assert majority["recall"] == [0.0, 0.0, None, None, 1.0] and majority["n_length"] == 0
     assert median["mean_absolute_error_tokens"] == pytest.approx(57.5)

@@ -12,7 +12,7 @@ from vllm_semantic_sched.predict.evaluation.baselines import Guess, Guesser, con
 from vllm_semantic_sched.predict.evaluation.examples import BUILTIN_SETS, Example, LabelledSet
 from vllm_semantic_sched.predict.evaluation.metrics import (
     expected_tokens,
-    kind_figures,
+    group_figures,
     length_figures,
     level_figures,
     mean,
@@ -142,14 +142,14 @@ def evaluate_predictor(
         if rule != decision.rule:
             changed = decision.model_copy(update={"rule": rule})
             report[rule] = _level_part(test_set, guess, changed)
-    report["kinds"] = report["reliability"] = None
+    report["groups"], report["reliability"] = {}, None
     places, truth, rows = _levelled(test_set, guess)
     if truth:
         report["reliability"] = reliability(truth, rows)
-        if test_set.kinds is not None:
-            kinds = [test_set.kinds[place] for place in places]
-            decided = [decide_level(row, decision) for row in rows]
-            report["kinds"] = kind_figures(kinds, truth, decided)
+        decided = [decide_level(row, decision) for row in rows]
+        for name, groups in test_set.groups.items():
+            levelled = [groups[place] for place in places]
+            report["groups"][name] = group_figures(levelled, truth, decided)
     every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     report["baselines"] = {}
     report["disagreements"] = None

@@ -81,8 +81,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     if report["n_level"]:
         lines += [*_level_lines(report), ""]
-    if report["kinds"]:
-        lines += [*_kind_lines(report["kinds"]), ""]
+    for name, groups in report["groups"].items():
+        lines += [*_group_lines(name, groups), ""]
     if report["claims"]:
         lines += [*_claim_lines(report["claims"]), ""]
     if report["n_length"]:
@@ -154,14 +154,19 @@ def _level_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, f"![reliability of the probabilities]({RELIABILITY_PICTURE})"]
 
 
-def _kind_lines(kinds: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    keys = ("accuracy", "recall_within_one", "share_at_3_or_4")
+def _group_lines(name: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    columns = {
+        "accuracy": "accuracy",
+        "recall_within_one": "within one level",
+        "recall_of_0": "level 0 decided at 0",
+        "missed_of_0": "at 4",
+        "false_alarms": "levels 3, 4 decided at 0, 1",
+    }
     rows = [
-        [name, str(one["n"]), *(_figure(one[key], 2) for key in keys)]
-        for name, one in kinds.items()
+        [group, str(one["n"]), *(_figure(one[key], 2) for key in columns)]
+        for group, one in groups.items()
     ]
-    header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
-    return ["## By kind", "", *_table(header, rows)]
+    return [f"## By {name}", "", *_table([name, "n", *columns.values()], rows)]
 
 
 def _claim_lines(claims: Mapping[str, Mapping[str, float | None]]) -> list[str]:
