@@ -35,6 +35,7 @@ def unreadable(text: str) -> str | None:
         data. `script`: letters that no language of the reader uses. `encoded`: base64, hashes.
         `repetitive`: the same few words over and over.
     """
+    text = text.strip()
     if len(text) > _SAMPLE:
         words = text[: 8 * _SAMPLE].split()
         text = f"{text[: _SAMPLE // 2]} {text[-_SAMPLE // 2 :]}"
@@ -56,8 +57,12 @@ def unreadable(text: str) -> str | None:
 
 
 def _broken(text: str) -> bool:
-    bad = sum(one == "\ufffd" or unicodedata.category(one) in ("Cc", "Co", "Cn") for one in text)
+    bad = sum(one == "\ufffd" or _is_control(one) for one in text)
     return bad > _MOST_BROKEN * len(text)
+
+
+def _is_control(one: str) -> bool:
+    return not one.isspace() and unicodedata.category(one) in ("Cc", "Co", "Cn")
 
 
 @functools.lru_cache(maxsize=4096)

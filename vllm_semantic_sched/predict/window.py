@@ -24,7 +24,7 @@ _SPEAKER = re.compile(
     r"|(\[/?INST\])"
     r"|(<</?SYS>>)"
     r"|(?:^|\n)(user|assistant|system|model)\n"
-    r"|(?:^|\s)(user|human|assistant|ai|bot|system)\s*:(?=\s)",
+    r"|(?:^|\s)(user|human|assistant|ai|bot|system)\s*:(?=\s|$)",
     re.IGNORECASE,
 )
 _USERS = frozenset({"user", "human", "[inst]", "<</sys>>"})
