@@ -102,7 +102,10 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     """Else equal answers would say little."""
     counters = recordings[name].counters
     kind = "swap" if "swap" in name else "recompute"
-    assert counters[f"preemptions_{kind}_urgent"] + counters[f"preemptions_{kind}_kv_shortage"] > 5
+    # While others are held nobody else is admitted, so fewer are preempted.
+    least = 5 if "holding" in name else 10
+    preempted = sum(counters[f"preemptions_{kind}_{why}"] for why in ("urgent", "kv_shortage"))
+    assert preempted > least
     if "holding" in name:
         assert counters["hold_steps"] > 20
 

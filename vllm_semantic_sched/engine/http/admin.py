@@ -65,7 +65,7 @@ async def _reload_on_hangup(app: FastAPI) -> None:
         except Exception:
             logger.exception("Semantic scheduling: the policy was not reloaded")
             return
-    adopt_rules(app)
+    await asyncio.to_thread(adopt_rules, app)
 
 
 @router.get("/status")
@@ -82,7 +82,7 @@ async def reload_policy(request: Request) -> dict[str, Any]:
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
     if reasons:
         raise HTTPException(422, "\n".join(sorted(reasons)))
-    adopt_rules(request.app)
+    await asyncio.to_thread(adopt_rules, request.app)
     return {"engines": reports}
 
 

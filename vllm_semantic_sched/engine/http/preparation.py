@@ -29,7 +29,8 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 # The second keeps the thread busy while the first waits for the tokenizer's.
 _SLOTS = 2
-# A request that waits for something slow, as a picture from another server, gives up its slot.
+# A request that waits for something slow, such as a picture from another server, gives up its
+# slot.
 _LONGEST = 0.1  # seconds
 _PACKAGE = "vllm_semantic_sched."
 
@@ -113,6 +114,7 @@ class UrgentFirst:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._queue: PreparationQueue[asyncio.Future[None]] = PreparationQueue(_SLOTS)
+        self._failed = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         rules = asks_for_completion(scope) and getattr(
@@ -124,12 +126,12 @@ class UrgentFirst:
         body, ending = await read_body(receive)
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        if not self._queue.enter(turn, _level(rules, body), loop.time()):
+        if not self._queue.enter(turn, self._level(rules, body), loop.time()):
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._leave()
+                    self.leave()
                 raise
         slot = _Slot(self)
         token = _slots.set(slot)
@@ -141,12 +143,21 @@ class UrgentFirst:
             slot.leave()
             _slots.reset(token)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Give a slot to the next request that still waits for one."""
         while (turn := self._queue.leave()) is not None:
             if not turn.done():
                 turn.set_result(None)
                 return
+
+    def _level(self, rules: GlanceRules, body: bytes) -> int:
+        try:
+            return rules.level(body)
+        except Exception:
+            if not self._failed:  # a traceback for every request would fill the log
+                self._failed = True
+                logger.exception("Semantic scheduling: a request was not read ahead")
+            return rules.policy.default_level
 
 
 class _Slot:
@@ -156,7 +167,7 @@ class _Slot:
     def leave(self) -> None:
         queue, self._queue = self._queue, None
         if queue is not None:
-            queue._leave()
+            queue.leave()
 
 
 _slots: ContextVar[_Slot | None] = ContextVar("semsched_preparation_slot", default=None)
@@ -170,20 +181,12 @@ def is_prepared() -> None:
 
 
 def adopt_rules(app: Any) -> None:
-    """Load or reload the rules of an application's server. Never raises: without rules, requests
-    keep the order in which they come."""
-    rules = None
+    """Load or reload the rules of an application's server. Never raises: if they cannot be read,
+    the old ones stay; without any, requests keep the order in which they come."""
+    rules = getattr(app.state, "semsched_glance_rules", None)
     try:
         vllm_config = getattr(app.state, "vllm_config", None)
         rules = None if vllm_config is None else GlanceRules.load(vllm_config)
     except Exception:
-        logger.exception("Semantic scheduling: requests reach the engine in order of arrival")
+        logger.exception("Semantic scheduling: the HTTP server's order of requests stays as it was")
     app.state.semsched_glance_rules = rules
-
-
-def _level(rules: GlanceRules, body: bytes) -> int:
-    try:
-        return rules.level(body)
-    except Exception:
-        logger.exception("Semantic scheduling: a request was not read ahead")
-        return rules.policy.default_level

@@ -20,8 +20,8 @@ _NOTICEABLE = 0.05
 class ProfileScale:
     """One factor each for prefill, decode, sequence and load, 1 at the start.
 
-    `decode` is for what a step costs anyway, `sequence` for what it costs more for each sequence
-    in it: their ratio decides how many run beside a protected request.
+    `decode` is for the fixed time of a step, `sequence` for what each sequence adds to it: their
+    ratio decides how many run beside a protected request.
 
     The expected time of a step is the sum of its parts. The logarithm of measured / expected time
     is attributed to the kinds by their shares of the step. O(1) per step.

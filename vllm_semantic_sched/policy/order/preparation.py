@@ -30,7 +30,7 @@ class PreparationQueue(Generic[_Ticket]):
         return len(self._waiting)
 
     def enter(self, ticket: _Ticket, level: int, now: float) -> bool:
-        """A request came. Whether it has a slot at once; if not, `leave` will return its ticket."""
+        """Add a request; whether it gets a slot at once. If not, `leave` will return its ticket."""
         if self._free:
             self._free -= 1
             return True

@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
     decide_level,
     expected_cost,
+    predicted_level,
     preempting_level,
 )
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
@@ -165,7 +166,7 @@ def explain(
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
     prediction = reader.read(text)
-    level = decide_level(prediction.urgency, policy.decision)
+    level = predicted_level(policy, prediction)
     return InstantPart(
         level=level,
         probabilities=prediction.urgency,
