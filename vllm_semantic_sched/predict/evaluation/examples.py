@@ -24,8 +24,8 @@ BUILTIN_SETS = {
     "nhamcs-test": "Emergency visits of the NHAMCS survey, from hospitals kept for testing.",
     "ktas": "Complaints of the KTAS study as nurses wrote them, all that are readable; the level "
     "is an expert panel's.",
-    "lengths-test": "Alpaca, Dolly and MedQuAD prompts kept for testing.",
-    "alpaca-test": "Alpaca prompts kept for testing.",
+    "lengths-test": "Dolly and MedQuAD prompts kept for testing.",
+    "alpaca-test": "A tenth of the Alpaca prompts, none of them trained on.",
     "dolly": "All Dolly prompts; those outside lengths-test may have been trained on.",
     "alpaca-eval": "AlpacaEval prompts with the answers of 14 models; figures are means over the "
     "models, from the prompt alone.",
@@ -50,7 +50,8 @@ class LabelledSet:
 
     Attributes:
         examples: the texts, each with a level, an output length, or both.
-        groups: by what the set tells texts apart by (`kind`, `language`), the group of each text.
+        groups: by what the set tells texts apart by (`kind`, `language`, `English and others`), the
+            group of each text.
         answers: per text, the output tokens of each of several answering models; then the
             examples themselves carry no length.
     """
@@ -85,6 +86,9 @@ def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
         groups["kind"] = [kind or "" for _, _, kind in rows]
     if path.is_dir():
         groups["language"] = [language for language, _, _ in rows]
+        groups["English and others"] = [
+            "English" if language == "en" else "others" for language, _, _ in rows
+        ]
     return LabelledSet(path.name, [example for _, example, _ in rows], groups)
 
 
@@ -118,7 +122,7 @@ def builtin_set(name: str, root: Path | None) -> LabelledSet:
     elif name == "alpaca-test":
         pairs = [one for one in instruction_pairs(root, ("random_9k.json",)) if one.split == "test"]
     elif name == "lengths-test":
-        both = (*instruction_pairs(root), *medical_questions(root))
+        both = (*instruction_pairs(root, ("dolly_3k.json",)), *medical_questions(root))
         pairs = [pair for pair in both if pair.split == "test"]
     else:
         raise ValueError(f"{name!r} is not a built-in test set")

@@ -136,7 +136,7 @@ def group_figures(
 ) -> dict[str, dict[str, Any]]:
     """Per group of texts, in order of appearance: how often the decided level is right.
 
-    `recall_within_one` counts a level that is off by one as right. `recall_of_0` is the share of
+    `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right. `recall_of_0` is the share of
     texts of level 0 decided at 0, `missed_of_0` the share decided at 4, `false_alarms` the share of
     texts of levels 3 and 4 decided at 0 or 1; None where a group has no such text.
     """
@@ -152,6 +152,7 @@ def group_figures(
         figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),
+            "kappa": quadratic_weighted_kappa(*zip(*pairs, strict=True)),
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
             "recall_of_0": mean([level == 0 for level in worst]),
             "missed_of_0": mean([level == 4 for level in worst]),

@@ -157,6 +157,7 @@ def _level_lines(report: Mapping[str, Any]) -> list[str]:
 def _group_lines(name: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
     columns = {
         "accuracy": "accuracy",
+        "kappa": "kappa",
         "recall_within_one": "within one level",
         "recall_of_0": "level 0 decided at 0",
         "missed_of_0": "at 4",
@@ -166,7 +167,7 @@ def _group_lines(name: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str
         [group, str(one["n"]), *(_figure(one[key], 2) for key in columns)]
         for group, one in groups.items()
     ]
-    return [f"## By {name}", "", *_table([name, "n", *columns.values()], rows)]
+    return [f"## {name.capitalize()}", "", *_table([name, "n", *columns.values()], rows)]
 
 
 def _claim_lines(claims: Mapping[str, Mapping[str, float | None]]) -> list[str]:

@@ -42,9 +42,14 @@ def base_folder(name: str) -> Path:
     folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
     if not is_stored_network(folder):
         raise FileNotFoundError(
-            f"--base {name}: not shipped, pretrained, or a folder that `semsched train` wrote"
+            f"--base {name}: not shipped, or a folder that `semsched train` wrote"
         )
     return folder
+
+
+def has_heads(network: UrgencyLengthClassifier) -> bool:
+    """Whether the heads were trained: a bare encoder has one length bucket only."""
+    return bool(network.config.length_bucket_edges)
 
 
 def set_length_buckets(network: UrgencyLengthClassifier, lengths: Sequence[int]) -> None:

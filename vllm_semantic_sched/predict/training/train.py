@@ -21,6 +21,7 @@ from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.training.base import (
     base_folder,
+    has_heads,
     load_base,
     set_length_buckets,
     set_level_names,
@@ -132,11 +133,13 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     torch.manual_seed(options.seed)
     if options.base == "pretrained":
         folder, network, tokenizer = _aligned_student(sources, options, scale)
+    else:
+        folder, network, tokenizer = load_base(options.base)
+    new_heads = not has_heads(network)
+    if new_heads:
         pairs = (*sources.prompts, *sources.questions)
         set_length_buckets(network, [pair.output_tokens for pair in pairs])
         set_level_names(network, _LEVEL_NAMES)
-    else:
-        folder, network, tokenizer = load_base(options.base)
     fit(
         network,
         tokenizer,
@@ -144,7 +147,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
         seed=options.seed,
         epochs=options.epochs,
         minutes=options.minutes,
-        encoder_rate=ENCODER_RATE if options.base == "pretrained" else FINE_TUNING_RATE,
+        encoder_rate=ENCODER_RATE if new_heads else FINE_TUNING_RATE,
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
@@ -241,7 +244,7 @@ def train_urgency(
         keep="length",
         encoder_rate=_URGENCY_RATE,
         prepare=prepare,
-        same_heads=domain_name == "emergency" and options.base != "pretrained",
+        same_heads=domain_name == "emergency",
     )
 
 
@@ -290,7 +293,7 @@ def _fine_tune(
             on its own first predictions while the encoder changes.
         encoder_rate: learning rate of the encoder; 0 freezes it.
         prepare: fits the network's heads to the training examples.
-        same_heads: the heads stay those of the base. Then the trained network is averaged with
+        same_heads: the heads stay those of the base, if it has any. Then the trained network is averaged with
             the base, whose calibration it keeps.
     """
     if len(examples) < _LEAST_TEXTS:
@@ -301,6 +304,9 @@ def _fine_tune(
         [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     )
+    folder, network, tokenizer = load_base(options.base)
+    with_heads = has_heads(network)
+    same_heads = same_heads and with_heads
     if same_heads:
         training += validation
     known = None
@@ -311,13 +317,12 @@ def _fine_tune(
         # Where texts are short, as complaints are, the same ones occur again, at any level.
         trained = {one.text for one in training}
         known = sum(one.text in trained for one in tests)
-    folder, network, tokenizer = load_base(options.base)
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
     fitted: Sequence[Example] = training
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
-    elif options.base != "pretrained":
+    elif with_heads:
         fitted = _with_predictions(training, folder, keep, options.threads)
     fit(
         network,
