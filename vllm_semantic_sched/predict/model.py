@@ -33,10 +33,15 @@ class TextPredictor:
         levels: int,
         length_buckets: LengthBuckets | None,
         temperature: float = 1.0,
+        length_temperature: float = 1.0,
+        guard: Callable[[str], str | None] = lambda text: None,
     ) -> None:
+        """`guard` says why a text cannot be judged; None if it can."""
         self._classifier = classifier
         self._tokenizer = tokenizer
         self._temperature = temperature
+        self._length_temperature = length_temperature
+        self._guard = guard
         self.levels = levels
         self.length_buckets = length_buckets
 
@@ -82,6 +87,8 @@ class TextPredictor:
             network.config.num_labels,
             buckets,
             float(settings.get("temperature", 1.0)),
+            float(settings.get("length_temperature", 1.0)),
+            unreadable,
         )
 
     @classmethod
@@ -122,12 +129,19 @@ class TextPredictor:
                 batch = order[start : start + _BATCH]
                 ids, mask = self._tokenizer.pad([rows[at] for at in batch])
                 urgency, length = self._classifier(ids, mask)
-                levels = torch.softmax(urgency.float() / self._temperature, dim=1).tolist()
-                lengths = None if length is None else torch.softmax(length.float(), 1).tolist()
+                levels = _probabilities(urgency, self._temperature)
+                lengths = (
+                    None if length is None else _probabilities(length, self._length_temperature)
+                )
                 for place, at in enumerate(batch):
                     predictions[at] = Prediction(
                         tuple(levels[place]),
                         None if lengths is None else tuple(lengths[place]),
-                        unreadable(read[at]),
+                        self._guard(read[at]),
                     )
         return [predictions[at] for at in range(len(rows))]
+
+
+def _probabilities(logits: Tensor, temperature: float) -> list[list[float]]:
+    rows: list[list[float]] = torch.softmax(logits.float() / temperature, dim=1).tolist()
+    return rows

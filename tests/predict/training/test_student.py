@@ -183,6 +183,6 @@ def test_student_learns_what_the_teacher_computes(tmp_path) -> None:
 
     before = distance()
     words = student.distilbert.embeddings.word_embeddings.weight.clone()
-    align(student, teacher, tokenizer, prefix, texts, seed=0, epochs=40)
-    assert distance() < before / 2
+    align(student, teacher, tokenizer, prefix, texts, seed=0, epochs=10)
+    assert distance() < 0.7 * before
     assert torch.equal(student.distilbert.embeddings.word_embeddings.weight, words)

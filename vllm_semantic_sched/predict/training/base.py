@@ -108,6 +108,7 @@ def distilbert_from_bert(source: BertModel, layers: Sequence[int]) -> UrgencyLen
         length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
         window=DEFAULT_WINDOW,
         temperature=1.0,
+        length_temperature=1.0,
     )
     network = UrgencyLengthClassifier(config)
     network.distilbert.load_state_dict(_distilbert_state(source.state_dict(), layers))

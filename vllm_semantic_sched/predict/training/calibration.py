@@ -8,6 +8,8 @@ from typing import Any
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
 
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
@@ -17,7 +19,8 @@ from vllm_semantic_sched.predict.evaluation.measure import figures_of, model_gue
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.training.fit import autocast, ranked_probability_score
+from vllm_semantic_sched.predict.training.base import bucket_of
+from vllm_semantic_sched.predict.training.fit import autocast
 from vllm_semantic_sched.predict.training.messages import level_message
 from vllm_semantic_sched.predict.training.mixture import Sources
 from vllm_semantic_sched.predict.training.visits import ktas_message
@@ -31,30 +34,60 @@ _RESAMPLES = 30
 _ASCENTS = 4
 _STEPS = 25
 
+_TEMPERATURES = tuple(round(0.5 + 0.05 * step, 2) for step in range(71))
+_TEXTS_PER_PASS = 64
+
 
 def calibrate(
     network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> None:
-    """Store in the configuration the temperature of the urgency head that fits the examples with a
-    level best; leaves it at 1 if there are none.
+    """Store in the configuration the temperature of each head that fits the labelled examples best;
+    leaves that of a head without labels.
 
-    Best by the ranked probability score, as in the training loss: under the log loss a few
-    confident mistakes would set the temperature for all texts.
+    Best by the log loss, on texts that people wrote: those that generators make are easier, and a
+    model calibrated on them is too sure of itself on all others.
     """
-    examples = [example for example in examples if example.level is not None]
     if not examples:
         return
     network.eval()
-    logits = []
+    urgency, length = _logits(network, tokenizer, [example.text for example in examples])
+    edges = network.config.length_bucket_edges
+    for name, logits, labels in (
+        ("temperature", urgency, [one.level for one in examples]),
+        (
+            "length_temperature",
+            length,
+            [
+                None if one.output_tokens is None else bucket_of(one.output_tokens, edges)
+                for one in examples
+            ],
+        ),
+    ):
+        places = [at for at, label in enumerate(labels) if label is not None]
+        if places:
+            truth = torch.tensor([labels[at] for at in places])
+            setattr(network.config, name, best_temperature(logits[places], truth))
+
+
+def best_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The number to divide logits (texts, classes) by for the lowest log loss (Guo et al., 2017)."""
+    losses = {
+        value: float(functional.cross_entropy(logits / value, labels)) for value in _TEMPERATURES
+    }
+    return min(losses, key=losses.__getitem__)
+
+
+def _logits(
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, texts: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Logits of both heads: (texts, levels) and (texts, buckets)."""
+    parts = []
     with torch.inference_mode(), autocast():
-        for start in range(0, len(examples), 64):
-            texts = [example.text for example in examples[start : start + 64]]
-            logits.append(network(*tokenizer.pad(tokenizer.encode(texts)))[0])
-    stacked = torch.cat(logits).float()
-    levels = torch.tensor([example.level for example in examples])
-    candidates = [0.6 + 0.05 * step for step in range(49)]
-    losses = [float(ranked_probability_score(stacked / value, levels)) for value in candidates]
-    network.config.temperature = round(candidates[losses.index(min(losses))], 2)
+        for start in range(0, len(texts), _TEXTS_PER_PASS):
+            part = texts[start : start + _TEXTS_PER_PASS]
+            parts.append(network(*tokenizer.pad(tokenizer.encode(part))))
+    urgency, length = zip(*parts, strict=True)
+    return torch.cat(urgency).float(), torch.cat(length).float()
 
 
 def fitted_thresholds(

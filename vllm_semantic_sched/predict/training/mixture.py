@@ -41,10 +41,12 @@ _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # that say in another language what only they can teach.
 _WRITTEN = 8000
 _WRITTEN_ELSEWHERE = 16_000
+_CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
 _HARMLESS = 3600
 _FRAMED = 3600
 _LOOKALIKES = 1000
+_SOURCE_CODE = 500
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
 # Not Alpaca, whose licence forbids commercial use.
@@ -110,7 +112,10 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
     for written in _sample(sources.written, _WRITTEN * scale, rng):
         examples.append(Example(noisy(written.text, rng), written.level))
     for written in _sample(sources.written_elsewhere, _WRITTEN_ELSEWHERE * scale, rng):
-        examples.append(Example(with_noise(without_marks(written.text, rng), rng), written.level))
+        text = without_marks(written.text, rng)
+        if rng.random() < _CLAIMED_ELSEWHERE:
+            text = rng.choice(surroundings().claims) + text
+        examples.append(Example(with_noise(text, rng), written.level))
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
@@ -118,6 +123,7 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         (_HARMLESS, messages.harmless_prompt),
         (_FRAMED, messages.framed_emergency),
         (_LOOKALIKES, messages.lookalike),
+        (_SOURCE_CODE, messages.source_code),
     ):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(prompt(rng), rng), 4))
@@ -180,8 +186,10 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
     if source < 0.5:
         level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
         message = messages.level_message(level, rng)
-    elif source < 0.75 and sources.written:
-        written = rng.choice(sources.written)
+    elif source < 0.8 and sources.written:
+        written = rng.choice(
+            sources.written_elsewhere if source > 0.7 and sources.written_elsewhere else sources.written
+        )
         level, message = written.level or 0, written.text
     else:
         visit = rng.choice(sources.visits)

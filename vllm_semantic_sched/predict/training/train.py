@@ -72,7 +72,6 @@ _ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of oth
 _ALIGNED_EPOCHS = 2
 _TEXTS_PER_LANGUAGE = 1500
 _VOCABULARY = 60_000  # pieces: 23 MB in int8
-_CALIBRATION_SCALE = 0.05  # of the texts in a round of training
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
@@ -152,8 +151,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
     )
-    unseen = training_round(validation, options.seed, _CALIBRATION_SCALE * scale)
-    calibrate(network, tokenizer, unseen)
+    calibrate(network, tokenizer, _calibration_texts(validation, options.seed))
     save_network(network, folder, options.output)
     texts = [one.text for one in _first_round(sources, options.seed, scale)]
     distil(options.output, texts, options.output, seed=options.seed)
@@ -204,6 +202,14 @@ def _aligned_student(
           on_step=options.on_step)  # fmt: skip
     save_network(student, folder, folder, "fp16")
     return folder, student, tokenizer
+
+
+def _calibration_texts(unseen: Sources, seed: int) -> list[Example]:
+    """Texts of people: messages, as many visits, and prompts and questions for the lengths."""
+    written = [*unseen.written, *unseen.written_elsewhere]
+    visits = random.Random(seed).sample(unseen.visits, min(len(written), len(unseen.visits)))
+    pairs = [Example(one.text, None, one.output_tokens) for one in (*unseen.prompts, *unseen.questions)]
+    return [*written, *(Example(one.text, one.level) for one in visits), *pairs]
 
 
 def _first_round(sources: Sources, seed: int, scale: float) -> list[Example]:
@@ -336,7 +342,7 @@ def _fine_tune(
     )
     if same_heads:
         average(network, load_network(folder).state_dict())
-    elif keep == "length":
+    else:
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
     if instant is not None and keep == "urgency":
