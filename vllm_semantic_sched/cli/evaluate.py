@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bars",
         type=Path,
         metavar="FILE.yaml",
-        help="figures to reach, by test set: `urgency: {at_least: {accuracy: 0.85}}`; exit status 1 "
-        "if one is missed",
+        help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
+        "status 1 if one is missed",
     )
     parser.add_argument(
         "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
@@ -199,7 +199,9 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
         text = summary(reports)
         (args.output / _SUMMARY).write_text(text, encoding="utf-8")
         print(text)
-    return bars_missed(bars, reports)
+    # One file may have bars for every set; a name that no set has is a mistake.
+    asked = {name: one for name, one in bars.items() if name in reports or name not in BUILTIN_SETS}
+    return bars_missed(asked, reports)
 
 
 def _check(args: argparse.Namespace) -> None:
