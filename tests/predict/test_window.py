@@ -63,7 +63,9 @@ def test_chat_without_a_user_is_read_whole() -> None:
 
 
 def test_long_chat_keeps_the_newest_turn_and_the_oldest() -> None:
-    middle = "".join(f"<|im_start|>user\nturn {number} {'x' * 90}<|im_end|>" for number in range(30))
+    middle = "".join(
+        f"<|im_start|>user\nturn {number} {'x' * 90}<|im_end|>" for number in range(30)
+    )
     text = cut_text(f"<|im_start|>user\nthe first<|im_end|>{middle}<|im_start|>user\nnewest", 40)
     assert text.startswith("newest") and text.endswith("the first") and len(text) <= 40 * 8 + 1
 

@@ -37,7 +37,7 @@ def frequent_words(language: str) -> Mapping[str, float]:
         import wordfreq
     except ImportError as error:
         raise ImportError(
-            'the words of other languages are not installed: pip install '
+            "the words of other languages are not installed: pip install "
             '"vllm-semantic-sched[train]"'
         ) from error
     if language not in wordfreq.available_languages("best"):

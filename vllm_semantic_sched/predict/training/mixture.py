@@ -76,7 +76,9 @@ class Sources:
         return cls(
             visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
             ktas=tuple(ktas_visits(root)),
-            prompts=tuple(pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split),
+            prompts=tuple(
+                pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
+            ),
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
             written=tuple(written_messages(split, "en")),
             written_elsewhere=tuple(
@@ -188,7 +190,9 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
         message = messages.level_message(level, rng)
     elif source < 0.8 and sources.written:
         written = rng.choice(
-            sources.written_elsewhere if source > 0.7 and sources.written_elsewhere else sources.written
+            sources.written_elsewhere
+            if source > 0.7 and sources.written_elsewhere
+            else sources.written
         )
         level, message = written.level or 0, written.text
     else:

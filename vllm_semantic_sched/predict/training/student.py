@@ -104,9 +104,7 @@ def _distance(
 ) -> Tensor:
     """Mean squared difference of the states of every second layer, and of the sentence vectors."""
     aims = teacher_states(teacher, ids, mask, prefix)
-    states = student.distilbert(
-        ids, attention_mask=mask, output_hidden_states=True
-    ).hidden_states
+    states = student.distilbert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     step = (len(aims) - 1) // (len(states) - 1)
     real = mask.bool()
     layers = [

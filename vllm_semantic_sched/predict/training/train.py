@@ -208,7 +208,9 @@ def _calibration_texts(unseen: Sources, seed: int) -> list[Example]:
     """Texts of people: messages, as many visits, and prompts and questions for the lengths."""
     written = [*unseen.written, *unseen.written_elsewhere]
     visits = random.Random(seed).sample(unseen.visits, min(len(written), len(unseen.visits)))
-    pairs = [Example(one.text, None, one.output_tokens) for one in (*unseen.prompts, *unseen.questions)]
+    pairs = [
+        Example(one.text, None, one.output_tokens) for one in (*unseen.prompts, *unseen.questions)
+    ]
     return [*written, *(Example(one.text, one.level) for one in visits), *pairs]
 
 
