@@ -10,10 +10,9 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def test_shipped_weights_reach_their_bars(tmp_path, capsys):
-    status = main(
-        ["evaluate", "--data", str(DATA / "urgency"), "--no-baselines", "--claims"]
-        + ["--bars", str(DATA / "predictor_bars.yaml"), "--output", str(tmp_path)]
-    )
+    texts = ("--data", str(DATA / "urgency"), "--claims", "--output", str(tmp_path))
+    bars = ("--no-baselines", "--bars", str(DATA / "predictor_bars.yaml"))
+    status = main(["evaluate", *texts, *bars])
     assert status == 0, capsys.readouterr().err
 
 

@@ -26,7 +26,10 @@ MISTRAL = (
     "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nmy mother fell [/INST] Is she awake?</s>"
     "[INST] no, she does not answer [/INST]"
 )
-PLAIN = "system\nBe brief.\nuser\nmy mother fell\nassistant\nIs she awake?\nuser\nno, she does not answer\nassistant\n"
+PLAIN = (
+    "system\nBe brief.\nuser\nmy mother fell\nassistant\nIs she awake?\n"
+    "user\nno, she does not answer\nassistant\n"
+)
 LOG = "USER: my mother fell ASSISTANT: Is she awake? USER: no, she does not answer ASSISTANT:"
 HARMONY = (
     "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>my mother fell<|end|>"

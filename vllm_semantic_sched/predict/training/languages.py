@@ -67,7 +67,8 @@ def interface_sentences(language: str) -> list[str]:
     found = importlib.util.find_spec("django")
     if found is None or not found.submodule_search_locations:
         raise ImportError(
-            'sentences of other languages are not installed: pip install "vllm-semantic-sched[train]"'
+            "sentences of other languages are not installed: pip install "
+            '"vllm-semantic-sched[train]"'
         )
     name = {"zh": "zh_Hans"}.get(language, language)
     sentences: dict[str, None] = {}

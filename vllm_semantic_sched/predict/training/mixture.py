@@ -11,8 +11,8 @@ from vllm_semantic_sched.datasets import (
     Split,
     TextLength,
     TriageVisit,
-    ktas_visits,
     instruction_pairs,
+    ktas_visits,
     medical_questions,
     split_of,
     triage_visits,
@@ -37,8 +37,8 @@ _PLAIN_VISITS = 32_000
 _CHARTED_VISITS = 7000
 # Visits of each level in other voices; in the survey's proportions no text would get level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
-# Messages written one by one, with a variety that wordings made of parts lack: English ones, and all
-# that say in another language what only they can teach.
+# Messages written one by one, with a variety that wordings made of parts lack: English ones, and
+# those of all other languages.
 _WRITTEN = 8000
 _WRITTEN_ELSEWHERE = 16_000
 _CLAIMED_ELSEWHERE = 0.05

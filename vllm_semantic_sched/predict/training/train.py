@@ -19,6 +19,7 @@ from vllm_semantic_sched.predict.evaluation.metrics import likeliest
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.training.base import (
     base_folder,
     has_heads,
@@ -54,7 +55,6 @@ from vllm_semantic_sched.predict.training.vocabulary import (
     piece_tokenizer,
     save_tokenizer,
 )
-from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import load_network, save_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
@@ -301,8 +301,8 @@ def _fine_tune(
             on its own first predictions while the encoder changes.
         encoder_rate: learning rate of the encoder; 0 freezes it.
         prepare: fits the network's heads to the training examples.
-        same_heads: the heads stay those of the base, if it has any. Then the trained network is averaged with
-            the base, whose calibration it keeps.
+        same_heads: the heads stay those of the base, if it has any. Then the trained network is
+            averaged with the base, whose calibration it keeps.
     """
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
