@@ -40,7 +40,7 @@ _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack: English ones, and
 # those of all other languages.
 _WRITTEN = 8000
-_WRITTEN_ELSEWHERE = 16_000
+_WRITTEN_ELSEWHERE = 20_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
 _HARMLESS = 3600
