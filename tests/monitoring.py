@@ -20,7 +20,9 @@ def panel_queries() -> Iterator[tuple[str, str]]:
     """Title and PromQL, with Grafana's variables filled in."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
-            query = target["expr"].replace("$__rate_interval", "5m").replace("$engine", ".*")
+            query = target["expr"].replace("$__rate_interval", "5m")
+            for variable in ("$instance", "$engine"):
+                query = query.replace(variable, ".*")
             yield panel["title"], query
 
 

@@ -51,7 +51,10 @@ def test_small_run_gets_a_gantt_chart(tmp_path) -> None:
         (["--set", "nonsense"], "FIELD=VALUE"),
         (["--set", "engine.kv_blocks=1"], "needs"),
         (["--metric", "speed"], "normalized_waiting"),
-        (["--metric", "slo_met"], "neither the scenario nor a policy"),
+        (
+            ["--metric", "slo_met", "--set", "schedulers.semantic.policy=sjf"],
+            "neither the scenario nor a policy",
+        ),
     ],
 )
 def test_invalid_options_are_named(tmp_path, capsys, options, words) -> None:

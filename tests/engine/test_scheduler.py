@@ -22,6 +22,7 @@ from vllm_semantic_sched.bench.standalone import (
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
 from vllm_semantic_sched.engine.vllm_api import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
 pytestmark = pytest.mark.engine
@@ -145,8 +146,13 @@ def test_kv_shortage_preempts_the_least_urgent(policy) -> None:
     assert_clean(scheduler)
 
 
+# Prompt tokens that take as long as a decode step, by the profile of `build_scheduler`.
+PROFILE = load_profile("default")
+BESIDE_A_DECODE = PROFILE.prefill_tokens_within(PROFILE.gamma2)
+
+
 def test_urgent_decode_caps_less_urgent_prefills(policy) -> None:
-    for mode, bound in (("cap", 1 + 90), ("gate", 1), ("off", 8192)):
+    for mode, bound in (("cap", 1 + BESIDE_A_DECODE), ("gate", 1), ("off", 8192)):
         scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_seqs=8)
         add(scheduler, "urgent", urgency=0, output_tokens=20)
         run_step(scheduler)
@@ -162,10 +168,10 @@ def test_urgent_decode_caps_less_urgent_prefills(policy) -> None:
         assert_clean(scheduler)
 
 
-@pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", 0), ("cap", 90)])
+@pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", 0), ("cap", BESIDE_A_DECODE)])
 def test_running_prefill_yields_to_an_urgent_request(policy, mode, beside_the_decode) -> None:
-    scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_batched_tokens=100)
-    add(scheduler, "long", urgency=3, prompt_tokens=1000)
+    scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_batched_tokens=200)
+    add(scheduler, "long", urgency=3, prompt_tokens=2000)
     run_step(scheduler)
     add(scheduler, "urgent", urgency=0, prompt_tokens=20, output_tokens=5)
     assert run_step(scheduler).num_scheduled_tokens == {"urgent": 20}

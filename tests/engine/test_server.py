@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -286,3 +287,26 @@ def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path) -> Non
     assert result.returncode != 0
     for word in ("preemption.max_per_req", "max_per_request"):
         assert word in result.stdout + result.stderr
+
+
+def test_one_command_serves_with_all_that_the_scheduler_needs(model, tmp_path) -> None:
+    from vllm_semantic_sched.bench.server import ServerConfig, VllmServer
+
+    class OneCommand(ServerConfig):
+        def command(self, port: int) -> list[str]:
+            options = super().command(port)[4:]  # after `python -m vllm.entrypoints.cli.main serve`
+            return [sys.executable, "-m", "vllm_semantic_sched.cli", "serve", *options]
+
+    options = ("--policy", "tiers", "--host-gib", "0.05")
+    config = OneCommand(model=model, log=tmp_path / "log", seats=4, scheduler_args=options)
+    with VllmServer(config) as server:
+        status, answer, _ = complete(server, vllm_xargs={"urgency": 0})
+        assert status == 200 and answer["usage"]["completion_tokens"] == 8
+        page = server.get_text("/metrics")
+        assert "semsched:host_pool_usage{" in page and "semsched:host_pool_fragmentation{" in page
+        assert page_value(server, "semsched:requests_total", level_from="hint") == 1
+        # The middleware's.
+        assert complete(server, path="/v1/semsched/status")[0] != 404
+    log = (tmp_path / "log").read_text()
+    assert "0.05 GiB of host memory keep the KV of preempted requests" in log
+    assert "profile derived from the model's configuration" in log

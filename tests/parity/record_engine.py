@@ -11,15 +11,16 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from async_engine import schedule_asynchronously
 from vllm import LLM, SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 
 import vllm_semantic_sched.engine.prediction
 import vllm_semantic_sched.engine.scheduler
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.profile import AUTO
 
 from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
@@ -88,23 +89,15 @@ def run_engine(model: str, case: EngineCase, out: Path) -> None:
     out.write_bytes(pickle.dumps([run(llm, time, policy) for policy in case.policies]))
 
 
-def schedule_asynchronously() -> None:
-    """Switch on what vLLM switches off on a CPU: two steps in flight, as on a GPU."""
-    switch_off = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        switch_off(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
 def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
     """Serve the same requests under a policy, on the model that is loaded already."""
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     old = core.scheduler
-    old.vllm_config.additional_config["semantic_sched"]["policy"] = policy
+    settings = {"policy": policy}
+    if load_policy(policy).profile == AUTO:  # the replay knows neither model nor device
+        settings["profile"] = "default"
+    old.vllm_config.additional_config["semantic_sched"] = settings
     core.scheduler = scheduler = SemanticScheduler(
         vllm_config=old.vllm_config,
         kv_cache_config=old.kv_cache_config,

@@ -73,6 +73,11 @@ def test_changes_are_named_and_change_the_fingerprint() -> None:
     assert changed_keys(old, new) == ["default_level", "preemption.enabled"]
     assert fingerprint(old, PROFILE) != fingerprint(new, PROFILE)
     assert fingerprint(old, PROFILE) == fingerprint(policy(), PROFILE)
+    slower = PROFILE.scaled(2.0, 2.0, 2.0)
+    named = policy(profile="default")
+    assert fingerprint(named, PROFILE) != fingerprint(named, slower)
+    # A derived profile may differ between engines that run one policy.
+    assert fingerprint(old, PROFILE) == fingerprint(old, slower)
     assert changed_keys(old, policy()) == []
 
 

@@ -1,12 +1,17 @@
 """Properties of every simulation, for any load, engine and policy."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_semantic_sched.policy.facts.job import Job, PassCause
+from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.sim.engine import Engine, RequestTooLarge
+from vllm_semantic_sched.sim.metrics import Recorder
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 
@@ -126,6 +131,43 @@ def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: 
         assert not lesser or blocks < engine.pool.needed(waiting.tokens)
 
     simulate(scenario, "it", before_step=check)
+
+
+@settings(max_examples=60)
+@given(scenarios())
+def test_passed_requests_are_those_that_break_the_papers_constraint(scenario: Scenario) -> None:
+    seated: dict[str, int] = {}
+
+    def seat(self: Precedence, job: Job, passes: Mapping[int, PassCause]) -> None:
+        seated[job.request_id] = len(seated)
+        record(self, job, passes)
+
+    recorder = Recorder(scenario.slos("it"))
+    with pytest.MonkeyPatch.context() as patch:
+        record = Precedence.seat
+        patch.setattr(Precedence, "seat", seat)
+        runs = simulate(scenario, "it").runs
+    served = [run for run in runs if run.started is not None]
+    for run in served:
+        later = [
+            other
+            for other in served
+            if other.request.index > run.request.index and other.request.level > run.request.level
+        ]
+        passed = any(seated[o.job.request_id] < seated[run.job.request_id] for o in later)
+        assert (run.job.passed is not None) == passed
+        if scenario.settings.workload.hints:
+            assert run.job.passed not in (PassCause.UNREAD, PassCause.MISREAD)
+    finished = [run for run in served if run.finish is not None]
+    for run in finished:
+        recorder.add(run)
+    if finished:
+        row = recorder.levels()["all"]
+        counts = Counter(run.job.passed for run in finished)
+        assert row["passed"] == pytest.approx(1 - counts[None] / len(finished))
+        for cause in PassCause:
+            share = row[f"passed_{cause.value}"]
+            assert share == pytest.approx(counts[cause] / len(finished))
 
 
 def test_request_that_never_fits_is_rejected(scenario) -> None:

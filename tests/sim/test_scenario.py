@@ -1,6 +1,7 @@
 """Scenario files: invalid keys, sweeps, traces, and the shipped scenarios."""
 
 import json
+from collections import Counter
 
 import pytest
 from small_scenario import SMALL
@@ -32,6 +33,7 @@ def test_scenarios_of_the_paper_are_shipped() -> None:
         ("workload.prompt.kind", "lognormal", ["median", "sigma"]),
         ("workload.requests", 0, ["workload.requests", "greater than"]),
         ("workload.mix", [1, 2], ["workload.mix", "2 entries", "5 levels"]),
+        ("workload.tenants", [1, -1], ["workload.tenants", "weights"]),
         ("engine.profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
         ("engine.assumed_profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
         ("schedulers.semantic", {"policy": "emms"}, ["emms", "'ems'"]),
@@ -113,3 +115,14 @@ def test_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:
     runs = simulate(scenario(workload={"arrivals": "azure", "path": "conv"}), "semantic").runs
     assert [run.request.output_tokens for run in runs] == [44, 109]
     assert runs[1].request.arrival == pytest.approx(4.314579)
+
+
+def test_tenants_are_drawn_by_their_weights_and_change_nothing_else() -> None:
+    plain, *_ = parse_scenarios(SMALL, "my.yaml", {"workload.requests": 400})
+    changes = {"workload.requests": 400, "workload.tenants": [3, 1]}
+    shared, *_ = parse_scenarios(SMALL, "my.yaml", changes)
+    mine, theirs = (simulate(scenario, "semantic").runs for scenario in (shared, plain))
+    assert [run.finish for run in mine] == [run.finish for run in theirs]
+    counts = Counter(run.request.tenant for run in mine)
+    assert set(counts) == {"tenant 0", "tenant 1"} and 250 < counts["tenant 0"] < 350
+    assert {run.request.tenant for run in theirs} == {""}

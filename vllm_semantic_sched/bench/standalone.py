@@ -90,7 +90,8 @@ def build_scheduler(
             is_encoder_decoder=False,
             **scheduler_options,
         ),
-        additional_config={"semantic_sched": semantic_sched or {}},
+        # Without an engine there is no device to derive a profile for.
+        additional_config={"semantic_sched": {"profile": "default"} | (semantic_sched or {})},
         kv_transfer_config=kv_transfer_config,
     )
     # Set late: vLLM turns it off where the platform has no use for it, as on a CPU.

@@ -11,6 +11,7 @@ from vllm_semantic_sched import __version__
 
 # A module of this package each; the first paragraph of its docstring is its line of help.
 _COMMANDS = (
+    "serve",
     *("bench", "train", "evaluate", "explain", "policy"),
     *("maintenance", "trace", "profile", "simulate", "plan"),
 )
@@ -18,6 +19,17 @@ _COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
+    arguments = parse(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a subcommand, with its function `run`. Exits if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="semsched", description="Urgency-first scheduling for vLLM."
     )
@@ -27,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # These modules import their heavy dependencies when they run, not before.
         module = importlib.import_module(f"{__name__}.{name}")
         text = module.__doc__ or ""
-        command = commands.add_parser(name, help=text.partition("\n\n")[0], description=text)
+        command = commands.add_parser(
+            name, help=text.partition("\n\n")[0], description=text, allow_abbrev=False
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return status
+    arguments, passed_on = parser.parse_known_args(argv)
+    arguments.passed_on = passed_on
+    if arguments.passed_on and not getattr(arguments, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
+    return arguments

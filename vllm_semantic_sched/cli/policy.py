@@ -10,7 +10,7 @@ from vllm_semantic_sched.cli.arguments import add_server_arguments
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import AUTO, load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             return _reload(args)
         if args.action == "list":
             print("policies:", *shipped_names("policy"))
-            print("profiles:", *shipped_names("profile"))
+            print("profiles:", AUTO, *shipped_names("profile"))
         elif args.action == "keys":
             print(describe_keys(Policy), end="")
         elif args.action == "show":

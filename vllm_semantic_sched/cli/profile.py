@@ -1,10 +1,11 @@
-"""Measure what work costs on your engine, and write an engine profile.
+"""Measure what work costs on your engine, or derive it, and write an engine profile.
 
 Starts the engine in this process with your model and options, serves random prompts of many
 lengths and batch sizes, copies KV blocks to host memory and back, and fits the coefficients. Pass
 the options of your server, and run the command in the server's environment on an otherwise idle
 machine. To use the profile:
-`--additional-config '{"semantic_sched": {"profile": "FILE"}}'`.
+`--additional-config '{"semantic_sched": {"profile": "FILE"}}'`. With --analytic nothing runs: the
+profile follows from the model's config.json and the device's peak figures.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.cli.arguments import positive
 from vllm_semantic_sched.cli.console import make_console, make_table
-from vllm_semantic_sched.policy.facts.profile import load_profile, write_profile
+from vllm_semantic_sched.policy.estimates.roofline import (
+    Device,
+    ModelShape,
+    Roofline,
+    device_named,
+    known_devices,
+)
+from vllm_semantic_sched.policy.facts.profile import (
+    Batch,
+    EngineProfile,
+    load_profile,
+    write_profile,
+)
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
@@ -28,10 +41,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_THIS_MACHINE = "this"
+_BLOCK = 16  # tokens in a KV block of a scenario, unless it says otherwise
+
 _EXAMPLES = """\
 examples:
   semsched profile --output my.yaml -- MODEL --dtype bfloat16 --max-model-len 8192
   semsched profile --check my.yaml -- MODEL --dtype bfloat16 --max-model-len 8192
+  semsched profile --analytic --model DIR --device h100 --tensor-parallel 2 --output h100.yaml
 """
 
 
@@ -47,6 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the cost of preemptions and compare it with the predictions of this "
         "profile; --output is then a JSON report. Exit status 3 if a target is missed",
     )
+    add(
+        "--analytic",
+        action="store_true",
+        help="derive the profile of --model on --device instead of measuring one",
+    )
+    add("--model", type=Path, metavar="DIR", help="folder with the model's config.json")
+    add(
+        "--device",
+        default=_THIS_MACHINE,
+        metavar="NAME",
+        help=f"{', '.join(known_devices())}; or %(default)s, which measures the processor or GPU "
+        "for two seconds (default: %(default)s)",
+    )
+    add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices (default: 1)")
     add("--max-tokens", type=int, metavar="N", help="longest sequence (default: the engine's)")
     add("--max-batch", type=int, metavar="N", help="largest decode batch (default: all seats)")
     add("--repeats", type=positive, default=5, metavar="N", help="per point (default: 5)")
@@ -61,20 +92,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress bar")
     add(
         "engine",
-        nargs="+",
+        nargs="*",
         metavar="-- MODEL [OPTION ...]",
         help="the model and engine options of `vllm serve`",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a profile, or check one.
+    """Measure a profile, derive one, or check one.
 
     Returns:
         0; 2 if an option is invalid, 3 if a checked profile misses a target.
     """
+    if args.analytic:
+        return _derive(args)
     if args.output is None and args.check is None:
         print("semsched profile: needs --output or --check", file=sys.stderr)
+        return 2
+    if not args.engine:
+        print("semsched profile: needs -- MODEL, or --analytic --model DIR", file=sys.stderr)
         return 2
     from vllm_semantic_sched.profiling.live_engine import BadOptions, LiveEngine
 
@@ -88,6 +124,75 @@ def run(args: argparse.Namespace) -> int:
     except (PolicyError, BadOptions, OSError) as error:
         print(f"semsched profile: {error}", file=sys.stderr)
         return 2
+
+
+def _derive(args: argparse.Namespace) -> int:
+    if args.model is None:
+        print("semsched profile: --analytic needs --model", file=sys.stderr)
+        return 2
+    try:
+        config = json.loads((args.model / "config.json").read_text("utf-8"))
+        model = ModelShape.from_config(args.model.resolve().name, config)
+        source = None
+        if args.device == _THIS_MACHINE:
+            device = _measured_device(model)
+            source = f"a benchmark of {device.name}"
+        else:
+            device = device_named(args.device)
+        roofline = Roofline(model, device, args.tensor_parallel)
+        profile = roofline.profile(source)
+        _print_roofline(roofline, profile)
+        if args.output is not None:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            write_profile(profile, args.output)
+            print(f"written: {args.output}\nto plan with it:\n  {_plan(args.output, roofline)}")
+    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        print(f"semsched profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _measured_device(model: ModelShape) -> Device:
+    import os
+
+    import torch
+
+    from vllm_semantic_sched.engine.device_benchmark import measure_device
+
+    dtype = "float32" if model.kv_bytes == 4 else "bfloat16"
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        return measure_device("cuda", torch.cuda.get_device_name(), dtype, model, memory)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return measure_device("cpu", "this processor", dtype, model, memory)
+
+
+def _print_roofline(roofline: Roofline, profile: EngineProfile) -> None:
+    table = make_table("", "", "ms")
+    for tokens in (1_000, 8_000, 32_000):
+        seconds = profile.prefill_alone(tokens)
+        table.add_row(f"prefill of {tokens:,} tokens", f"{seconds * 1e3:,.1f}")
+    for sequences in (1, 16, 64, 256):
+        batch = Batch(decodes=sequences, context=1_000 * sequences)
+        row = f"decode step, batch of {sequences}, 1,000 tokens each"
+        table.add_row(row, f"{profile.step(batch) * 1e3:,.1f}")
+    table.add_row("save or load the KV of 1,000 tokens", f"{profile.load(1_000) * 1e3:,.1f}")
+    console = make_console()
+    console.print(f"{profile.model} on {profile.hardware}, {profile.source}")
+    console.print(table)
+    weights = roofline.model.weights / 1e9
+    console.print(
+        f"weights {weights:,.1f} GB; KV cache of {roofline.kv_tokens:,} tokens beside them"
+    )
+
+
+def _plan(path: Path, roofline: Roofline) -> str:
+    """A command that plans with a derived profile."""
+    blocks = roofline.kv_tokens // _BLOCK
+    return (
+        f"semsched plan --rate 20 --output plan --set engine.profile={path} \\\n"
+        f"    --set engine.kv_blocks={blocks} --set engine.batch=null"
+    )
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:

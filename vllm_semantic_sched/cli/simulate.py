@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
 _DEFAULT_METRIC = "normalized_waiting"
-_ALWAYS_SHOWN = ("ttft_p99", "slo_met", "refused", "recomputes", "swaps")
+_ALWAYS_SHOWN = (
+    "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
+    "slo_met", "refused", "passed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +127,7 @@ def _table(cells: Sequence[Cell], metric: str) -> Table:
         *fields,
         "scheduler",
         *(level if level == ALL else f"urgency {level}" for level in levels),
-        *(f"{name},\nall" for name in more),
+        *(name.replace("_", "\n") + ",\nall" for name in more),
         words=len(fields) + 1,
     )
     for column in table.columns[: len(fields) + 1]:

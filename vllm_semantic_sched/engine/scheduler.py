@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from vllm_semantic_sched.engine.arrivals import Arrivals
+from vllm_semantic_sched.engine.auto_profile import engine_profile
 from vllm_semantic_sched.engine.client_requests import ClientRequests
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
 from vllm_semantic_sched.engine.ending import Endings, end_of
@@ -49,7 +50,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import AUTO, EngineProfile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -82,16 +83,16 @@ class SemanticScheduler(HookedScheduler):
         check_vllm_version()
         commands.install()
         on_new_request(_prepare)
-        settings = load_settings(vllm_config.additional_config)
+        policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
-        if settings[0].base == "fcfs":
+        if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
             stock = AsyncScheduler if asynchronous or issubclass(cls, AsyncScheduler) else Scheduler
             return stock(vllm_config, *args, **kwargs)
         if cls is SemanticScheduler and asynchronous:
             cls = AsyncSemanticScheduler
         self = super().__new__(cls)
-        self._settings = settings
+        self._settings = (policy, engine_profile(policy, vllm_config, starting=True))
         return self
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -140,17 +141,16 @@ class SemanticScheduler(HookedScheduler):
             evict=self.evict,
             end=self._clients.end,
         )
-        self.live_policy = LivePolicy(
-            core, lambda: load_settings(vllm_config.additional_config), self.counters, logger
-        )
+        self.live_policy = LivePolicy(core, self._reload, self.counters, logger)
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
         if core.protection.enabled and (reason := why_no_holds(vllm_config)) is not None:
             core.protection.unsafe = True
             logger.warning("Semantic scheduling: protect is off, because of %s.", reason)
-        for doubt in profile.doubts(self.max_model_len):
-            logger.warning("Semantic scheduling: %s.", doubt)
+        if policy.profile != AUTO:
+            for doubt in profile.doubts(self.max_model_len):
+                logger.warning("Semantic scheduling: %s.", doubt)
 
     # vLLM's interface
 
@@ -292,6 +292,11 @@ class SemanticScheduler(HookedScheduler):
                 self.core.finish(job, end.ending, end.state, end.reason)
 
     # Ours
+
+    def _reload(self) -> tuple[Policy, EngineProfile]:
+        """Read the server's policy and profile again. Runs on a thread of its own."""
+        policy = load_settings(self.vllm_config.additional_config)
+        return policy, engine_profile(policy, self.vllm_config, starting=False)
 
     def _adopt_policy(self) -> None:
         """Put a policy that was reloaded in force, between steps."""

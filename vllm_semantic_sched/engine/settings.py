@@ -1,4 +1,4 @@
-"""Finds the policy and the engine profile that a server was started with."""
+"""Finds the policy that a server was started with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 POLICY_VARIABLE = "SEMSCHED_POLICY"
@@ -27,9 +26,9 @@ class EngineSettings(Section):
     )
 
 
-def load_settings(additional_config: Any) -> tuple[Policy, EngineProfile]:
-    """The policy and the profile of the server. The environment variable SEMSCHED_POLICY overrides
-    the command line.
+def load_settings(additional_config: Any) -> Policy:
+    """The policy of the server, with the profile that the command line names, if it names one. The
+    environment variable SEMSCHED_POLICY overrides the command line's policy.
 
     Raises:
         PolicyError: names the missing or invalid value and the valid ones.
@@ -37,4 +36,6 @@ def load_settings(additional_config: Any) -> tuple[Policy, EngineProfile]:
     given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
     settings = parse_section(EngineSettings, given or {}, source="semantic_sched")
     policy = load_policy(os.environ.get(POLICY_VARIABLE) or settings.policy)
-    return policy, load_profile(settings.profile or policy.profile)
+    if settings.profile is None:
+        return policy
+    return policy.model_copy(update={"profile": settings.profile})

@@ -73,7 +73,7 @@ class SchedulingCore:
         self.protection = Protection(policy.protect)
         self.fairness = Fairness(
             policy,
-            profile,
+            lambda: self.estimates.profile,
             self._make_queue,
             self.estimates.tokens_within,
             self.protection.admits,
@@ -100,7 +100,7 @@ class SchedulingCore:
         and get new ones over the coming steps, a bounded number in each. Levels from hints stay;
         predicted and default levels are decided again.
         """
-        self.fairness.adopt(policy, profile)
+        self.fairness.adopt(policy)
         self.protection.knobs = policy.protect
         self.policy = policy
         self.version += 1
@@ -267,6 +267,8 @@ class SchedulingCore:
         self.version += 1
         if prediction is not None and prediction.unreadable:
             prediction = None
+        if job.started is None and job.level_unread:
+            self.fairness.precedence.read(job)
         job.awaits_prediction = False
         job.drafted_seconds = job.drafted_tokens = None  # estimated without it
         if prediction is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.facts.profile import AUTO, EngineProfile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
 # Key or group of keys: why it cannot change.
@@ -28,7 +28,8 @@ class PolicyVersion:
 
     Attributes:
         number: 1 at the start of the server, plus 1 for each replacement.
-        fingerprint: twelve hexadecimal digits, a hash of all values of policy and profile.
+        fingerprint: twelve hexadecimal digits, a hash of all values of policy and profile. A
+            derived profile does not count: it may differ between engines of one policy.
     """
 
     number: int
@@ -42,7 +43,9 @@ class PolicyVersion:
 
 def fingerprint(policy: Policy, profile: EngineProfile) -> str:
     """See `PolicyVersion.fingerprint`."""
-    values = [policy.model_dump(mode="json"), profile.model_dump(mode="json")]
+    values = [policy.model_dump(mode="json")]
+    if policy.profile != AUTO:
+        values.append(profile.model_dump(mode="json"))
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -78,6 +78,7 @@ class Engine:
         self._swapped_out: list[int] = []
         self._predictions: list[Run] = []
         self._limits = NO_LIMITS
+        core.fairness.precedence.level_of = lambda job: self._runs[job].request.level
         self._held: dict[Job, float] = {}  # and since when
         self._hold_given = False  # in this step
 

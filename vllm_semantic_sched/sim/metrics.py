@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ddsketch import DDSketch
 
+from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.request import Run
 
@@ -34,12 +35,16 @@ METRICS = {
     "swaps": "preemptions whose KV was kept on the host",
     "preemptions_per_minute": "preemptions per minute from first arrival to last finish",
     "tokens_per_second": "output tokens / time from first arrival to last finish of the row",
+    "passed": "share of the requests that got their first seat after a less urgent one that "
+    "arrived later (paper, eq. 2), by true urgency",
+    **{f"passed_{cause.value}": f"share passed by cause: {cause.value}" for cause in PassCause},
     "slo_met": "share of the requests of promised levels for which every promise was kept",
 }
 """Columns of the results. Levels without an SLO have no `slo_met`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
-_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", *_TIMES)
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "cause", *_TIMES)
+_CAUSES = {cause: place for place, cause in enumerate(PassCause)}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _EXACT = 131_072  # values up to which percentiles are exact
@@ -75,6 +80,7 @@ class Recorder:
         self._finished.extend(
             (
                 *(request.level, request.output_tokens, run.recomputes, run.swaps, run.held),
+                _CAUSES[run.job.passed] if run.job.passed is not None else -1,
                 *(request.arrival, run.started, run.first_token, run.finish),
             )
         )
@@ -154,6 +160,8 @@ class _Row:
         self.count += len(block["e2e"])
         sums = {name: block[name].sum() for name in _SUMMED}
         sums["normalized"] = (block["e2e"] / block["tokens"]).sum()
+        for cause, place in _CAUSES.items():
+            sums[f"passed_{cause.value}"] = (block["cause"] == place).sum()
         sums["queueing"] = (block["started"] - block["arrival"]).sum()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
@@ -195,6 +203,9 @@ class _Row:
                 "preemptions_per_minute": preemptions / span * 60,
                 "tokens_per_second": sums["tokens"] / span,
             }
+            by_cause = {f"passed_{cause.value}": sums[f"passed_{cause.value}"] for cause in _CAUSES}
+            row["passed"] = sum(by_cause.values()) / finished
+            row |= {name: count / finished for name, count in by_cause.items()}
             for name, columns in _PERCENTILES.items():
                 row |= _percentiles([other.values[name] for other in rows], columns)
         return {name: row[name] for name in METRICS if name in row}

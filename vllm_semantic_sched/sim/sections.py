@@ -86,6 +86,9 @@ class WorkloadModel(Section):
         description="Weights of the levels, most urgent first; unset: all equal. Levels in a "
         "trace take precedence.",
     )
+    tenants: tuple[float, ...] = Field(
+        (), description="Weights of the tenants; unset: requests have no tenant."
+    )
     hints: bool = Field(
         False, description="Clients send the true level (`vllm_xargs: {urgency: N}`)."
     )
@@ -108,8 +111,12 @@ class WorkloadModel(Section):
         )
         if self.arrivals in ("bursts", "poisson", "gamma") and not counted:
             raise ValueError("workload.requests: give the number of requests")
-        if self.mix and (min(self.mix) < 0 or sum(self.mix) <= 0):
-            raise ValueError(f"workload.mix: {list(self.mix)} must be weights with a positive sum")
+        for name in ("mix", "tenants"):
+            weights = getattr(self, name)
+            if weights and (min(weights) < 0 or sum(weights) <= 0):
+                raise ValueError(
+                    f"workload.{name}: {list(weights)} must be weights with a positive sum"
+                )
         return self
 
 

@@ -32,12 +32,14 @@ class Workload:
         arrivals: seconds since the first arrival.
         levels: true urgency levels.
         prompts, outputs: lengths in tokens.
+        tenants: number of each request's tenant; None: requests have no tenant.
     """
 
     arrivals: np.ndarray
     levels: np.ndarray
     prompts: np.ndarray
     outputs: np.ndarray
+    tenants: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -50,6 +52,7 @@ class Workload:
             int(self.levels[index]),
             int(self.prompts[index]),
             int(self.outputs[index]),
+            "" if self.tenants is None else f"tenant {self.tenants[index]}",
         )
 
 
@@ -72,11 +75,16 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         known = _draw_levels(model.mix, levels, count, rng)
         prompts = _draw_lengths(model.prompt, count, rng)
         outputs = _draw_lengths(model.output, count, rng)
+    tenants = None
+    if model.tenants:
+        weights = np.array(model.tenants)
+        tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
     return Workload(
         arrivals / model.speed,
         known.astype(np.int8),
         prompts.astype(np.int32),
         outputs.astype(np.int32),
+        tenants,
     )
 
 

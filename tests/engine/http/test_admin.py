@@ -11,8 +11,10 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from chaos import BASE_POLICY, disturb, server_arguments
 from metrics_page import wait_until
+from safetensors.torch import save_file
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.cli import main
@@ -48,9 +50,9 @@ def server(serve, weights, policy):
     return serve(*arguments, seats=3, num_blocks=40, model=weights.parent)
 
 
-def complete(server, prompt="hello", max_tokens=8) -> str:
-    body = {"model": "bench", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    body["vllm_xargs"] = {"urgency": LEVEL}
+def complete(server, prompt="hello", max_tokens=8, model="bench", urgency=LEVEL) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body["vllm_xargs"] = {"urgency": urgency}
     request = urllib.request.Request(
         server.url + "/v1/completions",
         json.dumps(body | {"ignore_eos": True}).encode(),
@@ -205,6 +207,65 @@ def test_server_continues_after_a_failed_action(server, capsys) -> None:
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in capsys.readouterr().err
     assert not admin(server).status()[0]["paused"]
     assert complete(server)
+
+
+def test_tiers_are_shed_while_a_promise_is_broken(server, policy) -> None:
+    kept = policy.read_text()
+    impatient = kept.replace("slo: {ttft: 5}", "slo: {ttft: 0.00001}")
+    shedding = "shedding: {enabled: true, min_samples: 1, window: 1}"
+    policy.write_text(impatient.replace("shedding: {enabled: true}", shedding))
+    assert command(server, "policy", "reload") == 0
+
+    def refusal() -> str | None:
+        complete(server, urgency=0)
+        try:
+            complete(server, urgency=4)
+        except urllib.error.HTTPError as error:
+            assert error.code == 429 and int(error.headers["retry-after"]) >= 1
+            return json.load(error)["error"]["code"]
+        return None
+
+    with ManyRequests(server):  # an engine that keeps up sheds nothing
+        wait_until(lambda: refusal() == "shed")
+    policy.write_text(kept)
+    assert command(server, "policy", "reload") == 0
+    wait_until(lambda: refusal() is None)
+
+
+def write_adapter(folder, model) -> None:
+    """A LoRA adapter of rank 8 with random weights on the query projections."""
+    shape = json.loads((model / "config.json").read_text())
+    width = shape["hidden_size"]
+    torch.manual_seed(0)
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, width)
+        weights[f"{name}.lora_B.weight"] = torch.randn(width, 8)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 64}
+    settings |= {"target_modules": ["q_proj"], "bias": "none", "base_model_name_or_path": "bench"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def test_adapter_is_loaded_and_unloaded_while_requests_run(serve, model, policy, tmp_path) -> None:
+    write_adapter(tmp_path / "tone", model)
+    options = ("--api-key", KEY, "--enable-lora", "--max-lora-rank", "8")
+    changing = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    server = serve(*server_arguments(policy), *options, seats=3, environment=changing)
+    before = complete(server, "what is rain", 30)
+    adapter = ("--lora-name", "tone", "--lora-path", str(tmp_path / "tone"))
+    with ManyRequests(server, SHORT_STORY_TOKENS):
+        assert command(server, "maintenance", "--action", "load-lora", *adapter) == 0
+        assert complete(server, "what is rain", 30, model="tone") != before
+    assert complete(server, "what is rain", 30) == before
+    unload = ("maintenance", "--action", "unload-lora", "--lora-name", "tone")
+    with ManyRequests(server, SHORT_STORY_TOKENS):
+        assert command(server, *unload) == 0
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        complete(server, model="tone")
+    assert complete(server, "what is rain", 30) == before
 
 
 def test_changing_weights_in_use_is_rejected(server) -> None:

@@ -13,6 +13,8 @@ import sys
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from async_engine import schedule_asynchronously
+
 POISON = 1.0e4
 WORDS = [f"{a}{b}" for a in ("river", "stone", "green", "door") for b in ("a", "b", "way", "less")]
 
@@ -36,7 +38,11 @@ class SwapEngine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"connectors": [connector]},
             }
+        asynchronous = options.pop("asynchronous", False)
+        if asynchronous:
+            schedule_asynchronously()
         options = {
+            "async_scheduling": asynchronous,
             "scheduler_cls": "vllm_semantic_sched.SemanticScheduler",
             "dtype": "float32",
             "enforce_eager": True,
@@ -278,6 +284,7 @@ def main() -> None:
     results["engine"] = {
         "scheduler": type(engine.scheduler).__name__,
         "caching": engine.caching,
+        "asynchronous": engine.scheduler.vllm_config.scheduler_config.async_scheduling,
         "groups": len(engine.scheduler.kv_cache_config.kv_cache_groups),
         "connector": type(engine.scheduler.connector).__name__,
         "policy_errors": engine.scheduler.counters.total("policy_errors"),

@@ -171,6 +171,23 @@ def test_requests_are_counted_per_tier(tmp_path) -> None:
     assert published(str(engine), "schedule_seconds_count") > 5
 
 
+def test_passed_requests_are_counted_with_the_cause(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(TIERS + "tenants: {fair: true, seats: 0.5}\n")
+    scheduler = build_scheduler(
+        SemanticScheduler, max_num_seqs=2, semantic_sched={"policy": str(path)}
+    )
+    for name in ("running", "capped"):
+        scheduler.add_request(make_request(name, urgency=0, tenant="greedy"))
+    scheduler.add_request(make_request("later", urgency=2, tenant="other"))
+    while scheduler.get_num_unfinished_requests():
+        run_step(scheduler)
+    counters = scheduler.counters
+    assert counters.total("passed_requests", ("gold", "limit")) == 1
+    assert counters.total("passed_requests") == 1
+    assert counters.total("policy_errors") == 0
+
+
 def test_abort_counts_as_cancelled_and_stop_string_as_completed(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(TIERS)
@@ -203,6 +220,7 @@ tiers:
   - {name: d}
   - {name: e}
 fair_share: {enabled: true}
+tenants: {fair: true}
 """
 # Of the predictor, of KV on the host, of estimates that need either, and of errors.
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")

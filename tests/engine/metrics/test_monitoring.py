@@ -29,6 +29,7 @@ tiers:
   - {name: semi-urgent}
   - {name: non-urgent, queue: {requests: 6}}
 fair_share: {enabled: true}
+tenants: {fair: true}
 events: {path: %s}
 """
 LEGAL = {
@@ -42,6 +43,7 @@ NOT_HERE = {
     "semsched:policy_errors_total",
     "semsched:host_pool_usage",
     "semsched:host_pool_fragmentation",
+    "semsched:host_copies",
 }
 
 

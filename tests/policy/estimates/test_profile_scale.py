@@ -135,6 +135,19 @@ def test_estimates_follow_the_scale_and_ranks_stay_comparable() -> None:
     assert subject.rank(shorter).remaining == pytest.approx(rank.remaining, rel=0.15)
 
 
+def test_shares_and_tenants_are_charged_corrected_times() -> None:
+    subject = core(fair_share={"enabled": True})
+    charged = subject.fairness.fair_share.served
+    for factor in (1.0, 8.0):
+        if factor > 1:
+            observe(subject, factor)
+        before, job = charged[1], new_job(subject, 200)
+        subject.enqueue(job, subject.waiting)
+        subject.take(job, subject.waiting)
+        assert charged[1] - before == pytest.approx(factor * PROFILE.prefill(0, 200), rel=0.15)
+        subject.start(job)
+
+
 def test_correction_can_be_switched_off() -> None:
     subject = core(correct_profile=False)
     observe(subject, 8.0)

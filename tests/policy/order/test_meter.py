@@ -19,7 +19,7 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
     charged: dict = {}
     reported: dict = {}
     meter = Meter(
-        PROFILE,
+        lambda: PROFILE,
         lambda job, seconds: charged.__setitem__(job, charged.get(job, 0.0) + seconds),
         reported.__setitem__,
     )
@@ -46,7 +46,7 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
 
 def test_running_jobs_share_the_fixed_time_of_a_step() -> None:
     charged = {}
-    meter = Meter(PROFILE, charged.__setitem__, lambda job, tokens: None)
+    meter = Meter(lambda: PROFILE, charged.__setitem__, lambda job, tokens: None)
     first, second = make_job(computed=100), make_job(computed=100)
     meter.start(first)
     meter.start(second)
@@ -58,9 +58,30 @@ def test_running_jobs_share_the_fixed_time_of_a_step() -> None:
 
 def test_interrupted_prefill_is_charged_in_part() -> None:
     seconds: list[float] = []
-    meter = Meter(PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
+    meter = Meter(lambda: PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
     job = make_job(prompt_tokens=1000)
     meter.start(job)
     job.computed = 400
     meter.stop(job)
     assert sum(seconds) == pytest.approx(-PROFILE.prefill(400, 1000))
+
+
+def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
+    charged: list[float] = []
+    profile = PROFILE
+    meter = Meter(lambda: profile, lambda job, cost: charged.append(cost), lambda job, tokens: None)
+    job = make_job(prompt_tokens=1000)
+    before = meter.admission_seconds(job)
+    meter.start(job)
+    profile = PROFILE.scaled(3.0, 2.0, 1.0)
+    assert meter.admission_seconds(job) == pytest.approx(3 * before)
+    meter.stop(job)  # nothing was computed: exactly the charge is returned
+    assert sum(charged) == pytest.approx(-before)
+    job = make_job(computed=100)
+    charged.clear()
+    meter.start(job)
+    job.generated = 10
+    meter.stop(job)
+    price = profile.gamma1 * job.tokens + profile.gamma2
+    assert sum(charged) == pytest.approx(10 * price)
+    assert price == pytest.approx(2 * (PROFILE.gamma1 * job.tokens + PROFILE.gamma2))

@@ -61,7 +61,7 @@ class GlanceRules:
         classes = vllm_config.scheduler_config.get_scheduler_cls().__mro__
         if not any(one.__module__.startswith(_PACKAGE) for one in classes):
             return None
-        policy, _ = load_settings(vllm_config.additional_config)
+        policy = load_settings(vllm_config.additional_config)
         if not policy.uses_urgency:
             return None
         predictor = policy.predictor

@@ -235,7 +235,7 @@ def _usable_connector(
     connectors = all_kv_connectors(scheduler)
     ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
     if ours is None:
-        return None, "the server was started without the swap connector (docs/preemption.md)"
+        return None, "the server was started without the swap connector, which semsched serve adds"
     if ours.unsupported is not None:
         return None, ours.unsupported
     if scheduler.requires_kv_delivery:

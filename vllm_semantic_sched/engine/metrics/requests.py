@@ -26,6 +26,9 @@ class RequestMetrics:
         if state is JobState.RUNNING:
             if job.started == time and before is JobState.WAITING:
                 self._observe("queueing_delay_seconds", job, time)
+                if job.passed is not None:
+                    tier = self._core.policy.tier_names[job.level]
+                    self._counters.add("passed_requests", (tier, job.passed.value))
         elif state.is_end:
             tier = self._core.policy.tier_names[job.level]
             self._counters.add("ended_requests", (tier, state.value))

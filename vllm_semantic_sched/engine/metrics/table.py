@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
+from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.predict.readable import REASONS
 
@@ -60,6 +61,15 @@ COUNTERS = {
         "Requests ended without their answer, by the code that the client got.",
         ("code", "tier"),
         values=(tuple(code.value for code in Code),),
+    ),
+    "passed_requests": Metric(
+        "Requests that got their first seat after a less urgent one that arrived later, by cause "
+        "(unread: the prediction of one of them was not back; shorter: the policy puts short "
+        "requests first; promoted: the other one gained levels; limit: a tenant's cap or a "
+        "reservation; not_ready: the engine skipped it).",
+        ("tier", "cause"),
+        # A misread level is known to nobody here.
+        values=(tuple(cause.value for cause in PassCause if cause is not PassCause.MISREAD),),
     ),
     "predictions": Metric("Urgency levels read from prompts.", ("level",)),
     "instant_predictions": Metric("Prompts that the instant reader read on arrival."),

@@ -29,6 +29,7 @@ from vllm_semantic_sched.policy.config.overload import (
     SloWindow,
 )
 from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.facts.profile import AUTO
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Tier
 
@@ -52,8 +53,9 @@ class Policy(Section):
         2, ge=0, description="Level of a request without a hint or a prediction."
     )
     profile: str = Field(
-        "default",
-        description="Engine profile (alpha, beta, gamma): a name under configs/profiles or a path.",
+        AUTO,
+        description="Engine profile (alpha, beta, gamma). `auto`: derived at start from the "
+        "model's configuration and the device. Otherwise a name under configs/profiles or a path.",
     )
     correct_profile: bool = Field(
         True,

@@ -24,9 +24,12 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         probabilities: one per level, calibrated, level 0 first.
     """
     levels = range(len(probabilities))
+    likeliest = max(levels, key=probabilities.__getitem__)
     if decision.rule == "most_likely":
-        return max(levels, key=probabilities.__getitem__)
+        return likeliest
     if decision.rule == "thresholds":
+        if probabilities[likeliest] >= decision.certain:
+            return likeliest
         reached = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
         return min(reached, levels[-1])
     costs = [

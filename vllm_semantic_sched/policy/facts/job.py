@@ -113,6 +113,17 @@ class LevelSource(enum.Enum):
     DEFAULT = "default"
 
 
+class PassCause(enum.Enum):
+    """Why a less urgent request that arrived later got its first seat before a request."""
+
+    UNREAD = "unread"  # the prediction of one of them was not back
+    MISREAD = "misread"  # it was taken for no more urgent; only the simulator can tell
+    SHORTER = "shorter"  # the policy puts short requests first
+    PROMOTED = "promoted"  # the other one gained levels: aging, deadlines, fair shares
+    LIMIT = "limit"  # its tenant's cap or a hard reservation kept it waiting
+    NOT_READY = "not_ready"  # the engine skipped it: its grammar, adapter or KV was not ready
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One request.
@@ -141,6 +152,9 @@ class Job:
             expected when it was drafted; each is used once, at its arrival.
         started, first_token: time of the first seat and of the first token.
         waited: seconds without a seat, up to `entered`, and seconds in which it was held.
+        read_after, unread_level: first seats given before its prediction came, and its level until
+            then; 0 if its level came from a hint or has not changed since.
+        passed: why a less urgent, later job got its first seat before; None: none did.
     """
 
     request_id: str
@@ -173,6 +187,9 @@ class Job:
     waited: float = 0.0
     drafted_seconds: float | None = None
     drafted_tokens: float | None = None
+    read_after: int = 0
+    unread_level: int = 0
+    passed: PassCause | None = None
 
     @property
     def effective_level(self) -> float:
@@ -188,6 +205,12 @@ class Job:
         if not self.deadline_boost:
             return self.level
         return max(self.level - self.deadline_boost, 0.0) if self.level else DEADLINE_NEAR
+
+    @property
+    def level_unread(self) -> bool:
+        """Whether its level may change when its prediction comes."""
+        provisional = self.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT)
+        return provisional and self.awaits_prediction
 
     @property
     def overdue(self) -> bool:

@@ -11,6 +11,11 @@ from pydantic import Field
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
+# The name that stands for the profile derived from the engine's model and device. Where there is no
+# engine, it is the shipped profile of the second name.
+AUTO = "auto"
+_WITHOUT_ENGINE = "default"
+
 
 class BatchTerms(Section):
     """Costs of a step of a batching engine besides the prefilled tokens."""
@@ -253,11 +258,13 @@ class EngineProfile(Section):
 
 
 def load_profile(name_or_path: str | Path) -> EngineProfile:
-    """Read a profile by the name of a shipped one or by path.
+    """Read a profile by the name of a shipped one or by path. `auto` is `default` here: only
+    an engine knows its model and device.
 
     Raises:
         PolicyError: missing, not YAML, or invalid.
     """
+    name_or_path = _WITHOUT_ENGINE if name_or_path == AUTO else name_or_path
     data, source = read_config(name_or_path, kind="profile")
     return parse_section(EngineProfile, data, source)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, PassCause
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+
+_NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class _Charge:
     seconds: float
     overtook: bool
     credit: float
+    passes: Mapping[int, PassCause]
 
 
 class Fairness:
@@ -36,13 +41,14 @@ class Fairness:
     because it was not ready.
 
     Args:
+        profile: the engine profile as corrected so far.
         gate: whether a job may be admitted for all that protection cares.
     """
 
     def __init__(
         self,
         policy: Policy,
-        profile: EngineProfile,
+        profile: Callable[[], EngineProfile],
         make_queue: Callable[[QueueRules], WaitingQueue],
         tokens_within: Callable[[Job, float], float],
         gate: Callable[[Job], bool] = lambda job: True,
@@ -58,6 +64,7 @@ class Fairness:
         self.reservation = Reservation(policy.all_tiers, self.holdings)
         self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
         self.kv_peak = KvPeak(policy.kv_peak, tokens_within)
+        self.precedence = Precedence(policy.levels)
         self.meter = Meter(profile, self._charge, self.holdings.hold)
         self._taken: dict[Job, _Charge] = {}
         self._rules = QueueRules(
@@ -87,7 +94,7 @@ class Fairness:
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, policy: Policy) -> None:
         """Switch to a new policy.
 
         Raises:
@@ -102,7 +109,6 @@ class Fairness:
         self.tenant_caps.knobs = policy.tenants
         self.kv_peak.knobs = policy.kv_peak
         self._rules.weights = policy.weighted_levels
-        self.meter.profile = profile
         self.waiting.changed()
 
     @property
@@ -133,14 +139,17 @@ class Fairness:
     def take(self, job: Job) -> None:
         """Take a job out of the queue to give it a seat."""
         overtook = self.waiting.overtakes(job)
+        passes = self.waiting.passes(job) if job.started is None and job.level else _NONE
         self.waiting.remove(job)
-        self._admit(job, overtook)
+        self._admit(job, overtook, passes)
 
     def start(self, job: Job) -> None:
         """Record that a job got its seat."""
-        if self._taken.pop(job, None) is None:
+        if job not in self._taken:
             self._admit(job, overtook=False)
-            del self._taken[job]
+        charge = self._taken.pop(job)
+        if job.started is None:
+            self.precedence.seat(job, charge.passes)
         self._stop_timers(job)
         # Without it a tier over its share would take back the seat that it just lost.
         job.share_boost = max(0.0, -self._offset(job.level))
@@ -217,10 +226,10 @@ class Fairness:
         self.promotions.stop(job)
         self.deadlines.stop(job)
 
-    def _admit(self, job: Job, overtook: bool) -> None:
+    def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
-        self._taken[job] = _Charge(job.level, seconds, overtook, credit)
+        self._taken[job] = _Charge(job.level, seconds, overtook, credit, passes)
         self.holdings.hold(job, job.tokens + AHEAD)
         self.kv_peak.add(job)
         self._account(job, job.level, seconds, first=not job.preemptions)

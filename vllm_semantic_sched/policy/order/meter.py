@@ -18,6 +18,7 @@ class _Stint:
     charged: int  # tokens, prompt and output, that have been charged
     prefill: int  # tokens to compute before the first output token
     generated: int  # output tokens at the start
+    profile: EngineProfile  # by which the admission was charged
 
 
 class Meter:
@@ -27,6 +28,7 @@ class Meter:
     its actual KV. Engine time is charged after use.
 
     Args:
+        profile: the engine profile as corrected so far.
         charge: gets engine seconds that a job used; negative for a prefill that was charged on
             admission but not computed.
         hold: gets the most KV tokens of a job until its next visit.
@@ -35,16 +37,15 @@ class Meter:
         tokens_per_step: most output tokens of one job in a step (more than 1 with speculative
             decoding).
         idle: running jobs that get no token now, because they are held.
-        profile: may be replaced.
     """
 
     def __init__(
         self,
-        profile: EngineProfile,
+        profile: Callable[[], EngineProfile],
         charge: Callable[[Job, float], None],
         hold: Callable[[Job, int], None],
     ) -> None:
-        self.profile = profile
+        self._profile = profile
         self.tokens_per_step = 1
         self.idle = 0
         self._charge = charge
@@ -59,11 +60,12 @@ class Meter:
 
     def admission_seconds(self, job: Job) -> float:
         """Engine time until a job can decode: load and prefill."""
-        return self.profile.load(job.swapped) + self.profile.prefill(job.swapped, job.tokens)
+        profile = self._profile()
+        return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
 
     def start(self, job: Job) -> None:
         """Start following a job that got a seat and whose admission has been charged."""
-        self._stints[job] = _Stint(job.tokens, job.tokens, job.generated)
+        self._stints[job] = _Stint(job.tokens, job.tokens, job.generated, self._profile())
         self._tell(job)
 
     def stop(self, job: Job) -> None:
@@ -73,7 +75,7 @@ class Meter:
             return
         seconds = self._decode_seconds(job, stint)
         if job.generated == stint.generated and job.computed < stint.prefill:
-            seconds -= self.profile.prefill(job.computed, stint.prefill)
+            seconds -= stint.profile.prefill(job.computed, stint.prefill)
         del self._stints[job]
         self._due.discard(job)
         self._charge(job, seconds)
@@ -96,5 +98,6 @@ class Meter:
     def _decode_seconds(self, job: Job, stint: _Stint) -> float:
         # Running jobs share the fixed time of a decode step.
         sharing = max(1, len(self._stints) - self.idle)
-        price = self.profile.gamma1 * job.tokens + self.profile.gamma2 / sharing
+        profile = self._profile()
+        price = profile.gamma1 * job.tokens + profile.gamma2 / sharing
         return (job.tokens - stint.charged) * price

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config.order import WeightedLevels
-from vllm_semantic_sched.policy.facts.job import Job, Rank
+from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
 from vllm_semantic_sched.policy.order.aging import Overtaking
 from vllm_semantic_sched.policy.order.queues import LevelQueue
 
@@ -136,6 +136,16 @@ class WaitingQueue:
         chosen, overtakes = self._choose()
         return overtakes and chosen is job
 
+    def passes(self, job: Job) -> dict[int, PassCause]:
+        """Why `job`, the result of `peek`, goes before the waiting jobs of each more urgent level.
+        O(levels)."""
+        levels = self._levels.items()
+        return {
+            level: self._why_passed(queue, job)
+            for level, queue in levels
+            if level < job.level and queue
+        }
+
     def pop(self) -> Job:
         """Remove and return the result of `peek`. IndexError if it is None."""
         job = self.peek()
@@ -196,19 +206,27 @@ class WaitingQueue:
             return (best[1] if best else None), False
         return aged, True
 
+    def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
+        if self.overtakes(job):
+            return PassCause.PROMOTED
+        head = queue.peek(self._rules.tenant_may_go)
+        if head is None or not self._rules.admits(head[1]):
+            return PassCause.LIMIT
+        promoted = self._rules.by_level and self._level(job) <= self._level(head[1])
+        return PassCause.PROMOTED if promoted else PassCause.SHORTER
+
     def _oldest_overdue(self) -> Job | None:
         heads = (queue.overdue.peek() for queue in self._levels.values())
         return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
     def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
-        if aged:
-            level = rank.level
-        elif self._rules.by_level:
-            level = job.deadline_level
-        else:
-            level = 0.0
-        level += self._rules.offset(job.level)
+        level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
         return weighted(Rank(level, rank.remaining, rank.sequence), self._rules.weights)
+
+    def _level(self, job: Job) -> float:
+        """Level of a waiting job among the others, without what it gained by its age."""
+        level = job.deadline_level if self._rules.by_level else 0.0
+        return level + self._rules.offset(job.level)
 
 
 def weighted(rank: Rank, weights: WeightedLevels) -> Rank:

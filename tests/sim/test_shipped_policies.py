@@ -1,0 +1,240 @@
+"""Every key of a shipped policy has an effect: without it, some load or promise ends otherwise."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.files import read_config, shipped_names
+from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.sim.predictor import draw_predictions
+from vllm_semantic_sched.sim.scenario import parse_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.workload import Workload
+
+Keys = dict[str, Any]
+
+# Loads: everything that differs from this engine.
+ENGINE = {"profile": "cpu-2core-tiny", "seats": 6, "kv_blocks": 150, "block_size": 16}
+SLOW = {"step": 1.0, "per_sequence": 0.0, "per_context_token": 0.0}  # seconds
+
+
+def load_of(*columns: Any) -> Workload:
+    """Requests of one large and some small tenants: arrivals, levels, prompts, outputs."""
+    index = np.arange(len(columns[0]))
+    tenants = np.where(index % 4, 1 + index % 19, 0)
+    return Workload(*map(np.asarray, columns), tenants=tenants)
+
+
+def mixed(
+    levels: int, count: int, seconds: float, prompt: int, output: int, urgent: float | None = None
+) -> Workload:
+    """Requests of all levels and lengths; `urgent`: share of level 0."""
+    rng = np.random.default_rng(7)
+    share = 1 / levels if urgent is None else urgent
+    return load_of(
+        np.sort(rng.uniform(0, seconds, count)),
+        rng.integers(1, levels, count) * (rng.random(count) >= share),
+        rng.integers(1, prompt, count),
+        rng.integers(1, output, count),
+    )
+
+
+def wave(levels: int) -> Workload:
+    """Urgent requests that all come when unimportant ones have all seats."""
+    low, high = 20, 16
+    return load_of(
+        [0.0] * low + [1.0] * high,
+        [levels - 1] * low + [0] * high,
+        [10] * (low + high),
+        [300] * low + [20] * high,
+    )
+
+
+def one_by_one(levels: int) -> Workload:
+    """Urgent requests that come one after the other beside a long unimportant one."""
+    urgent = 8
+    return load_of(
+        [0.0, *(1.0 + np.arange(urgent))],
+        [levels - 1] + [0] * urgent,
+        [600] + [60] * urgent,
+        [100] + [5] * urgent,
+    )
+
+
+def left_behind(levels: int) -> Workload:
+    """Unimportant requests, then more urgent ones for a quarter of an hour."""
+    early, late = 40, 400
+    rng = np.random.default_rng(7)
+    return load_of(
+        [0.0] * early + np.linspace(1, 900, late).tolist(),
+        [levels - 1] * early + rng.integers(0, 2, late).tolist(),
+        [10] * (early + late),
+        [20] * (early + late),
+    )
+
+
+LOADS: dict[str, tuple[Callable[[int], Workload], Keys, bool]] = {
+    "mixed": (lambda levels: mixed(levels, 150, 10.0, 400, 80), {}, True),
+    "one seat": (one_by_one, {"seats": 1, "batch": SLOW | {"step": 0.1}}, True),
+    "little KV": (one_by_one, {"kv_blocks": 45, "batch": SLOW | {"step": 0.1}}, True),
+    "claims": (lambda levels: mixed(levels, 150, 10.0, 200, 80, urgent=0.7), {}, True),
+    "wave": (wave, {"seats": 20, "kv_blocks": 600}, True),
+    "unhinted": (lambda levels: mixed(levels, 80, 5.0, 200, 80), {}, False),
+    "slow": (lambda levels: mixed(levels, 150, 300.0, 300, 60), {"batch": SLOW}, True),
+    "left behind": (left_behind, {"batch": SLOW}, True),
+    "slow, unhinted": (
+        lambda levels: mixed(levels, 150, 300.0, 300, 60),
+        {"batch": SLOW},
+        False,
+    ),
+    "unimportant crowd": (
+        lambda levels: load_of([0.0] * 600, [levels - 1] * 600, [10] * 600, [2] * 600),
+        {"seats": 32},
+        True,
+    ),
+    "crowd": (lambda levels: mixed(levels, 3200, 0.1, 20, 4, urgent=0.05), {"seats": 64}, True),
+}
+
+
+def simulated(keys: Keys, load: str) -> list[tuple[Any, ...]]:
+    """What becomes of each request of a load."""
+    make, engine, hints = LOADS[load]
+    content = {
+        "workload": {"requests": 1, "hints": hints},
+        "engine": ENGINE | engine,
+        "schedulers": {"it": keys},
+    }
+    scenario = parse_scenarios(content)[0]
+    levels = scenario.policies["it"].levels
+    workload, rng = make(levels), np.random.default_rng(1)
+    predictions = draw_predictions(scenario.settings.predictor, workload, levels, rng)
+    runs = simulate(scenario, "it", given=(workload, predictions)).runs
+    return [(run.refused, run.started, run.first_token, run.finish) for run in runs]
+
+
+def facts(keys: Keys) -> Any:
+    """Names, and whether a text is read."""
+    policy = parse_policy(keys)
+    return policy.tier_names, policy.reads(hinted=False)
+
+
+def engine_parts(keys: Keys) -> tuple[SchedulingCore, OverloadControl]:
+    policy = parse_policy(keys)
+    core = SchedulingCore(policy, load_profile("default"))
+    capacity = EngineCapacity(8, 1000, 16)
+    core.set_capacity(capacity)
+    control = OverloadControl(policy, core.estimates, core.holdings, capacity)
+    core.lifecycle.listeners.append(control)
+    return core, control
+
+
+def measured_promises(keys: Keys) -> Any:
+    """Compliance and headroom of each tier, as the server reports them."""
+    measured = []
+    for wait, per_token in ((0.5, 0.0), (0.0, 0.01)):  # most seconds by these times 39
+        core, control = engine_parts(keys)
+        now = 0.0
+        core.lifecycle.clock = lambda: now  # noqa: B023 - the present value
+        for number in range(40 * core.policy.levels):
+            level, delay = number % core.policy.levels, number // core.policy.levels
+            hint = core.read_hints({"urgency": level}, 0)
+            job = core.new_job(str(number), -wait * delay, 10, 100, hint, False)
+            core.enqueue(job, core.waiting)
+            core.take(job, core.waiting)
+            core.start(job)
+            now = 0.0
+            job.generated = 1
+            core.first_token(job)
+            now = per_token * delay
+            job.generated = 2
+            core.finish(job, AnswerEnd.STOPPED)
+        slo = control.load.slo
+        measured += [(slo.compliance(n), slo.headroom(n)) for n in range(core.policy.levels)]
+    return measured
+
+
+def superseded(keys: Keys) -> Any:
+    """Requests that end when one with the same key arrives."""
+    core, control = engine_parts(keys)
+    ended = []
+    for name in ("older", "newer"):
+        job = core.new_job(name, 0.0, 10, 100, core.read_hints({}, 0), False)
+        core.enqueue(job, core.waiting)
+        key = "page 7" if core.policy.dedup.enabled else None  # as the engine reads it
+        ended += control.arrive(job, 0.0, lambda: 0, key, name)
+    return [(job.request_id, refusal.code) for job, refusal in ended]
+
+
+def _probes() -> Iterator[Callable[[Keys], Any]]:
+    yield from (facts, superseded, measured_promises)
+    for load in LOADS:
+        yield lambda keys, load=load: simulated(keys, load)
+
+
+PROBES = tuple(_probes())
+
+
+@cache
+def outcome(policy: str, probe: int) -> Any:
+    return PROBES[probe](shipped(policy))
+
+
+def shipped(policy: str) -> Keys:
+    keys: Keys = read_config(policy, kind="policy")[0]
+    return keys
+
+
+def leaves(keys: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of the values in a policy file."""
+    if isinstance(keys, dict) and keys:
+        pairs = list(keys.items())
+    elif isinstance(keys, list) and keys and isinstance(keys[0], dict):
+        pairs = list(enumerate(keys))
+    else:
+        yield path
+        return
+    for name, value in pairs:
+        yield from leaves(value, (*path, name))
+
+
+def without(keys: Keys, path: tuple[Any, ...]) -> Keys:
+    """The policy with one key at its default; a name, which has none, becomes another one."""
+    changed = copy.deepcopy(keys)
+    inner: Any = changed
+    for part in path[:-1]:
+        inner = inner[part]
+    if path[-1] == "name":
+        inner["name"] = "-"
+    else:
+        del inner[path[-1]]
+    return changed
+
+
+def has_effect(policy: str, path: tuple[Any, ...]) -> bool:
+    try:
+        reset = without(shipped(policy), path)
+        if parse_policy(reset) == parse_policy(shipped(policy)):
+            return False
+    except PolicyError:
+        return True  # other keys of the file need it
+    return any(probe(reset) != outcome(policy, n) for n, probe in enumerate(PROBES))
+
+
+CASES = [(name, path) for name in shipped_names("policy") for path in leaves(shipped(name))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "path"), CASES, ids=[".".join(map(str, [name, *path])) for name, path in CASES]
+)
+def test_every_key_has_an_effect(policy: str, path: tuple[Any, ...]) -> None:
+    assert has_effect(policy, path), "remove it, or add a load that shows what it does"

@@ -1,0 +1,78 @@
+"""Checks the paper's constraint on the order (arXiv 2506.12204, eq. 2): no request gets its first
+seat after a less urgent one that arrived later.
+
+A request for which it does not hold was *passed*. Of all requests that passed it, the one that
+arrived last tells the cause. Requests that never get a seat are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vllm_semantic_sched.policy.facts.job import Job, PassCause
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstSeat:
+    """A first seat: its place among all of them, and the job as it was known then.
+
+    Attributes:
+        passes: why the job went before the waiting ones of each more urgent level.
+    """
+
+    place: int
+    sequence: int
+    level: int
+    unread: bool
+    passes: Mapping[int, PassCause]
+
+
+class Precedence:
+    """Finds the requests that were passed. O(levels) for each first seat, and O(levels) memory.
+
+    Attributes:
+        level_of: the urgency that the constraint is about. The engine knows no other than the
+            job's level; the simulator knows the true one.
+    """
+
+    def __init__(self, levels: int) -> None:
+        self.level_of: Callable[[Job], int] = lambda job: job.level
+        self._seats = 0
+        # For each level, among the less urgent jobs with a first seat, the one that arrived last.
+        self._latest: list[_FirstSeat | None] = [None] * levels
+
+    def read(self, job: Job) -> None:
+        """A waiting job's prediction is about to change its level."""
+        job.read_after, job.unread_level = self._seats, job.level
+
+    def seat(self, job: Job, passes: Mapping[int, PassCause]) -> None:
+        """Record a job's first seat, and whether the job was passed.
+
+        Args:
+            passes: see `WaitingQueue.passes`.
+        """
+        level = self.level_of(job)
+        latest = self._latest[level]
+        if latest is not None and latest.sequence > job.sequence:
+            job.passed = _cause(job, latest)
+        if level:
+            seat = _FirstSeat(self._seats, job.sequence, job.level, job.level_unread, passes)
+            for above in range(level):
+                latest = self._latest[above]
+                if latest is None or latest.sequence < job.sequence:
+                    self._latest[above] = seat
+        self._seats += 1
+
+
+def _cause(job: Job, other: _FirstSeat) -> PassCause:
+    """Why `other` got its first seat before `job`."""
+    read_later = job.read_after > other.place
+    level = job.unread_level if read_later else job.level
+    if level < other.level:
+        cause = other.passes.get(level)
+        if cause is not None:
+            return cause
+    if read_later or job.level_unread or other.unread:
+        return PassCause.UNREAD
+    return PassCause.NOT_READY if level < other.level else PassCause.MISREAD
