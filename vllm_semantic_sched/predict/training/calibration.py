@@ -1,5 +1,6 @@
 """The end of training: temperature, thresholds, and figures on the validation split."""
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
 from vllm_semantic_sched.predict.evaluation.measure import figures_of, model_guesser
+from vllm_semantic_sched.predict.evaluation.metrics import likeliest
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
@@ -91,52 +93,83 @@ def _logits(
 
 
 def fitted_thresholds(
-    probabilities: Sequence[Sequence[float]], levels: Sequence[int]
+    probabilities: Sequence[Sequence[float]],
+    levels: Sequence[int],
+    certain: float = math.inf,
+    urgent_recall: float = 0.0,
 ) -> tuple[float, ...]:
     """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
     quadratic weighted kappa.
 
-    Each lies between its two levels. Kappa is flat and rugged around its maximum, so the thresholds
-    are means over many resamples of the texts.
+    Kappa is flat and rugged around its maximum, so the thresholds are means over many resamples of
+    the texts.
+
+    Args:
+        certain: texts with a level at least this probable get that level (`Decision.certain`).
+            Without such texts a threshold must lie between its two levels.
+        urgent_recall: least share of the texts of levels 0 and 1 that are to get one of them.
     """
     last = len(probabilities[0]) - 1
+    sure = numpy.array([max(row) >= certain for row in probabilities])
+    truth = numpy.asarray(levels)
+    fixed = numpy.zeros((last + 1, last + 1))  # by decided and by true level
+    numpy.add.at(fixed, ([likeliest(row) for row in probabilities], truth), sure)
     expected = numpy.array([expected_level(row) for row in probabilities])
     cells = numpy.minimum(last * _STEPS - 1, (expected * _STEPS).astype(int))
     table = numpy.zeros((last * _STEPS, last + 1))
-    numpy.add.at(table, (cells, numpy.asarray(levels)), 1)
+    numpy.add.at(table, (cells, truth), ~sure)
+    highest = _STEPS if certain > 1 else _STEPS * 3 // 2
+    least = 1
+    if urgent_recall:
+        found = fixed[:2, :2].sum() + table[:, :2].sum(axis=1).cumsum()
+        enough = urgent_recall * (truth <= 1).sum()
+        least = min(highest, max(1, int(numpy.searchsorted(found, enough)) + 1 - _STEPS))
+    ranges = [(least if place == 1 else 1, highest) for place in range(last)]
     rng = numpy.random.default_rng(0)
-    resamples = rng.multinomial(len(levels), table.ravel() / len(levels), size=_RESAMPLES)
-    fits = [_best_cuts(counts.reshape(table.shape)) for counts in resamples]
+    many = int(table.sum())
+    shares = table.ravel() / max(1, many)
+    resamples = rng.multinomial(many, shares, size=_RESAMPLES)
+    fits = [_best_cuts(counts.reshape(table.shape), fixed, ranges) for counts in resamples]
     return tuple(round(float(cut), 2) for cut in numpy.mean(fits, axis=0) / _STEPS)
 
 
-def _best_cuts(table: IntArray) -> list[int]:
+def _best_cuts(
+    table: IntArray, fixed: NDArray[numpy.float64], ranges: Sequence[tuple[int, int]]
+) -> list[int]:
     """Coordinate ascent from the middles between the levels.
 
     Args:
         table: texts by place of the expected level, in steps, and by true level.
+        fixed: other texts, by decided and by true level.
+        ranges: for each threshold its least and greatest distance from the level before it, in
+            steps.
 
     Returns:
         A place for each threshold, in steps.
     """
     below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
     levels = table.shape[1]
-    truth = below[-1]
+    truth = below[-1] + fixed.sum(axis=0)
     distance = numpy.square(numpy.subtract.outer(range(levels), range(levels)))
 
     def disagreement(cuts: list[int]) -> float:
         """1 - kappa."""
-        decided = numpy.diff(below[[0, *cuts, len(table)]], axis=0)
+        ends = [0, *(min(cut, len(table)) for cut in cuts), len(table)]
+        decided = numpy.diff(below[ends], axis=0) + fixed
         chance = numpy.outer(decided.sum(axis=1), truth) / max(1, truth.sum())
         by_chance = float((distance * chance).sum())
         return float((distance * decided).sum()) / by_chance if by_chance else 0.0
 
-    cuts = [level * _STEPS + _STEPS // 2 for level in range(levels - 1)]
+    cuts = [max(level * _STEPS + _STEPS // 2, level * _STEPS + ranges[level][0])
+            for level in range(levels - 1)]  # fmt: skip
     for _ in range(_ASCENTS):
-        for place in range(levels - 1):
+        for place, (least, most) in enumerate(ranges):
+            lower = cuts[place - 1] if place else 0
+            upper = cuts[place + 1] if place + 1 < len(cuts) else math.inf
             tried = (
-                [*cuts[:place], place * _STEPS + step, *cuts[place + 1 :]]
-                for step in range(1, _STEPS + 1)
+                [*cuts[:place], at, *cuts[place + 1 :]]
+                for at in range(place * _STEPS + least, place * _STEPS + most + 1)
+                if lower < at < upper
             )
             cuts = min([cuts, *tried], key=disagreement)
     return cuts

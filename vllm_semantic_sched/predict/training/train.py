@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from vllm_semantic_sched.datasets import split_of
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
 from vllm_semantic_sched.predict.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.predict.evaluation.metrics import likeliest
@@ -72,6 +73,7 @@ _ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of oth
 _ALIGNED_EPOCHS = 2
 _TEXTS_PER_LANGUAGE = 1500
 _VOCABULARY = 60_000  # pieces: 23 MB in int8
+_URGENT_RECALL = 0.7  # of levels 0 and 1 of the visits, a little above what unseen ones must show
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
@@ -156,7 +158,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     texts = [one.text for one in _first_round(sources, options.seed, scale)]
     distil(options.output, texts, options.output, seed=options.seed)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
-    _write_thresholds(options, visits)
+    _write_thresholds(options, visits, _URGENT_RECALL)
     return len(visits), validation_figures(options.output, validation, options.seed)
 
 
@@ -362,12 +364,16 @@ def _fine_tune(
     return FineTuned(len(tests), known, len(training) if keep == "length" else None)
 
 
-def _write_thresholds(options: Options, examples: Sequence[Example]) -> None:
+def _write_thresholds(
+    options: Options, examples: Sequence[Example], urgent_recall: float = 0.0
+) -> None:
     """Write a policy that cuts the stored model's expected level where it agrees best with the
-    levels of `examples`."""
+    levels of `examples`, with at least this recall of levels 0 and 1."""
     predictor = TextPredictor.load(str(options.output), options.threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
-    thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
+    thresholds = fitted_thresholds(
+        probabilities, [one.level or 0 for one in examples], Decision().certain, urgent_recall
+    )
     decision = {"rule": "thresholds", "thresholds": list(thresholds)}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
     (options.output / THRESHOLDS_FILE).write_text(text, encoding="utf-8")
