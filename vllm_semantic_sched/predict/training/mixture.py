@@ -39,10 +39,10 @@ _CHARTED_VISITS = 7000
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack: English ones, and
 # those of all other languages.
-_WRITTEN = 8000
-_WRITTEN_ELSEWHERE = 20_000
+_WRITTEN = 10_000
+_WRITTEN_ELSEWHERE = 24_000
 _CLAIMED_ELSEWHERE = 0.05
-_MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
+_MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _HARMLESS = 3600
 _FRAMED = 3600
 _LOOKALIKES = 1000
@@ -51,7 +51,7 @@ _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
 # Not Alpaca, whose licence forbids commercial use.
 _PROMPT_FILES = ("dolly_3k.json",)
-_COMPOSED = 9000
+_COMPOSED = 8000
 _HARMLESS_OF_DOMAIN = 0.4
 """Share of the last level's examples in a domain that ask for no help at all."""
 
