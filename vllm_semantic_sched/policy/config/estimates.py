@@ -113,7 +113,8 @@ class Decision(Section):
     rule: Literal["least_cost", "most_likely", "thresholds"] = Field(
         "thresholds",
         description="`thresholds`: a level that is at least as probable as `certain`, else the "
-        "expected level, cut at `thresholds`. `least_cost`: the level with the lowest expected "
+        "expected level, cut at `thresholds`; `least_cost` for a model with another number of "
+        "levels than these cut. `least_cost`: the level with the lowest expected "
         "cost, where a mistake costs the number of levels it is off, times `missed_cost` if the "
         "request is more urgent than decided. `most_likely`: the most probable level.",
     )
@@ -136,7 +137,7 @@ class Decision(Section):
         min_length=1,
         description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
         "distribution) below which a request gets level 0, level 1, and so on; from the last "
-        "threshold on it gets the last level. The default fits the shipped model to emergency "
+        "threshold on it gets the last level. One number less than levels. The default fits the shipped model to emergency "
         "triage.",
     )
 

@@ -27,11 +27,10 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     likeliest = max(levels, key=probabilities.__getitem__)
     if decision.rule == "most_likely":
         return likeliest
-    if decision.rule == "thresholds":
+    if decision.rule == "thresholds" and len(levels) == len(decision.thresholds) + 1:
         if probabilities[likeliest] >= decision.certain:
             return likeliest
-        reached = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
-        return min(reached, levels[-1])
+        return bisect.bisect_right(decision.thresholds, expected_level(probabilities))
     costs = [
         math.fsum(map(operator.mul, probabilities, row))
         for row in _costs_by_level(decision.missed_cost, len(levels))
