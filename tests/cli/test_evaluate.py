@@ -16,7 +16,12 @@ from vllm_semantic_sched.predict.evaluation.baselines import (
     TFIDF_LENGTHS,
     TFIDF_LEVELS,
 )
-from vllm_semantic_sched.predict.evaluation.measure import CLAIMS, INSTANT, NO_CLAIM
+from vllm_semantic_sched.predict.evaluation.measure import (
+    CLAIMS,
+    INSTANT,
+    NO_CLAIM,
+    TRANSLATED_CLAIM,
+)
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -144,8 +149,8 @@ def test_figures_of_a_known_model(small_model, table, tmp_path):
     assert report["urgent_recall"] == 1.0 and report["urgent_precision"] == 0.5
     assert report["kendall_tau"] == pytest.approx(1.0)
     assert report["mean_absolute_error_tokens"] == pytest.approx((80 + 5) / 2)
-    assert report["kinds"]["plain"]["accuracy"] == 1.0
-    assert report["kinds"]["asks"]["share_at_3_or_4"] == 0.0
+    assert report["groups"]["kind"]["plain"]["accuracy"] == 1.0
+    assert report["groups"]["kind"]["asks"]["false_alarms"] == 1.0
     majority, median = report["baselines"][MAJORITY], report["baselines"][MEDIAN]
     assert majority["recall"] == [0.0, 0.0, None, None, 1.0] and majority["n_length"] == 0
     assert median["mean_absolute_error_tokens"] == pytest.approx(57.5)
@@ -227,7 +232,7 @@ def test_option_all_writes_every_set_and_a_summary(small_model, data_folder, tab
     assert sizes == {
         "nhamcs-test": 2,
         "ktas": 1,
-        "lengths-test": 6 + (split_of("What is flu?") == "test"),
+        "lengths-test": 2 + (split_of("What is flu?") == "test"),
         "alpaca-test": 4,
         "dolly": 2,
         "alpaca-eval": 2,
@@ -236,6 +241,32 @@ def test_option_all_writes_every_set_and_a_summary(small_model, data_folder, tab
     text = (out / "summary.md").read_text()
     for name in sizes:
         assert f"[{name}]({name}/report.md)" in text
+
+
+def test_missed_bars_give_exit_status_1(small_model, table, tmp_path, capsys):
+    bars = tmp_path / "bars.yaml"
+    bars.write_text("messages: {at_least: {recall.0: 1.0}}\nktas: {at_least: {auc: 0.9}}\n")
+    options = ("--data", table, "--output", tmp_path / "out", "--no-baselines", "--bars", bars)
+    assert run(*options) == 0
+    bars.write_text("messages: {at_most: {groups.kind.*.false_alarms: 0.5}}\n")
+    assert run(*options) == 1
+    assert "messages: groups.kind.asks.false_alarms is 1.000" in capsys.readouterr().err
+    bars.write_text("massages: {at_least: {recall.0: 1.0}}\n")
+    assert run(*options) == 1
+    assert "bars for massages" in capsys.readouterr().err
+
+
+def test_folder_of_languages_is_one_set(small_model, tmp_path):
+    folder = tmp_path / "urgency"
+    folder.mkdir()
+    (folder / "en.csv").write_text(TABLE)
+    (folder / "es.csv").write_text("text,level,kind\nno respira,0,plain\n")
+    assert run("--data", folder, "--output", tmp_path / "out", "--no-baselines", "--claims") == 0
+    report = report_in(tmp_path / "out")
+    assert report["n"] == 5
+    assert report["groups"]["language"]["es"]["recall_of_0"] == 1.0
+    assert report["groups"]["English and others"]["others"]["n"] == 1
+    assert TRANSLATED_CLAIM in report["claims"]
 
 
 def test_figures_per_answering_model(small_model, data_folder, tmp_path):

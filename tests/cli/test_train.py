@@ -25,8 +25,7 @@ def write_data(root):
         {"instruction": f"Count to {number}.", "input": "", "output": "one " * (number + 1)}
         for number in range(60)
     ]
-    (root / "alpagasus" / "random_9k.json").write_text(json.dumps(prompts))
-    (root / "alpagasus" / "dolly_3k.json").write_text("[]")
+    (root / "alpagasus" / "dolly_3k.json").write_text(json.dumps(prompts))
     questions = [
         {"question": f"What is disease {number}?", "answer_words": 5 * number + 1}
         for number in range(60)
@@ -51,23 +50,16 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
     from vllm_semantic_sched.predict.model import TextPredictor
 
     write_data(tmp_path / "data")
-    status = run(
-        "all",
-        "--data",
-        tmp_path / "data",
-        "--output",
-        tmp_path / "model",
-        "--epochs",
-        1,
-        "--scale",
-        0.002,
-    )
-    assert status == 0
+    options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
+    options += ("--scale", 0.002)
+    assert run("all", *options) == 0
     assert "NHAMCS visits" in capsys.readouterr().out
     predictor = TextPredictor.load(str(tmp_path / "model"))
     (prediction,) = predictor.predict(["hello"])
     assert len(prediction.urgency) == 5
     assert len(prediction.length) == len(predictor.length_buckets.means) > 2
+    # The encoder is kept, to train other heads on.
+    assert run("all", *options, "--base", tmp_path / "model" / "encoder") == 0
 
 
 def test_missing_data_folder_fails_with_the_option_to_give(tmp_path, capsys, monkeypatch):

@@ -22,7 +22,7 @@ from vllm_semantic_sched.predict.instant import (
 )
 
 # Written by hand, and never trained on.
-MESSAGES = read_examples(Path(__file__).parents[1] / "data" / "urgency_messages.csv")
+MESSAGES = read_examples(Path(__file__).parents[1] / "data" / "urgency" / "en.csv")
 LEVELS = [one.level or 0 for one in MESSAGES]
 
 

@@ -96,11 +96,11 @@ def test_any_string_is_accepted(predictor, text):
 def make_classifier(folder, **settings):
     torch.manual_seed(0)
     config = DistilBertConfig(
-        vocab_size=30522, dim=16, hidden_dim=32, n_layers=1, n_heads=2, **settings
+        vocab_size=60_000, dim=16, hidden_dim=32, n_layers=1, n_heads=2, **settings
     )
     DistilBertForSequenceClassification(config).save_pretrained(folder)
     PreTrainedTokenizerFast(
-        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="[PAD]"
+        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="<pad>"
     ).save_pretrained(folder)
     return str(folder)
 

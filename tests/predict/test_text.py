@@ -7,13 +7,13 @@ from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.window import clean
 
-START, END = 101, 102
+START, PAD, END = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
-def bert():
+def shipped():
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="[PAD]"
+        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="<pad>"
     )
 
 
@@ -26,34 +26,34 @@ def test_comparison_signs_are_no_markers():
     assert clean("is a <b and c> d? <|") == "is a <b and c> d? <|"
 
 
-def test_long_texts_keep_head_and_tail(bert):
-    tokenizer = WindowTokenizer(bert, window=16)
+def test_long_texts_keep_head_and_tail(shipped):
+    tokenizer = WindowTokenizer(shipped, window=16)
     text = "first words here " + "filler " * 5000 + "last words there"
     (row,) = tokenizer.encode([text])
     assert len(row) == 16
     assert row[0] == START and row[-1] == END
-    said = bert.decode(row[1:-1])
+    said = shipped.decode(row[1:-1])
     assert said.startswith("first words here") and said.endswith("last words there")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", " \n\t", "\x00\x01\ufffd", "\ud800 half a pair", "😀" * 4000, "a" * 100_000, "[CLS][PAD]"],
+    ["", " \n\t", "\x00\x01\ufffd", "\ud800 half a pair", "😀" * 4000, "a" * 100_000, "</s><pad>"],
 )
-def test_any_string_gives_a_framed_row(bert, text):
-    (row,) = WindowTokenizer(bert, window=32).encode([text])
+def test_any_string_gives_a_framed_row(shipped, text):
+    (row,) = WindowTokenizer(shipped, window=32).encode([text])
     assert 2 <= len(row) <= 32
     assert row[0] == START and row[-1] == END
 
 
-def test_padding_is_masked(bert):
-    tokenizer = WindowTokenizer(bert, window=32)
+def test_padding_is_masked(shipped):
+    tokenizer = WindowTokenizer(shipped, window=32)
     ids, mask = tokenizer.pad(tokenizer.encode(["one", "one two three"]))
     assert ids.shape == mask.shape == (2, 5)
     assert mask.sum(1).tolist() == [3, 5]
-    assert ids[0, 3:].tolist() == [0, 0]
+    assert ids[0, 3:].tolist() == [PAD, PAD]
 
 
-def test_a_window_without_room_is_refused(bert):
+def test_a_window_without_room_is_refused(shipped):
     with pytest.raises(ValueError, match="window of 3"):
-        WindowTokenizer(bert, window=3)
+        WindowTokenizer(shipped, window=3)

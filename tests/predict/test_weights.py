@@ -18,7 +18,7 @@ from vllm_semantic_sched.predict.weights import (
 def tiny_network():
     torch.manual_seed(0)
     config = DistilBertConfig(
-        vocab_size=30522,
+        vocab_size=60_000,
         dim=16,
         hidden_dim=32,
         n_layers=1,

@@ -1,9 +1,10 @@
 """Measure how good a predictor is on labelled texts, with baselines beside it.
 
 The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name of
-the domain) and/or `output_tokens`, optionally `kind`; or from a held-out part of the data folder;
-or, with `--all`, from all of these. The output folder gets report.json, report.md, report.html and
-the pictures confusion.png, reliability.png and lengths.png. Needs the package's extra `train`.
+the domain) and/or `output_tokens`, optionally `kind`; from a folder of such files, one for each
+language (`es.csv`); or from a held-out part of the data folder; or, with `--all`, from all of
+these. The output folder gets report.json, report.md, report.html and the pictures confusion.png,
+reliability.png and lengths.png. Needs the package's extra `train`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.predict.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.predict.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.predict.evaluation.examples import (
     BUILTIN_SETS,
@@ -40,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched evaluate`."""
     source = parser.add_argument_group("texts (one of these; --all also with --data)")
     source.add_argument(
-        "--data", type=Path, metavar="FILE.csv", help="texts with level and/or output_tokens"
+        "--data",
+        type=Path,
+        metavar="FILE.csv|DIR",
+        help="texts with level and/or output_tokens; of a folder every CSV, each named after the "
+        "language of its texts",
     )
     source.add_argument(
         "--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}"
@@ -48,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--all",
         action="store_true",
-        help="every builtin, and FILE.csv if given: a folder below --output for each, and "
+        help="every builtin, and --data if given: a folder below --output for each, and "
         f"{_SUMMARY}",
     )
     source.add_argument(
@@ -68,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
+    )
+    parser.add_argument(
+        "--bars",
+        type=Path,
+        metavar="FILE.yaml",
+        help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; "
+        "exit status 1 if one is missed",
     )
     parser.add_argument(
         "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
@@ -95,13 +108,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, write the report and print it; 1 if a file, a package or an option is wrong."""
+    """Evaluate, write the report and print it; 1 if a figure misses its bar, or if a file, a
+    package or an option is wrong."""
     try:
-        _evaluate(args)
+        missed = _evaluate(args)
     except (OSError, ValueError, ImportError) as error:
         print(f"semsched evaluate: {with_hint(error)}", file=sys.stderr)
         return 1
-    return 0
+    for line in missed:
+        print(f"semsched evaluate: {line}", file=sys.stderr)
+    return 1 if missed else 0
 
 
 def with_hint(error: Exception) -> str:
@@ -155,7 +171,8 @@ def report_on(
     return evaluation.report
 
 
-def _evaluate(args: argparse.Namespace) -> None:
+def _evaluate(args: argparse.Namespace) -> list[str]:
+    """Write the reports; returns a line for each figure that misses its bar."""
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
     from vllm_semantic_sched.predict.evaluation.page import summary_page
@@ -164,6 +181,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.predict.model import TextPredictor
 
     # All files are read first, so that a mistake in one shows before minutes of work.
+    bars = read_bars(args.bars) if args.bars else {}
     sets = _labelled_sets(args)
     training = _training_examples(args)
     predictor = TextPredictor.load(args.model, args.threads)
@@ -186,6 +204,9 @@ def _evaluate(args: argparse.Namespace) -> None:
         (args.output / _SUMMARY).write_text(text, encoding="utf-8")
         save_page(summary_page(reports), args.output, extra="train")
         print(text)
+    # One file may have bars for every set; a name that no set has is a mistake.
+    asked = {name: one for name, one in bars.items() if name in reports or name not in BUILTIN_SETS}
+    return bars_missed(asked, reports)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -2,7 +2,9 @@
 
     semsched train all --data DIR --output MODEL
         the shipped model: both heads, from the emergency visits, prompts and medical questions of
-        the data folder and from the package's own wordings
+        the data folder and from the package's own messages in 25 languages. Starts from a student
+        of a multilingual encoder, which it makes first and keeps in MODEL/encoder: to train other
+        heads on it, pass `--base MODEL/encoder`
     semsched train urgency --csv FILE --output MODEL
         urgency levels from your own labelled texts (columns text,level), as a domain defines them
     semsched train urgency --domain incident --output MODEL
@@ -121,8 +123,8 @@ def _model_arguments(parser: argparse.ArgumentParser, base: str) -> None:
     parser.add_argument(
         "--base",
         default=base,
-        help="model to start from: shipped, pretrained (the bare encoder), or a folder that "
-        "`semsched train` wrote (default: %(default)s)",
+        help="model to start from: shipped, or a folder that `semsched train` wrote "
+        "(default: %(default)s)",
     )
 
 

@@ -172,6 +172,8 @@ class PredictionFeed:
                 continue
             if prediction is None:
                 self._counters.add("failed_predictions")
+            elif prediction.unreadable:
+                self._counters.add("unreadable_prompts", prediction.unreadable)
             if job is None:  # it has ended in the meantime
                 continue
             # A prediction from memory may come before the request.

@@ -196,7 +196,8 @@ class SchedulingCore:
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
-        if provisional is not None and self.policy.predictor.instant.decides_place:
+        instant = self.policy.predictor.instant
+        if provisional is not None and not provisional.unreadable and instant.decides_place:
             job.prediction = provisional
             if hint.level is None:
                 job.level_source = LevelSource.INSTANT
@@ -261,8 +262,11 @@ class SchedulingCore:
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank. The level
-        of a hint stays; so does a provisional prediction if the predictor failed."""
+        of a hint stays; so does a provisional prediction if the predictor failed. A text that the
+        predictor cannot judge keeps the default level."""
         self.version += 1
+        if prediction is not None and prediction.unreadable:
+            prediction = None
         if job.started is None and job.level_unread:
             self.fairness.precedence.read(job)
         job.awaits_prediction = False

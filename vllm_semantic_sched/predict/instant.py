@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.readable import unreadable
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
 
 INSTANT_FILE = "instant.npz"
@@ -103,7 +104,14 @@ class FeatureReader:
     def features(self, text: str) -> Ints:
         """Places of the distinct wordpieces and pairs of a text, ascending; any string is accepted.
         Empty for a text without words."""
-        cut = cut_text(text, self._room)
+        return self.features_of_cut(self.cut(text))
+
+    def cut(self, text: str) -> str:
+        """The part of a text that is read."""
+        return cut_text(text, self._room)
+
+    def features_of_cut(self, cut: str) -> Ints:
+        """The features of a text that `cut` returned."""
         ids = self._tokenizer.encode(cut, add_special_tokens=False).ids
         pieces = numpy.asarray(cut_pieces(ids, self._room), dtype=numpy.int64)
         pairs = self.pieces + _pair_rows(pieces[:-1], pieces[1:])
@@ -173,10 +181,12 @@ class InstantReader:
 
     def read(self, text: str) -> Prediction:
         """Predict one text; any string is accepted."""
-        at = self._features.features(text)
+        cut = self._features.cut(text)
+        at = self._features.features_of_cut(cut)
         table = self._table
         logits = table.bias + table.rows[at].sum(axis=0) / max(1, len(at)) ** DAMPING
-        return Prediction(_softmax(logits[: self.levels]), _softmax(logits[self.levels :]))
+        urgency, length = logits[: self.levels], logits[self.levels :]
+        return Prediction(_softmax(urgency), _softmax(length), unreadable(cut))
 
     def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
         """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import has_bfloat16
+from vllm_semantic_sched.predict.readable import unreadable
 from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
@@ -32,10 +33,15 @@ class TextPredictor:
         levels: int,
         length_buckets: LengthBuckets | None,
         temperature: float = 1.0,
+        length_temperature: float = 1.0,
+        guard: Callable[[str], str | None] = lambda text: None,
     ) -> None:
+        """`guard` says why a text cannot be judged; None if it can."""
         self._classifier = classifier
         self._tokenizer = tokenizer
         self._temperature = temperature
+        self._length_temperature = length_temperature
+        self._guard = guard
         self.levels = levels
         self.length_buckets = length_buckets
 
@@ -63,8 +69,9 @@ class TextPredictor:
         from transformers import PreTrainedTokenizerFast
 
         settings = json.loads((folder / "config.json").read_text("utf-8"))
+        names = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]"
+            tokenizer_file=str(folder / "tokenizer.json"), pad_token=names["pad_token"]
         )
         network = load_network(folder)
         # In bfloat16 an encoder is more than twice as fast where the processor has such products.
@@ -80,6 +87,8 @@ class TextPredictor:
             network.config.num_labels,
             buckets,
             float(settings.get("temperature", 1.0)),
+            float(settings.get("length_temperature", 1.0)),
+            unreadable,
         )
 
     @classmethod
@@ -110,7 +119,8 @@ class TextPredictor:
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
-        rows = self._tokenizer.encode(texts)
+        read = self._tokenizer.cut(texts)
+        rows = self._tokenizer.encode_cut(read)
         # Texts of similar length share a batch, which saves padding.
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
         predictions: dict[int, Prediction] = {}
@@ -119,10 +129,19 @@ class TextPredictor:
                 batch = order[start : start + _BATCH]
                 ids, mask = self._tokenizer.pad([rows[at] for at in batch])
                 urgency, length = self._classifier(ids, mask)
-                levels = torch.softmax(urgency.float() / self._temperature, dim=1).tolist()
-                lengths = None if length is None else torch.softmax(length.float(), 1).tolist()
+                levels = _probabilities(urgency, self._temperature)
+                lengths = (
+                    None if length is None else _probabilities(length, self._length_temperature)
+                )
                 for place, at in enumerate(batch):
                     predictions[at] = Prediction(
-                        tuple(levels[place]), None if lengths is None else tuple(lengths[place])
+                        tuple(levels[place]),
+                        None if lengths is None else tuple(lengths[place]),
+                        self._guard(read[at]),
                     )
         return [predictions[at] for at in range(len(rows))]
+
+
+def _probabilities(logits: Tensor, temperature: float) -> list[list[float]]:
+    rows: list[list[float]] = torch.softmax(logits.float() / temperature, dim=1).tolist()
+    return rows

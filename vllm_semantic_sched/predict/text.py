@@ -30,9 +30,16 @@ class WindowTokenizer:
         pad = getattr(tokenizer, "pad_token_id", None)
         self._pad = 0 if pad is None else int(pad)
 
+    def cut(self, texts: Sequence[str]) -> list[str]:
+        """The part of each text that is read."""
+        return [cut_text(text, self._room) for text in texts]
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, at most `window` of them, special tokens included."""
-        cut = [cut_text(text, self._room) for text in texts]
+        return self.encode_cut(self.cut(texts))
+
+    def encode_cut(self, cut: list[str]) -> list[list[int]]:
+        """Token ids of each text that `cut` returned."""
         rows = [cut_pieces(row, self._room) for row in self._ids(cut, special=False)] if cut else []
         return [[*self._prefix, *row, *self._suffix] or [self._pad] for row in rows]
 

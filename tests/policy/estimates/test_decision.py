@@ -12,19 +12,20 @@ from vllm_semantic_sched.policy.estimates.decision import (
 )
 
 LIKELIEST = Decision(rule="most_likely")
-THRESHOLDS = Decision(rule="thresholds")
-SYMMETRIC = Decision(missed_cost=(1.0,))
+LEAST_COST = Decision(rule="least_cost")
+SYMMETRIC = Decision(rule="least_cost", missed_cost=(1.0,))
 
 
 @st.composite
-def distributions(draw):
-    weights = draw(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=7))
+def distributions(draw, levels=None):
+    sizes = {"min_size": levels or 1, "max_size": levels or 7}
+    weights = draw(st.lists(st.floats(0.001, 1.0), **sizes))
     return tuple(weight / sum(weights) for weight in weights)
 
 
 @given(distributions(), st.lists(st.floats(0.1, 50.0), min_size=1, max_size=5))
 def test_least_cost_chooses_the_cheapest_level(probabilities, costs):
-    decision = Decision(missed_cost=tuple(costs))
+    decision = Decision(rule="least_cost", missed_cost=tuple(costs))
     decided = expected_cost(probabilities, decide_level(probabilities, decision), decision)
     for level in range(len(probabilities)):
         assert decided <= expected_cost(probabilities, level, decision)
@@ -32,11 +33,12 @@ def test_least_cost_chooses_the_cheapest_level(probabilities, costs):
 
 @given(distributions(), st.floats(1.0, 20.0), st.floats(1.0, 5.0))
 def test_higher_missed_cost_never_makes_a_request_less_urgent(probabilities, cost, factor):
-    cheap, dear = Decision(missed_cost=(cost,)), Decision(missed_cost=(cost * factor,))
+    cheap = Decision(rule="least_cost", missed_cost=(cost,))
+    dear = Decision(rule="least_cost", missed_cost=(cost * factor,))
     assert decide_level(probabilities, dear) <= decide_level(probabilities, cheap)
 
 
-@pytest.mark.parametrize("decision", [LIKELIEST, SYMMETRIC, THRESHOLDS, Decision()])
+@pytest.mark.parametrize("decision", [LIKELIEST, SYMMETRIC, LEAST_COST, Decision()])
 def test_certain_prediction_gives_its_level(decision):
     for level in range(5):
         assert decide_level([float(other == level) for other in range(5)], decision) == level
@@ -46,20 +48,33 @@ def test_equal_costs_give_the_median_and_high_missed_costs_urgency():
     torn = (0.3, 0.15, 0.05, 0.1, 0.4)
     assert decide_level(torn, LIKELIEST) == 4
     assert decide_level(torn, SYMMETRIC) == 2
-    assert decide_level(torn, Decision()) == 0
+    assert decide_level(torn, LEAST_COST) == 0
 
 
-@given(distributions(), distributions())
+@given(distributions(5), distributions(5))
 def test_thresholds_follow_the_expected_level(one, other):
     calm, urgent = sorted((one, other), key=expected_level, reverse=True)
-    levels = [decide_level(probabilities, THRESHOLDS) for probabilities in (urgent, calm)]
-    if len(one) == len(other):
-        assert levels[0] <= levels[1]
-    assert all(0 <= level < len(row) for level, row in zip(levels, (urgent, calm), strict=True))
+    decision = Decision(certain=1.01)
+    assert 0 <= decide_level(urgent, decision) <= decide_level(calm, decision) <= 4
+
+
+@given(distributions(5))
+def test_certain_level_is_taken_as_it_is(probabilities):
+    level = decide_level(probabilities, Decision())
+    if max(probabilities) >= 0.8:
+        assert probabilities[level] == max(probabilities)
+    else:
+        assert level == decide_level(probabilities, Decision(certain=1.01))
+
+
+@given(distributions())
+def test_thresholds_for_another_number_of_levels_are_not_used(probabilities):
+    if len(probabilities) != 5:
+        assert decide_level(probabilities, Decision()) == decide_level(probabilities, LEAST_COST)
 
 
 def test_level_at_a_threshold_is_the_less_urgent_one():
-    cut = Decision(rule="thresholds", thresholds=(0.5, 1.5))
+    cut = Decision(thresholds=(0.5, 1.5))
     assert decide_level((0.5, 0.5, 0.0), cut) == 1
     assert decide_level((0.51, 0.49, 0.0), cut) == 0
     assert decide_level((0.0, 0.5, 0.5), cut) == 2

@@ -12,8 +12,8 @@ from vllm_semantic_sched.predict.evaluation.metrics import (
     deciles,
     expected_calibration_error,
     expected_tokens,
+    group_figures,
     kendall_tau,
-    kind_figures,
     length_figures,
     level_figures,
     quadratic_weighted_kappa,
@@ -151,8 +151,8 @@ def test_calibration_by_hand():
     assert expected_calibration_error([], []) is None
 
 
-def test_kinds_by_hand():
-    figures = kind_figures(
+def test_groups_by_hand():
+    figures = group_figures(
         ["plain", "news", "plain", "news", "news"], [0, 4, 2, 4, 4], [1, 4, 0, 3, 0]
     )
     assert list(figures) == ["plain", "news"]
@@ -160,10 +160,13 @@ def test_kinds_by_hand():
         "n": 2,
         "accuracy": 0.0,
         "recall_within_one": 0.5,
-        "share_at_3_or_4": None,
+        "recall_of_0": 0.0,
+        "missed_of_0": 0.0,
+        "false_alarms": None,
     }
     assert figures["news"]["accuracy"] == pytest.approx(1 / 3)
-    assert figures["news"]["share_at_3_or_4"] == pytest.approx(2 / 3)
+    assert figures["news"]["false_alarms"] == pytest.approx(1 / 3)
+    assert figures["news"]["recall_of_0"] is None
 
 
 def test_tau_by_hand():

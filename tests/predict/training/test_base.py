@@ -4,29 +4,52 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BertConfig, BertModel
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict.training.base import (
     bucket_of,
+    distilbert_from_bert,
     length_buckets,
-    network_from_minilm,
-    pretrained_folder,
 )
 
 
-def test_distilbert_equals_minilm():
-    from transformers import BertModel
+def small_bert(layers: int) -> BertModel:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=40,
+    )
+    return BertModel(config, add_pooling_layer=False).eval()
 
-    folder = pretrained_folder()
-    network = network_from_minilm(folder).eval()
-    bert = BertModel.from_pretrained(folder).eval()
-    ids = torch.randint(1000, 30000, (2, 21), generator=torch.Generator().manual_seed(0))
+
+def last_states(encoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return encoder(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+
+
+def test_distilbert_of_all_layers_equals_bert():
+    bert = small_bert(3)
+    network = distilbert_from_bert(bert, range(3)).eval()
+    ids = torch.randint(0, 50, (2, 21), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
-    with torch.inference_mode():
-        ours = network.distilbert(ids, attention_mask=mask).last_hidden_state
-        theirs = bert(ids, attention_mask=mask).last_hidden_state
-    assert (ours - theirs)[mask.bool()].abs().max() < 1e-4
+    ours = last_states(network.distilbert, ids, mask)
+    assert (ours - last_states(bert, ids, mask)).abs().max() < 1e-4
+
+
+def test_chosen_layers_follow_each_other():
+    bert = small_bert(4)
+    network = distilbert_from_bert(bert, (0, 2)).eval()
+    bert.encoder.layer = torch.nn.ModuleList([bert.encoder.layer[0], bert.encoder.layer[2]])
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.ones_like(ids)
+    ours = last_states(network.distilbert, ids, mask)
+    assert (ours - last_states(bert, ids, mask)).abs().max() < 1e-4
 
 
 def test_quantiles_divide_evenly():

@@ -3,11 +3,12 @@
 import random
 
 import pytest
+import torch
 
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.evaluation.metrics import quadratic_weighted_kappa
-from vllm_semantic_sched.predict.training.calibration import fitted_thresholds
+from vllm_semantic_sched.predict.training.calibration import best_temperature, fitted_thresholds
 
 
 def _between(expected: float) -> list[float]:
@@ -41,3 +42,11 @@ def test_certain_level_is_kept_if_all_texts_have_one_level():
         for certain in range(5):
             row = [float(other == certain) for other in range(5)]
             assert decide_level(row, decision) == certain
+
+
+def test_temperature_gives_back_the_noise_that_labels_have():
+    torch.manual_seed(0)
+    honest = 2 * torch.randn(4000, 5)
+    labels = torch.multinomial(torch.softmax(honest, dim=1), 1)[:, 0]
+    assert best_temperature(honest, labels) == pytest.approx(1, abs=0.1)
+    assert best_temperature(3 * honest, labels) == pytest.approx(3, abs=0.3)

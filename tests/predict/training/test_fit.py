@@ -21,7 +21,7 @@ def test_average_lies_halfway() -> None:
 def test_every_step_is_reported() -> None:
     torch.manual_seed(0)
     config = DistilBertConfig(
-        vocab_size=30522,
+        vocab_size=60_000,
         dim=16,
         hidden_dim=32,
         n_layers=1,
@@ -31,7 +31,7 @@ def test_every_step_is_reported() -> None:
         length_bucket_means=[5.0, 40.0],
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="[PAD]"
+        tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="<pad>"
     )
     examples = [Example(f"text {number}", number % 5, number + 1) for number in range(40)]
     steps, rounds = [], []

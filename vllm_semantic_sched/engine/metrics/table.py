@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.predict.readable import REASONS
 
 
 class Metric(NamedTuple):
@@ -79,6 +80,13 @@ COUNTERS = {
     ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
+    ),
+    "unreadable_prompts": Metric(
+        "Prompts that the predictor cannot judge, served at the default level (empty: no word; "
+        "broken: binary data; script: letters of no language that it knows; encoded: base64 and "
+        "the like; repetitive: the same words over and over).",
+        ("reason",),
+        values=(REASONS,),
     ),
     "cached_predictions": Metric(
         "Prompts answered from the predictions remembered of earlier ones."

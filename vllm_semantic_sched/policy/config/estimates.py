@@ -111,11 +111,19 @@ class Decision(Section):
     """How predicted probabilities of the levels become one level."""
 
     rule: Literal["least_cost", "most_likely", "thresholds"] = Field(
-        "least_cost",
-        description="`least_cost`: the level with the lowest expected cost, where a mistake costs "
-        "the number of levels it is off, times `missed_cost` if the request is more urgent than "
-        "decided. `most_likely`: the most probable level. `thresholds`: the expected level, cut "
-        "at `thresholds`; agrees best with nurses but finds fewer of the most urgent requests.",
+        "thresholds",
+        description="`thresholds`: a level that is at least as probable as `certain`, else the "
+        "expected level, cut at `thresholds`; `least_cost` for a model with another number of "
+        "levels than these cut. `least_cost`: the level with the lowest expected "
+        "cost, where a mistake costs the number of levels it is off, times `missed_cost` if the "
+        "request is more urgent than decided. `most_likely`: the most probable level.",
+    )
+    certain: float = Field(
+        0.8,
+        gt=0.5,
+        le=1.01,
+        description="`thresholds`: probability from which a level is taken as it is. Messages of "
+        "people mostly reach it, chart notes hardly ever; above 1 the thresholds decide always.",
     )
     missed_cost: tuple[float, ...] = Field(
         (12.0, 6.0, 1.0),
@@ -125,12 +133,12 @@ class Decision(Section):
     )
 
     thresholds: tuple[float, ...] = Field(
-        (0.56, 1.88, 2.38, 3.05),
+        (0.95, 2.02, 2.35, 2.9),
         min_length=1,
         description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
         "distribution) below which a request gets level 0, level 1, and so on; from the last "
-        "threshold on it gets the last level. The default fits the shipped model to emergency "
-        "triage.",
+        "threshold on it gets the last level. One number less than levels. The default fits the "
+        "shipped model to emergency triage.",
     )
 
     @field_validator("thresholds")

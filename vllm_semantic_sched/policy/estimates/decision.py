@@ -24,11 +24,13 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         probabilities: one per level, calibrated, level 0 first.
     """
     levels = range(len(probabilities))
+    likeliest = max(levels, key=probabilities.__getitem__)
     if decision.rule == "most_likely":
-        return max(levels, key=probabilities.__getitem__)
-    if decision.rule == "thresholds":
-        reached = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
-        return min(reached, levels[-1])
+        return likeliest
+    if decision.rule == "thresholds" and len(levels) == len(decision.thresholds) + 1:
+        if probabilities[likeliest] >= decision.certain:
+            return likeliest
+        return bisect.bisect_right(decision.thresholds, expected_level(probabilities))
     costs = [
         math.fsum(map(operator.mul, probabilities, row))
         for row in _costs_by_level(decision.missed_cost, len(levels))
@@ -46,7 +48,8 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     HTTP server prepares it."""
     if hint.level is not None:
         return hint.level
-    if provisional is None or not policy.predictor.instant.enabled:
+    judged = provisional is not None and not provisional.unreadable
+    if provisional is None or not judged or not policy.predictor.instant.enabled:
         return policy.default_level
     return predicted_level(policy, provisional)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ BUILTIN_SETS = {
     "nhamcs-test": "Emergency visits of the NHAMCS survey, from hospitals kept for testing.",
     "ktas": "Complaints of the KTAS study as nurses wrote them, all that are readable; the level "
     "is an expert panel's.",
-    "lengths-test": "Alpaca, Dolly and MedQuAD prompts kept for testing.",
-    "alpaca-test": "Alpaca prompts kept for testing.",
+    "lengths-test": "Dolly and MedQuAD prompts kept for testing.",
+    "alpaca-test": "A tenth of the Alpaca prompts, none of them trained on.",
     "dolly": "All Dolly prompts; those outside lengths-test may have been trained on.",
     "alpaca-eval": "AlpacaEval prompts with the answers of 14 models; figures are means over the "
     "models, from the prompt alone.",
@@ -50,14 +50,15 @@ class LabelledSet:
 
     Attributes:
         examples: the texts, each with a level, an output length, or both.
-        kinds: the kind of each text, if the set tells kinds apart.
+        groups: by what the set tells texts apart by (`kind`, `language`, `English and others`), the
+            group of each text.
         answers: per text, the output tokens of each of several answering models; then the
             examples themselves carry no length.
     """
 
     name: str
     examples: Sequence[Example]
-    kinds: Sequence[str] | None = None
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
     answers: Sequence[Mapping[str, int]] | None = None
 
 
@@ -67,7 +68,8 @@ def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
 
 
 def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
-    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind.
+    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind; or all
+    of a folder, one for each language, like `es.csv`.
 
     Args:
         domain: what labels mean; None for levels by number and the emergency domain's names.
@@ -75,9 +77,19 @@ def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
     Raises:
         ValueError: naming file, line, column and what is valid.
     """
-    rows = list(_rows(path, domain))
-    kinds = [kind for _, kind in rows if kind is not None]
-    return LabelledSet(path.name, [example for example, _ in rows], kinds or None)
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path}: a folder without a CSV")
+    rows = [(file.stem, *row) for file in files for row in _rows(file, domain)]
+    groups = {}
+    if all(kind is not None for _, _, kind in rows):
+        groups["kind"] = [kind or "" for _, _, kind in rows]
+    if path.is_dir():
+        groups["language"] = [language for language, _, _ in rows]
+        groups["English and others"] = [
+            "English" if language == "en" else "others" for language, _, _ in rows
+        ]
+    return LabelledSet(path.name, [example for _, example, _ in rows], groups)
 
 
 def write_examples(examples: Sequence[Example], path: Path) -> None:
@@ -110,7 +122,7 @@ def builtin_set(name: str, root: Path | None) -> LabelledSet:
     elif name == "alpaca-test":
         pairs = [one for one in instruction_pairs(root, ("random_9k.json",)) if one.split == "test"]
     elif name == "lengths-test":
-        both = (*instruction_pairs(root), *medical_questions(root))
+        both = (*instruction_pairs(root, ("dolly_3k.json",)), *medical_questions(root))
         pairs = [pair for pair in both if pair.split == "test"]
     else:
         raise ValueError(f"{name!r} is not a built-in test set")

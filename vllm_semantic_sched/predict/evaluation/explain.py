@@ -159,7 +159,7 @@ def explain(
         words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
         occluded=len(positions),
         word_count=len(words),
-        notes=_notes(policy),
+        notes=_notes(policy, prediction),
         instant=None if instant is None else _instant_part(text, instant, policy),
     )
 
@@ -193,11 +193,16 @@ def _lengths(
     return shares, tokens
 
 
-def _notes(policy: Policy) -> tuple[str, ...]:
+def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
     if policy.base == "fcfs":
         return ("This policy leaves vLLM's own order: nothing here has an effect.",)
     if not policy.predictor.enabled:
         return ("This policy does not read texts (predictor.enabled: false).",)
+    if prediction.unreadable:
+        return (
+            f"The predictor cannot judge this text ({prediction.unreadable}), so the request gets "
+            f"the policy's default level, {policy.default_level}.",
+        )
     unused = {"level": policy.uses_urgency, "length": policy.uses_length}
     return tuple(
         f"Under base policy {policy.base} the {what} has no effect."

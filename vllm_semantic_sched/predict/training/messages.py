@@ -1,8 +1,11 @@
 """Makes messages of an urgency level, and prompts that are not urgent, from the wordings."""
 
+import functools
 import random
 import re
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm_semantic_sched.predict.training.wording import (
     Person,
@@ -13,6 +16,8 @@ from vllm_semantic_sched.predict.training.wording import (
     surroundings,
     wordings,
 )
+
+_LINES_OF_CODE = 20
 
 
 def level_message(level: int, rng: random.Random) -> str:
@@ -72,6 +77,19 @@ def everyday_prompt(rng: random.Random) -> str:
     """A prompt that asks for no help in any domain."""
     sentence = choose(rng.choice(harmless().everyday), rng)
     return capital(sentence) if rng.random() < 0.6 else sentence
+
+
+def source_code(rng: random.Random) -> str:
+    """Some lines of Python's own library, at times with a request about them."""
+    lines = rng.choice(_modules()).read_text(encoding="utf-8", errors="replace").splitlines()
+    first = rng.randrange(max(1, len(lines) - _LINES_OF_CODE))
+    code = "\n".join(lines[first : first + rng.randint(3, _LINES_OF_CODE)]).strip() or "pass"
+    return f"{rng.choice(surroundings().tasks)}\n{code}" if rng.random() < 0.3 else code
+
+
+@functools.cache
+def _modules() -> tuple[Path, ...]:
+    return tuple(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
 def _told(sentence: str, rng: random.Random) -> str:

@@ -20,7 +20,13 @@ from vllm_semantic_sched.datasets import (
 from vllm_semantic_sched.predict.evaluation.domain import WORD, Domain
 from vllm_semantic_sched.predict.evaluation.examples import Example
 from vllm_semantic_sched.predict.training import messages, visits
-from vllm_semantic_sched.predict.training.noise import noisy, with_noise, with_question, with_task
+from vllm_semantic_sched.predict.training.noise import (
+    noisy,
+    with_noise,
+    with_question,
+    with_task,
+    without_marks,
+)
 from vllm_semantic_sched.predict.training.wording import capital, choose, surroundings, written_rows
 
 _Item = TypeVar("_Item")
@@ -31,15 +37,21 @@ _PLAIN_VISITS = 32_000
 _CHARTED_VISITS = 7000
 # Visits of each level in other voices; in the survey's proportions no text would get level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
-# Messages written one by one, with a variety that wordings made of parts lack.
-_WRITTEN = 8000
-_MESSAGES_PER_LEVEL = (3300, 3500, 3100, 2900, 1900)
+# Messages written one by one, with a variety that wordings made of parts lack: English ones, and
+# those of all other languages.
+_WRITTEN = 10_000
+_WRITTEN_ELSEWHERE = 24_000
+_CLAIMED_ELSEWHERE = 0.05
+_MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _HARMLESS = 3600
 _FRAMED = 3600
 _LOOKALIKES = 1000
+_SOURCE_CODE = 500
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
-_COMPOSED = 9000
+# Not Alpaca, whose licence forbids commercial use.
+_PROMPT_FILES = ("dolly_3k.json",)
+_COMPOSED = 8000
 _HARMLESS_OF_DOMAIN = 0.4
 """Share of the last level's examples in a domain that ask for no help at all."""
 
@@ -56,6 +68,7 @@ class Sources:
     prompts: tuple[TextLength, ...]
     questions: tuple[TextLength, ...]
     written: tuple[Example, ...] = ()
+    written_elsewhere: tuple[Example, ...] = ()
 
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:
@@ -63,19 +76,35 @@ class Sources:
         return cls(
             visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
             ktas=tuple(ktas_visits(root)),
-            prompts=tuple(pair for pair in instruction_pairs(root) if pair.split == split),
+            prompts=tuple(
+                pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
+            ),
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
-            written=tuple(written_messages(split)),
+            written=tuple(written_messages(split, "en")),
+            written_elsewhere=tuple(
+                message
+                for language in written_rows()
+                if language != "en"
+                for message in written_messages(split, language)
+            ),
         )
 
 
-def written_messages(split: Split) -> list[Example]:
-    """The messages written one by one: four fifths in the training split, the others in the
-    validation split, none in the test split."""
+def written_messages(split: Split, language: str) -> list[Example]:
+    """The messages written one by one in a language: four fifths in the training split, the others
+    in the validation split, none in the test split."""
     if split == "test":
         return []
-    rows = (Example(text, level) for text, level in written_rows())
+    rows = (Example(text, level) for text, level in written_rows()[language])
     return [row for row in rows if (split_of(row.text) == "train") == (split == "train")]
+
+
+def written_texts() -> dict[str, list[str]]:
+    """Texts of the training split by language."""
+    return {
+        language: [one.text for one in written_messages("train", language)]
+        for language in written_rows()
+    }
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
@@ -84,6 +113,11 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
     examples = _visit_examples(sources.visits, scale, rng)
     for written in _sample(sources.written, _WRITTEN * scale, rng):
         examples.append(Example(noisy(written.text, rng), written.level))
+    for written in _sample(sources.written_elsewhere, _WRITTEN_ELSEWHERE * scale, rng):
+        text = without_marks(written.text, rng)
+        if rng.random() < _CLAIMED_ELSEWHERE:
+            text = rng.choice(surroundings().claims) + text
+        examples.append(Example(with_noise(text, rng), written.level))
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
@@ -91,6 +125,7 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         (_HARMLESS, messages.harmless_prompt),
         (_FRAMED, messages.framed_emergency),
         (_LOOKALIKES, messages.lookalike),
+        (_SOURCE_CODE, messages.source_code),
     ):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(prompt(rng), rng), 4))
@@ -153,8 +188,12 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
     if source < 0.5:
         level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
         message = messages.level_message(level, rng)
-    elif source < 0.75 and sources.written:
-        written = rng.choice(sources.written)
+    elif source < 0.8 and sources.written:
+        written = rng.choice(
+            sources.written_elsewhere
+            if source > 0.7 and sources.written_elsewhere
+            else sources.written
+        )
         level, message = written.level or 0, written.text
     else:
         visit = rng.choice(sources.visits)

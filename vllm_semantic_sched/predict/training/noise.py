@@ -1,6 +1,7 @@
 """Varies a text: adds background, a claim, a task, hasty typing or a chat template."""
 
 import random
+import unicodedata
 
 from vllm_semantic_sched.predict.training.wording import choose, surroundings
 
@@ -9,6 +10,8 @@ from vllm_semantic_sched.predict.training.wording import choose, surroundings
 _LATE = 0.12
 _CLAIMS = 0.03
 _OPENED = 0.06
+_WITHOUT_MARKS = 0.15
+_ACCENTS = range(0x300, 0x370)  # combining marks of Latin, Greek and Cyrillic letters
 
 
 def noisy(text: str, rng: random.Random) -> str:
@@ -41,6 +44,14 @@ def with_noise(text: str, rng: random.Random) -> str:
     if rng.random() < 0.3:
         text = in_chat_template(text, rng)
     return text
+
+
+def without_marks(text: str, rng: random.Random) -> str:
+    """`text`, now and then typed without accents."""
+    if rng.random() > _WITHOUT_MARKS:
+        return text
+    bare = "".join(one for one in unicodedata.normalize("NFD", text) if ord(one) not in _ACCENTS)
+    return unicodedata.normalize("NFC", bare)
 
 
 def with_task(message: str, task: str, rng: random.Random) -> str:

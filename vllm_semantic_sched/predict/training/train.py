@@ -1,5 +1,6 @@
 """Trains, calibrates and stores predictors: the shipped model, urgency levels or output lengths."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +10,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 import yaml
 from torch import nn
+from transformers import AutoTokenizer
 
 from vllm_semantic_sched.datasets import split_of
+from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict.evaluation.domain import load_domain
 from vllm_semantic_sched.predict.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.predict.evaluation.metrics import likeliest
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.training.base import (
     base_folder,
+    has_heads,
     load_base,
     set_length_buckets,
     set_level_names,
@@ -29,6 +34,7 @@ from vllm_semantic_sched.predict.training.calibration import (
     validation_figures,
 )
 from vllm_semantic_sched.predict.training.distil import distil, renewed
+from vllm_semantic_sched.predict.training.e5 import QUERY_PREFIX, packed_file, read_encoder
 from vllm_semantic_sched.predict.training.fit import (
     ENCODER_RATE,
     FINE_TUNING_RATE,
@@ -36,9 +42,22 @@ from vllm_semantic_sched.predict.training.fit import (
     average,
     fit,
 )
+from vllm_semantic_sched.predict.training.languages import unlabelled_texts
 from vllm_semantic_sched.predict.training.messages import everyday_prompt
-from vllm_semantic_sched.predict.training.mixture import Sources, domain_examples, training_round
+from vllm_semantic_sched.predict.training.mixture import (
+    Sources,
+    domain_examples,
+    training_round,
+    written_texts,
+)
+from vllm_semantic_sched.predict.training.student import align, student_of
+from vllm_semantic_sched.predict.training.vocabulary import (
+    chosen_pieces,
+    piece_tokenizer,
+    save_tokenizer,
+)
 from vllm_semantic_sched.predict.weights import load_network, save_network
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 # In the folder of a trained model: a policy with the fitted `decision.thresholds`, and the texts
 # that a fine-tuned model was and was not trained on.
@@ -50,7 +69,11 @@ _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
 # Beside the labelled texts, for the instant reader: it has no pretraining to fall back on.
 _MOST_EVERYDAY = 5000
-_CALIBRATION_SCALE = 0.05  # of the texts in a round of training
+_ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of other languages
+_ALIGNED_EPOCHS = 2
+_TEXTS_PER_LANGUAGE = 1500
+_VOCABULARY = 60_000  # pieces: 23 MB in int8
+_URGENT_RECALL = 0.7  # of levels 0 and 1 of the visits, a little above what unseen ones must show
 _URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
 
 
@@ -109,8 +132,12 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     validation = Sources.read(root, "validation")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    folder, network, tokenizer = load_base(options.base)
     if options.base == "pretrained":
+        folder, network, tokenizer = _aligned_student(sources, options, scale)
+    else:
+        folder, network, tokenizer = load_base(options.base)
+    new_heads = not has_heads(network)
+    if new_heads:
         pairs = (*sources.prompts, *sources.questions)
         set_length_buckets(network, [pair.output_tokens for pair in pairs])
         set_level_names(network, _LEVEL_NAMES)
@@ -121,18 +148,17 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
         seed=options.seed,
         epochs=options.epochs,
         minutes=options.minutes,
-        encoder_rate=ENCODER_RATE if options.base == "pretrained" else FINE_TUNING_RATE,
+        encoder_rate=ENCODER_RATE if new_heads else FINE_TUNING_RATE,
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
     )
-    unseen = training_round(validation, options.seed, _CALIBRATION_SCALE * scale)
-    calibrate(network, tokenizer, unseen)
+    calibrate(network, tokenizer, _calibration_texts(validation, options.seed))
     save_network(network, folder, options.output)
     texts = [one.text for one in _first_round(sources, options.seed, scale)]
     distil(options.output, texts, options.output, seed=options.seed)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
-    _write_thresholds(options, visits)
+    _write_thresholds(options, visits, _URGENT_RECALL)
     return len(visits), validation_figures(options.output, validation, options.seed)
 
 
@@ -155,6 +181,39 @@ def train_instant(
     folder = base_folder(base)
     examples = _first_round(Sources.read(root, "train"), seed, scale)
     distil(folder, [one.text for one in examples], output, seed=seed)
+
+
+def _aligned_student(
+    sources: Sources, options: Options, scale: float
+) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:
+    """A student of the pretrained encoder, with its tokenizer in the folder `encoder` of the
+    output. Kept there, because it takes as long as the rest: `--base OUTPUT/encoder` goes on from
+    it."""
+    folder, rng = options.output / "encoder", random.Random(options.seed)
+    packed = read_encoder(packed_file())
+    labelled = [one.text for one in _first_round(sources, options.seed, scale * _ALIGNED_SCALE)]
+    texts = unlabelled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
+    ids = chosen_pieces(packed.pieces, labelled, texts, _VOCABULARY)
+    save_tokenizer(piece_tokenizer(packed.pieces, ids), folder)
+    tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
+    teacher = packed.with_vocabulary(ids)
+    student = student_of(teacher)
+    prefix = tokenizer.encode([QUERY_PREFIX])[0][1:-1]
+    corpus = [*labelled, *itertools.chain.from_iterable(texts.values())]
+    align(student, teacher, tokenizer, prefix, corpus, seed=options.seed, epochs=_ALIGNED_EPOCHS,
+          on_step=options.on_step)  # fmt: skip
+    save_network(student, folder, folder, "fp16")
+    return folder, student, tokenizer
+
+
+def _calibration_texts(unseen: Sources, seed: int) -> list[Example]:
+    """Texts of people: messages, as many visits, and prompts and questions for the lengths."""
+    written = [*unseen.written, *unseen.written_elsewhere]
+    visits = random.Random(seed).sample(unseen.visits, min(len(written), len(unseen.visits)))
+    pairs = [
+        Example(one.text, None, one.output_tokens) for one in (*unseen.prompts, *unseen.questions)
+    ]
+    return [*written, *(Example(one.text, one.level) for one in visits), *pairs]
 
 
 def _first_round(sources: Sources, seed: int, scale: float) -> list[Example]:
@@ -195,7 +254,7 @@ def train_urgency(
         keep="length",
         encoder_rate=_URGENCY_RATE,
         prepare=prepare,
-        same_heads=domain_name == "emergency" and options.base != "pretrained",
+        same_heads=domain_name == "emergency",
     )
 
 
@@ -244,8 +303,8 @@ def _fine_tune(
             on its own first predictions while the encoder changes.
         encoder_rate: learning rate of the encoder; 0 freezes it.
         prepare: fits the network's heads to the training examples.
-        same_heads: the heads stay those of the base. Then the trained network is averaged with
-            the base, whose calibration it keeps.
+        same_heads: the heads stay those of the base, if it has any. Then the trained network is
+            averaged with the base, whose calibration it keeps.
     """
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
@@ -255,6 +314,9 @@ def _fine_tune(
         [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     )
+    folder, network, tokenizer = load_base(options.base)
+    with_heads = has_heads(network)
+    same_heads = same_heads and with_heads
     if same_heads:
         training += validation
     known = None
@@ -265,13 +327,12 @@ def _fine_tune(
         # Where texts are short, as complaints are, the same ones occur again, at any level.
         trained = {one.text for one in training}
         known = sum(one.text in trained for one in tests)
-    folder, network, tokenizer = load_base(options.base)
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
     fitted: Sequence[Example] = training
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
-    elif options.base != "pretrained":
+    elif with_heads:
         fitted = _with_predictions(training, folder, keep, options.threads)
     fit(
         network,
@@ -285,7 +346,7 @@ def _fine_tune(
     )
     if same_heads:
         average(network, load_network(folder).state_dict())
-    elif keep == "length":
+    else:
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
     if instant is not None and keep == "urgency":
@@ -303,12 +364,16 @@ def _fine_tune(
     return FineTuned(len(tests), known, len(training) if keep == "length" else None)
 
 
-def _write_thresholds(options: Options, examples: Sequence[Example]) -> None:
+def _write_thresholds(
+    options: Options, examples: Sequence[Example], urgent_recall: float = 0.0
+) -> None:
     """Write a policy that cuts the stored model's expected level where it agrees best with the
-    levels of `examples`."""
+    levels of `examples`, with at least this recall of levels 0 and 1."""
     predictor = TextPredictor.load(str(options.output), options.threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
-    thresholds = fitted_thresholds(probabilities, [one.level or 0 for one in examples])
+    thresholds = fitted_thresholds(
+        probabilities, [one.level or 0 for one in examples], Decision().certain, urgent_recall
+    )
     decision = {"rule": "thresholds", "thresholds": list(thresholds)}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
     (options.output / THRESHOLDS_FILE).write_text(text, encoding="utf-8")

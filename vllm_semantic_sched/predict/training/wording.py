@@ -125,10 +125,14 @@ def reasons() -> Mapping[str, tuple[str, str]]:
 
 
 @functools.cache
-def written_rows() -> tuple[tuple[str, int], ...]:
-    """Text and urgency level of the messages that were written one by one."""
-    with (_TEXTS / "written_messages.csv").open(encoding="utf-8", newline="") as file:
-        return tuple((row["text"], int(row["level"])) for row in csv.DictReader(file))
+def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
+    """Text and urgency level of the messages that were written one by one, by ISO 639-1 code of
+    their language."""
+    rows = {}
+    for path in sorted((_TEXTS / "written").glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            rows[path.stem] = [(row["text"], int(row["level"])) for row in csv.DictReader(file)]
+    return rows
 
 
 def choose(sentence: str, rng: random.Random) -> str:
