@@ -1,4 +1,4 @@
-"""The training loop: progress reports, and averaging with other weights."""
+"""The training loop: labels, progress reports, and averaging with other weights."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from vllm_semantic_sched.predict.evaluation.examples import Example
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.training.fit import average, fit
+from vllm_semantic_sched.predict.training.fit import average, fit, shared_with_neighbours
 
 
 def test_average_lies_halfway() -> None:
@@ -16,6 +16,12 @@ def test_average_lies_halfway() -> None:
     middle = (one.weight + other.weight) / 2
     average(one, other.state_dict())
     assert one.weight.allclose(middle)
+
+
+def test_a_label_shares_with_the_levels_beside_it() -> None:
+    shared = shared_with_neighbours(torch.tensor([0, 2, 3]), 4, 0.1)
+    wanted = [[0.9, 0.1, 0.0, 0.0], [0.0, 0.05, 0.9, 0.05], [0.0, 0.0, 0.1, 0.9]]
+    assert shared.allclose(torch.tensor(wanted))
 
 
 def test_every_step_is_reported() -> None:

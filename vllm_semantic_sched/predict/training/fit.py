@@ -130,13 +130,13 @@ def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
         return logits.sum() * 0.0
     logits, labels = logits[known].float(), labels[known]
     distance = ranked_probability_score(logits, labels)
-    targets = _shared_with_neighbours(labels, logits.shape[1], beside)
+    targets = shared_with_neighbours(labels, logits.shape[1], beside) if beside else labels
     return functional.cross_entropy(logits, targets) + _DISTANCE_WEIGHT * distance
 
 
-def _shared_with_neighbours(labels: Tensor, classes: int, share: float) -> Tensor:
+def shared_with_neighbours(labels: Tensor, classes: int, share: float) -> Tensor:
     """Labels as distributions (rows, classes), `share` of each in equal parts on the classes beside
-    the label."""
+    the label. There are at least two classes."""
     own = functional.one_hot(labels, classes).float()
     beside = torch.zeros_like(own)
     beside[:, 1:] += own[:, :-1]
