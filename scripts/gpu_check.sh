@@ -118,7 +118,7 @@ step swap "$python" -m pytest -q -n 0 tests/engine/kv/test_connector.py
 step decisions "$python" -m pytest -q -n 0 tests/parity
 step comparison "${semsched[@]}" bench run --model "$model" --output "$output/comparison" --quiet \
     --schedulers fcfs,priority,semantic-true --mix even --requests "$requests" --max-output 128 \
-    --repeats 0 --host-gib 0.5 --check-outputs
+    --repeats 0 --quick --host-gib 0.5 --check-outputs
 for log in versions measured copies comparison; do
     printf '\n## %s\n\n```\n' "$log"
     tail -n 40 "$output/$log.log"
