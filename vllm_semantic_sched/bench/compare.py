@@ -154,7 +154,7 @@ class _Run:
         number = f"round {visit.name} of {plan.rounds}"
         names = ", ".join(spec.name for spec in visit.specs)
         self.progress.message(f"starting the server: {names}, {number}")
-        done: list[tuple[SchedulerSpec, Workload, Round]] = []
+        done: list[tuple[SchedulerSpec, str, Round]] = []
         with VllmServer(leader.configure(plan.server, plan.output, visit.name)) as server:
             for spec in visit.specs:
                 client = self._client(server, spec)
@@ -169,14 +169,13 @@ class _Run:
                         label = f"{spec.name}, {number}, {workload.config.mix}"
                         found = self._measure(visit, spec, workload, server, client, label)
                         found = self._with_differences(found, workload, client)
-                        done.append((spec, workload, found))
+                        self.comparison.add(spec, workload, found)
+                        done.append((spec, workload.config.mix, found))
         levels = read_levels(leader.events_file(plan.output, visit.name))
-        for spec, workload, found in done:
+        for spec, mix, found in done:
             for record in found.records:
-                record.read_level = levels.get(spec.request_id(workload.config.mix, record.index))
-            self.comparison.add(spec, workload, found)
-        noisy = {workload.config.mix: None for _, workload, found in done if not found.calm}
-        return tuple(noisy)
+                record.read_level = levels.get(spec.request_id(mix, record.index))
+        return tuple(dict.fromkeys(mix for _, mix, found in done if not found.calm))
 
     def _client(self, server: VllmServer, spec: SchedulerSpec) -> LoadClient:
         return LoadClient(
