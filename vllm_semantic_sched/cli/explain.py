@@ -76,7 +76,7 @@ def _show(console: Console, explanation: Explanation) -> None:
     )
     for note in explanation.notes:
         console.print(f"[yellow]{note}[/]")
-    console.print(f"\nprobability and expected cost of each level, rule {explanation.rule}")
+    console.print(f"\nprobability and expected cost of each level; {explanation.rule}")
     console.print(_level_table(explanation))
     if explanation.lengths:
         estimates = (f"{name} {tokens:.0f}" for name, tokens in explanation.tokens.items())

@@ -25,9 +25,10 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     """
     levels = range(len(probabilities))
     likeliest = max(levels, key=probabilities.__getitem__)
-    if decision.rule == "most_likely":
+    rule = applied_rule(decision, len(levels))
+    if rule == "most_likely":
         return likeliest
-    if decision.rule == "thresholds" and len(levels) == len(decision.thresholds) + 1:
+    if rule == "thresholds":
         if probabilities[likeliest] >= decision.certain:
             return likeliest
         return bisect.bisect_right(decision.thresholds, expected_level(probabilities))
@@ -36,6 +37,13 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         for row in _costs_by_level(decision.missed_cost, len(levels))
     ]
     return costs.index(min(costs))
+
+
+def applied_rule(decision: Decision, levels: int) -> str:
+    """The rule for a model of so many levels: thresholds that cut another number cannot be used."""
+    if decision.rule == "thresholds" and levels != len(decision.thresholds) + 1:
+        return "least_cost"
+    return decision.rule
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:

@@ -8,11 +8,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.estimates import Estimate
+from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
+    applied_rule,
     decide_level,
     expected_cost,
+    expected_level,
     predicted_level,
     preempting_level,
 )
@@ -79,6 +81,7 @@ class Explanation:
 
     Attributes:
         level: decided urgency level, 0 = most urgent.
+        rule: what decided it, in words.
         probabilities, costs: per level; costs in levels served too early.
         lengths: the predicted distribution; empty if the model predicts no lengths.
         tokens: expected output tokens by estimate; empty likewise.
@@ -150,7 +153,7 @@ def explain(
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
         level=job.level,
-        rule=policy.decision.rule,
+        rule=_rule_in_words(whole, policy.decision),
         probabilities=whole,
         costs=tuple(expected_cost(whole, level, policy.decision) for level in range(len(whole))),
         lengths=lengths,
@@ -162,6 +165,18 @@ def explain(
         notes=_notes(policy, prediction),
         instant=None if instant is None else _instant_part(text, instant, policy),
     )
+
+
+def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
+    rule = applied_rule(decision, len(probabilities))
+    if rule == "least_cost":
+        return f"{rule}: lowest expected cost"
+    if rule == "most_likely":
+        return f"{rule}: highest probability"
+    if max(probabilities) >= decision.certain:
+        return f"{rule}: probability of at least {decision.certain:g}"
+    cuts = ", ".join(f"{cut:g}" for cut in decision.thresholds)
+    return f"{rule}: expected level {expected_level(probabilities):.2f}, cut at {cuts}"
 
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
