@@ -119,7 +119,7 @@ class Decision(Section):
         "request is more urgent than decided. `most_likely`: the most probable level.",
     )
     certain: float = Field(
-        0.8,
+        0.7,
         gt=0.5,
         le=1.01,
         description="`thresholds`: probability from which a level is taken as it is. Messages of "
@@ -133,7 +133,7 @@ class Decision(Section):
     )
 
     thresholds: tuple[float, ...] = Field(
-        (0.95, 2.02, 2.35, 2.9),
+        (1.15, 2.05, 2.35, 2.9),
         min_length=1,
         description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
         "distribution) below which a request gets level 0, level 1, and so on; from the last "

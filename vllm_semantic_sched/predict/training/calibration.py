@@ -10,14 +10,13 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.evaluation.examples import Example, LabelledSet
 from vllm_semantic_sched.predict.evaluation.measure import figures_of, model_guesser
-from vllm_semantic_sched.predict.evaluation.metrics import likeliest
+from vllm_semantic_sched.predict.evaluation.metrics import expected_calibration_error, likeliest
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
@@ -46,8 +45,9 @@ def calibrate(
     """Store in the configuration the temperature of each head that fits the labelled examples best;
     leaves that of a head without labels.
 
-    Best by the log loss, on texts that people wrote: those that generators make are easier, and a
-    model calibrated on them is too sure of itself on all others.
+    Best by the calibration error, on texts that people wrote: those that generators make are
+    easier, and a model calibrated on them is too sure of itself on all others. The log loss would
+    be ruled by the few texts that are surely misread, and make all others look less sure.
     """
     if not examples:
         return
@@ -72,11 +72,14 @@ def calibrate(
 
 
 def best_temperature(logits: Tensor, labels: Tensor) -> float:
-    """What to divide logits (texts, classes) by for the lowest log loss (Guo et al., 2017)."""
-    losses = {
-        value: float(functional.cross_entropy(logits / value, labels)) for value in _TEMPERATURES
-    }
-    return min(losses, key=losses.__getitem__)
+    """What to divide logits (texts, classes) by for the lowest expected calibration error."""
+    truth = labels.tolist()
+
+    def error(temperature: float) -> float:
+        rows = torch.softmax(logits / temperature, dim=1).tolist()
+        return expected_calibration_error(truth, rows) or 0.0
+
+    return min(_TEMPERATURES, key=error)
 
 
 def _logits(
