@@ -44,8 +44,8 @@ BATCH_WORDPIECES = 64
 
 # Each word is one wordpiece, so that a text can have any length.
 _SENTENCE = (
-    "my father is old and since this morning he has had a heavy feeling in his chest he looks "
-    "very white and says his left arm feels strange it would take us an hour to drive to the "
+    "my father is old and since this morning he has had a heavy feeling in his heart he looks "
+    "very white and says his left arm is strange it would take us an hour to drive to the "
     "hospital what should i do first"
 )
 _FRAME = 2  # [CLS] and [SEP]

@@ -69,7 +69,7 @@ def test_wheel_holds_the_model_weights(files: set[str]):
 
 def test_wheel_holds_the_texts_for_training(files: set[str]):
     texts = ROOT / "vllm_semantic_sched" / "predict" / "training" / "texts"
-    shipped = {path.relative_to(ROOT).as_posix() for path in texts.iterdir()}
+    shipped = {path.relative_to(ROOT).as_posix() for path in texts.rglob("*.*")}
     assert {path.rpartition(".")[2] for path in shipped} == {"csv", "yaml"}
     assert shipped <= files
 

@@ -99,7 +99,7 @@ def test_predicted_and_default_levels_change_and_hints_stay() -> None:
     unread = arrive(core, "unread")
     hinted = arrive(core, "hinted", level=3)
     assert order(core) == ["unread", "hinted", "predicted"]
-    core.adopt(policy(default_level=4), PROFILE)
+    core.adopt(policy(default_level=4, decision={"rule": "least_cost"}), PROFILE)
     settle(core)
     assert (predicted.level, unread.level, hinted.level) == (0, 4, 3)
     assert order(core) == ["predicted", "hinted", "unread"]

@@ -80,8 +80,3 @@ def test_padding_does_not_change_a_prediction(tiny_network):
         padded = tiny_network(ids, mask)[0]
         alone = tiny_network(ids[:, :3], mask[:, :3])[0]
     assert torch.allclose(padded, alone, atol=1e-5)
-
-
-def test_what_is_shipped_stays_small():
-    size = sum(file.stat().st_size for file in SHIPPED_WEIGHTS.iterdir())
-    assert size < 25_000_000

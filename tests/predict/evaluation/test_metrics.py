@@ -64,9 +64,12 @@ def test_level_figures_by_hand():
 
 def test_the_rule_decides_the_level_and_the_price_stays():
     row = (0.3, 0.0, 0.0, 0.0, 0.7)
-    careful = level_figures([0], [row], Decision())
+    careful = level_figures([0], [row], Decision(rule="least_cost"))
     assert careful["recall"][0] == 1.0 and careful["expected_cost"] == 0.0
-    for careless in (Decision(rule="most_likely"), Decision(missed_cost=(1.0,))):
+    for careless in (
+        Decision(rule="most_likely"),
+        Decision(rule="least_cost", missed_cost=(1.0,)),
+    ):
         figures = level_figures([0], [row], careless)
         assert figures["recall"][0] == 0.0
         assert figures["expected_cost"] == 4 * PRICES[0]  # four levels late, at default prices
@@ -159,6 +162,7 @@ def test_groups_by_hand():
     assert figures["plain"] == {
         "n": 2,
         "accuracy": 0.0,
+        "kappa": pytest.approx(-2 / 3),
         "recall_within_one": 0.5,
         "recall_of_0": 0.0,
         "missed_of_0": 0.0,

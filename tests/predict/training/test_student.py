@@ -47,6 +47,7 @@ def small_bert(layers: int = 4) -> BertModel:
         intermediate_size=64,
         max_position_embeddings=64,
         pad_token_id=1,
+        initializer_range=0.2,  # layers that do something
     )
     return BertModel(config, add_pooling_layer=False).eval()
 
@@ -166,6 +167,7 @@ def test_tokenizer_lowercases_and_knows_its_special_tokens(tmp_path) -> None:
 
 
 def test_student_learns_what_the_teacher_computes(tmp_path) -> None:
+    torch.manual_seed(0)
     teacher = small_bert(12)
     save_tokenizer(piece_tokenizer(PIECES, range(len(TEXTS))), tmp_path)
     tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(tmp_path))

@@ -116,7 +116,8 @@ def fitted_thresholds(
     sure = numpy.array([max(row) >= certain for row in probabilities])
     truth = numpy.asarray(levels)
     fixed = numpy.zeros((last + 1, last + 1))  # by decided and by true level
-    numpy.add.at(fixed, ([likeliest(row) for row in probabilities], truth), sure)
+    decided = numpy.array([likeliest(row) for row in probabilities])
+    numpy.add.at(fixed, (decided, truth), sure)
     expected = numpy.array([expected_level(row) for row in probabilities])
     cells = numpy.minimum(last * _STEPS - 1, (expected * _STEPS).astype(int))
     table = numpy.zeros((last * _STEPS, last + 1))
