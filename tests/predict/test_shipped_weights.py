@@ -38,7 +38,7 @@ NO_MESSAGES = {
 
 
 def test_shipped_weights_reach_their_bars(tmp_path, capsys):
-    texts = ("--data", str(DATA / "urgency"), "--claims", "--output", str(tmp_path))
+    texts = ("--data", str(DATA / "urgency"), "--output", str(tmp_path))
     bars = ("--no-baselines", "--bars", str(DATA / "predictor_bars.yaml"))
     status = main(["evaluate", *texts, *bars])
     assert status == 0, capsys.readouterr().err
