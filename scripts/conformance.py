@@ -1,11 +1,14 @@
-"""Runs vLLM's own scheduler tests with vLLM's scheduler and with SemanticScheduler.
+"""Runs vLLM's own scheduler tests with SemanticScheduler in the place of vLLM's class.
 
-Every test that passes with vLLM's class must pass with ours under the base policy `fcfs`.
+Every test that passes with vLLM's class must pass with ours, under each base policy. Under
+`fcfs` that is a formality, because the instance is vLLM's; under the others, tests that depend on
+the order in which vLLM serves requests are left out: tests/data/conformance/order.yaml lists them
+with a reason. Which tests pass with vLLM's class is stored per release in that folder, too;
+`--record` runs them with vLLM's class and stores it anew.
+
 The tests are taken from vLLM's source distribution, which pip's indexes provide. Some of them need
-an image model from a hub and fail with both classes.
-
-`--vllm` tests a release other than the installed one. If it has no CPU wheel, the Python part of
-its CUDA wheel is put in front of the installed CPU build, which is all that the scheduler needs.
+an image model from a hub, or a GPU, and fail with vLLM's class. For another release than the
+installed one see scripts/matrix.sh.
 """
 
 from __future__ import annotations
@@ -16,41 +19,56 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import transformers
-from vllm_sources import extract_tests, fetch_source
+import yaml
+from vllm_sources import CACHE, Environment, extract_tests, fetch_source
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
-TESTS = [
+RECORDS = ROOT / "tests" / "data" / "conformance"
+TESTS = (
     "tests/v1/core/test_scheduler.py",
     "tests/v1/core/test_priority_scheduler_random.py",
     "tests/v1/core/test_async_scheduler.py",
-]
+)
 # The models that the tests name. All get the shape of the first, because most tests read only the
-# shape; tests of images fail with both classes.
-MODELS = ["facebook/opt-125m", "llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct"]
-COLUMNS = ("tests", "vllm", "ours", "lost")
+# shape; tests of images fail with vLLM's class.
+MODELS = ("facebook/opt-125m", "llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct")
+BASES = ("fcfs", "semantic", "priority", "sjf")
+# Without predictions all requests are alike, unless a test gives them priorities.
+POLICY = "base: {base}\npredictor: {{enabled: false}}\nprofile: default\n"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one test in one run: its file, its status, and the first line of the reason."""
+    """Result of one test: its status, and the first line of the reason."""
 
-    file: str
     result: str
     reason: str = ""
 
+    @property
+    def passed(self) -> bool:
+        return self.result == "passed"
 
-def prepare(version: str, folder: Path) -> None:
-    """Fills `folder` with the test files and the models that they name."""
+
+def installed_release() -> str:
+    """The installed release of vLLM, without local part."""
+    return importlib.metadata.version("vllm").partition("+")[0]
+
+
+def prepare(version: str) -> Path:
+    """The folder with a release's tests and the models that they name; downloads the source
+    distribution (45 MB) where it is not cached."""
+    folder = CACHE / "tests" / version
     if (folder / "ready").exists():
-        return
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     source = fetch_source(version, folder)
     extract_tests(source, folder)
@@ -59,39 +77,56 @@ def prepare(version: str, folder: Path) -> None:
     for model in MODELS:
         shape.save_pretrained(folder / model)
     (folder / "ready").touch()
-
-
-def install_beside(version: str, folder: Path) -> Path:
-    """Installs a vLLM release without its dependencies into a subfolder and returns that folder."""
-    target = folder / "engine"
-    if not (target / "vllm").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*command, str(target), f"vllm=={version}"], check=True)
-    return target
+    return folder
 
 
 def run_tests(
-    folder: Path, tests: list[str], report: Path, ours: bool, engine: Path | None
+    base: str | None,
+    report: Path,
+    tests: Iterable[str] = TESTS,
+    chosen: Collection[str] = (),
+    tree: Path | None = None,
+    at: Environment | None = None,
 ) -> dict[str, Outcome]:
-    """Runs the tests with one of the classes and returns their outcomes by test id."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (engine, SCRIPTS) if path),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "SEMSCHED_POLICY": "fcfs",
-    }
-    if engine:
-        environment["VLLM_TARGET_DEVICE"] = "cpu"
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
+    """Runs the tests of a vLLM and returns their outcomes by name.
+
+    Args:
+        base: base policy of our class; None runs them with vLLM's class.
+        report: JUnit file to write; the output goes to a file beside it.
+        tests: files.
+        chosen: names of the tests to run; empty: all.
+        tree: folder with vLLM, its tests and models, instead of the installed vLLM.
+        at: another environment than this one.
+    """
+    folder = tree or prepare(installed_release())
+    path = (ROOT, SCRIPTS) if tree is None else (tree, ROOT, SCRIPTS)
+    environment = (
+        os.environ
+        | ({} if at is None else dict(at.variables))
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+    )
+    python = sys.executable if at is None else str(at.python)
+    command = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
     command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=line", f"--junit-xml={report}"]
-    if ours:
-        command += ["-p", "conformance_plugin"]
+    command += ["-p", "conformance_plugin", "-n", "2"]
     log = report.with_suffix(".log")
     report.unlink(missing_ok=True)
-    with log.open("w") as out:
+    with log.open("w") as out, tempfile.TemporaryDirectory() as own:
+        if base is not None:
+            policy = Path(own) / f"{base}.yaml"
+            policy.write_text(POLICY.format(base=base))
+            environment["SEMSCHED_POLICY"] = str(policy)
+        if chosen:
+            names = Path(own) / "chosen.txt"
+            names.write_text("\n".join(chosen))
+            environment["CONFORMANCE_CHOSEN"] = str(names)
         subprocess.run(
-            command + tests, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+            [*command, *tests], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
         )
     if not report.exists():
         raise SystemExit(f"the tests did not run; see {log}")
@@ -99,7 +134,7 @@ def run_tests(
 
 
 def read_report(report: Path) -> dict[str, Outcome]:
-    """Outcomes by test id from a JUnit file."""
+    """Outcomes by "file::test" from a JUnit file."""
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         ended = next(
@@ -110,33 +145,52 @@ def read_report(report: Path) -> dict[str, Outcome]:
         # "tests.v1.core.test_scheduler", possibly followed by the name of a class
         parts = case.get("classname", "").split(".")
         file = next((part for part in reversed(parts) if part.startswith("test_")), parts[-1])
-        outcomes[f"{file}::{case.get('name')}"] = Outcome(file, result, reason)
+        outcomes[f"{file}::{case.get('name')}"] = Outcome(result, reason)
     return outcomes
 
 
-def compare(stock: dict[str, Outcome], ours: dict[str, Outcome]) -> dict[str, Any]:
-    """Counts tests per file and lists those that only vLLM's class passes."""
-    files: dict[str, dict[str, int]] = {}
-    lost = {}
-    for name, outcome in stock.items():
-        other = ours.get(name, Outcome(outcome.file, "missing"))
-        counts = files.setdefault(outcome.file, dict.fromkeys(COLUMNS, 0))
-        counts["tests"] += 1
-        counts["vllm"] += outcome.result == "passed"
-        counts["ours"] += other.result == "passed"
-        if outcome.result == "passed" != other.result:
-            counts["lost"] += 1
-            lost[name] = f"{other.result}: {other.reason}"
-    total = {key: sum(counts[key] for counts in files.values()) for key in COLUMNS}
-    return {"files": files, "total": total, "lost": lost}
+def record(version: str, outcomes: dict[str, Outcome]) -> None:
+    """Stores the names of the tests that passed."""
+    passed = sorted(name for name, outcome in outcomes.items() if outcome.passed)
+    RECORDS.mkdir(exist_ok=True)
+    (RECORDS / f"{version}.txt").write_text("\n".join(passed) + "\n")
 
 
-def show(result: dict[str, Any]) -> None:
-    print(f"\n{'':40}{'tests':>8}{'vLLM passes':>13}{'ours passes':>13}{'lost':>6}")
-    for name, counts in [*result["files"].items(), ("total", result["total"])]:
-        print("{:40}{:>8}{:>13}{:>13}{:>6}".format(name, *(counts[c] for c in COLUMNS)))
-    for name, reason in result["lost"].items():
-        print(f"\nlost: {name}\n      {reason[:300]}")
+def recorded(version: str) -> list[str]:
+    """The tests that pass with vLLM's class, as stored by `record`.
+
+    Raises:
+        SystemExit: nothing is stored for this release.
+    """
+    file = RECORDS / f"{version}.txt"
+    if not file.exists():
+        raise SystemExit(f"no list of tests for vLLM {version}: make one with --record")
+    return file.read_text().splitlines()
+
+
+def required(version: str, base: str) -> list[str]:
+    """The tests that must pass under a base policy: those recorded, except for tests that depend
+    on vLLM's order, which only `fcfs` keeps."""
+    names = recorded(version)
+    if base == "fcfs":
+        return names
+    ordered = yaml.safe_load((RECORDS / "order.yaml").read_text())
+    left_out = ordered["all"] | ordered.get(base, {})
+    return [name for name in names if name.partition("[")[0] not in left_out]
+
+
+def lost_tests(base: str, folder: Path, names: Collection[str] = ()) -> dict[str, str]:
+    """Runs the tests that must pass under a base policy; those that do not, and why.
+
+    Args:
+        folder: gets the report.
+        names: of the tests; all by default.
+    """
+    names = names or required(installed_release(), base)
+    outcomes = run_tests(base, folder / f"{installed_release()}-{base}.xml", chosen=names)
+    missing = Outcome("missing")
+    ours = {name: outcomes.get(name, missing) for name in names}
+    return {name: f"{end.result}: {end.reason}" for name, end in ours.items() if not end.passed}
 
 
 def main() -> int:
@@ -145,35 +199,35 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tests", nargs="*", help=f"test files (default: {', '.join(TESTS)})")
+    parser.add_argument("bases", nargs="*", help=f"base policies (default: {', '.join(BASES)})")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "conformance-output", help="folder for the results"
     )
-    installed = importlib.metadata.version("vllm").partition("+")[0]
-    parser.add_argument("--vllm", default=installed, help=f"release (default: {installed})")
+    parser.add_argument(
+        "--record", action="store_true", help="store first what passes with vLLM's class"
+    )
     args = parser.parse_args()
+    if unknown := set(args.bases) - set(BASES):
+        parser.error(f"unknown base policy: {', '.join(unknown)}")
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    print(f"vLLM {args.vllm}: fetching its tests", flush=True)
-    folder = ROOT / ".venv" / "conformance" / args.vllm
-    prepare(args.vllm, folder)
-    engine = install_beside(args.vllm, folder) if args.vllm != installed else None
-    outcomes = {}
-    for name in ("vllm", "ours"):
+    version = installed_release()
+    if args.record:
+        outcomes = run_tests(None, output / f"{version}-vllm.xml")
+        record(version, outcomes)
+        print(f"vLLM {version}: {len(recorded(version))} of {len(outcomes)} tests pass", flush=True)
+    result = {}
+    for base in args.bases or BASES:
         begin = time.monotonic()
-        print(f"running them with {name} ...", end="", flush=True)
-        report = output / f"{args.vllm}-{name}.xml"
-        outcomes[name] = run_tests(folder, args.tests or TESTS, report, name == "ours", engine)
-        print(f" {len(outcomes[name])} tests in {time.monotonic() - begin:.0f} s")
-    result = compare(outcomes["vllm"], outcomes["ours"])
-    show(result)
-    file = output / f"{args.vllm}.json"
-    file.write_text(json.dumps({"vllm": args.vllm, "policy": "fcfs", **result}, indent=2) + "\n")
-    print(f"\nWritten: {file}")
-    if not result["total"]["vllm"]:
-        print("Nothing to compare: no test passes with vLLM's own class.")
-        return 1
-    return 1 if result["lost"] else 0
+        lost = lost_tests(base, output)
+        count = len(required(version, base))
+        result[base] = {"required": count, "passed": count - len(lost), "lost": lost}
+        seconds = time.monotonic() - begin
+        print(f"vLLM {version}, base: {base}: {count - len(lost)} of {count} in {seconds:.0f} s")
+        for name, reason in lost.items():
+            print(f"  lost: {name}\n        {reason[:300]}", flush=True)
+    (output / f"{version}.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if any(one["lost"] or not one["passed"] for one in result.values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """A pytest plugin that puts SemanticScheduler in the place of vLLM's scheduler.
 
-The tests import the class by name, so it is enough to exchange the name before they do.
+The tests import the class by name, so it is enough to exchange the name before they do. Environment
+variables: SEMSCHED_POLICY (unset: vLLM's class stays), CONFORMANCE_CHOSEN (a file with the names of
+the tests to run, without their folders).
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.specifiers import SpecifierSet
 from vllm.v1.core.sched import async_scheduler, scheduler
 
-from vllm_semantic_sched.engine import vllm_api, vllm_version
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.scheduler import AsyncSemanticScheduler, SemanticScheduler
 
-# Any release: this comparison is how a release gets into the supported range.
-vllm_version.SUPPORTED = SpecifierSet()
+# This comparison is how a release gets into the supported range.
+os.environ.setdefault("SEMSCHED_ALLOW_UNTESTED_VLLM", "1")
+
+OURS = "SEMSCHED_POLICY" in os.environ
 
 
 class Substitute(vllm_api.Scheduler):
@@ -35,12 +40,22 @@ class AsyncSubstitute(vllm_api.AsyncScheduler):
         return AsyncSemanticScheduler(*args, **kwargs) if own else object.__new__(cls)
 
 
-scheduler.Scheduler = Substitute
-async_scheduler.AsyncScheduler = AsyncSubstitute
+if OURS:
+    scheduler.Scheduler = Substitute
+    async_scheduler.AsyncScheduler = AsyncSubstitute
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the chosen tests."""
+    file = os.environ.get("CONFORMANCE_CHOSEN")
+    if file is None:
+        return
+    chosen = set(Path(file).read_text().splitlines())
+    items[:] = [item for item in items if f"{item.path.stem}::{item.name}" in chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Stops a comparison of vLLM with itself, should their helpers be laid out anew."""
     helpers = sys.modules.get("tests.v1.core.utils")
-    if helpers is not None and helpers.Scheduler is not Substitute:
+    if OURS and helpers is not None and helpers.Scheduler is not Substitute:
         raise pytest.UsageError("vLLM's test helpers do not use SemanticScheduler")

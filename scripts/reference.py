@@ -1,4 +1,4 @@
-"""Update the tables of docs/reference.md: policy keys, refusal codes and metrics.
+"""Update the tables of docs/reference.md: policy keys, refusal codes, metrics, releases of vLLM.
 
 python scripts/reference.py docs/reference.md
 """
@@ -26,6 +26,11 @@ _KEYS_HEAD = (
 )
 _CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
 _METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
+_RELEASES_HEAD = (
+    "| vLLM | runs a model | unit tests | engine tests | vLLM's scheduler tests |",
+    "|---|---|---|---|---|",
+)
+_RELEASES = Path(__file__).resolve().parents[1] / "tests" / "data" / "matrix.yaml"
 _YAML_WORDS = {"None": "unset", "True": "true", "False": "false", "()": "[]"}
 
 
@@ -72,10 +77,15 @@ def effect_of(key: str) -> Effect:
 
 
 def insert(path: Path) -> None:
-    """Update the tables of a page: the text between `<!-- keys -->`, `<!-- codes -->` or
-    `<!-- metrics -->` and the next `<!-- end -->`."""
+    """Update the tables of a page: the text between `<!-- keys -->`, `<!-- codes -->`,
+    `<!-- metrics -->` or `<!-- releases -->` and the next `<!-- end -->`."""
     text = path.read_text("utf-8")
-    tables = {"keys": keys_table(), "codes": codes_table(), "metrics": metrics_table()}
+    tables = {
+        "keys": keys_table(),
+        "codes": codes_table(),
+        "metrics": metrics_table(),
+        "releases": releases_table(),
+    }
     for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         before, rest = text.split(begin)
@@ -104,6 +114,17 @@ def metrics_table() -> str:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
             lines.append(f"| `semsched:{name}{ending}`{kind} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
+
+
+def releases_table() -> str:
+    """A Markdown table of what scripts/matrix.sh has recorded."""
+    releases = yaml.safe_load(_RELEASES.read_text(encoding="utf-8"))
+    columns = ("model", "unit", "engine", "conformance")
+    rows = [
+        f"| {version} | " + " | ".join(row.get(column, "-") for column in columns) + " |"
+        for version, row in sorted(releases.items())
+    ]
+    return "\n".join([*_RELEASES_HEAD, *rows]) + "\n"
 
 
 def keys_table() -> str:

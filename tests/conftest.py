@@ -13,7 +13,10 @@ settings.load_profile("same-examples")
 
 # Starts of the reasons for which --forbid-skips accepts a skipped test. The data folder is not part
 # of the project, and scripts/setup.sh installs what the tests import, but no system programs.
-ALLOWED_SKIPS: tuple[str, ...] = ("no data folder", "tmux is not installed", "no Chromium")
+ALLOWED_SKIPS: tuple[str, ...] = (
+    *("no data folder", "no Chromium"),
+    *("tmux is not installed", "promtool is not installed"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +38,12 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
     ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"model", "serve"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("model")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.exitstatus == pytest.ExitCode.OK and unexpected_skips(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -46,6 +55,14 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         terminalreporter.section("skipped tests, which --forbid-skips counts as failed", red=True)
     for skip in skips:
         terminalreporter.line(skip)
+
+
+@pytest.fixture
+def unhooked(monkeypatch) -> None:
+    """The workarounds are in use even if the installed vLLM has the hooks of patches/."""
+    from vllm_semantic_sched.engine.vllm_api import Hooks, capabilities
+
+    monkeypatch.setattr(capabilities, "HOOKS", Hooks(*[False] * len(Hooks._fields)))
 
 
 @pytest.fixture(scope="session")

@@ -73,13 +73,15 @@ def drive(
 
 
 def _run(core: SchedulingCore, request: SimRequest) -> Run:
-    job = core.new_job(
-        str(request.index),
+    job = core.arrive(
+        core.draft(
+            str(request.index),
+            request.prompt_tokens,
+            4096,
+            core.read_hints({"urgency": request.level}, 0),
+            awaits_prediction=False,
+            tenant=request.tenant,
+        ),
         request.arrival,
-        request.prompt_tokens,
-        4096,
-        core.read_hints({"urgency": request.level}, 0),
-        awaits_prediction=False,
-        tenant=request.tenant,
     )
     return Run(request, job, None)

@@ -1,29 +1,9 @@
 """Reads the shipped dashboard and alert rules, for the tests of them."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import promql_parser
-import yaml
-
-FOLDER = Path(__file__).parents[1] / "configs" / "monitoring"
-DASHBOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
-RULES = [
-    rule
-    for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))["groups"]
-    for rule in group["rules"]
-]
-
-
-def panel_queries() -> Iterator[tuple[str, str]]:
-    """Title and PromQL, with Grafana's variables filled in."""
-    for panel in DASHBOARD["panels"]:
-        for target in panel.get("targets", ()):
-            query = target["expr"].replace("$__rate_interval", "5m")
-            for variable in ("$instance", "$engine"):
-                query = query.replace(variable, ".*")
-            yield panel["title"], query
+from alerts import RULES
 
 
 def rule_queries() -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import reference
 import yaml
-from monitoring import RULES
+from alerts import RULES
 
 import vllm_semantic_sched
 from vllm_semantic_sched.cli import parse
@@ -305,6 +305,7 @@ def test_named_metrics_and_their_labels_exist(page: Path) -> None:
     named = re.findall(r"\bsemsched:([a-z_0-9]+)(?:\{([^}`]*)\})?", text_of(page))
     named += [(name, "") for name in re.findall(r"`([a-z_]+_total)[`{]", text_of(page))]
     for name, selector in named:
+        name = name.removeprefix("ray_semsched_")
         assert name in metrics, name
         labels = {"engine", *metrics[name].labels}
         for label, value in re.findall(r"(\w+)(?:=\"([^\"]*)\")?,?", selector):

@@ -1,10 +1,15 @@
 """The shipped Grafana dashboard and Prometheus alert rules: form, queries, names of metrics."""
 
 import re
+import shutil
+import subprocess
 from itertools import combinations
+from pathlib import Path
 
 import pytest
-from monitoring import DASHBOARD, RULES, panel_queries, rule_queries, selectors
+import yaml
+from alerts import DASHBOARD, FOLDER, RULES, panel_queries
+from monitoring import rule_queries, selectors
 
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.facts.files import shipped_names
@@ -146,3 +151,15 @@ def test_preemptions_of_the_shipped_policies_raise_no_alert() -> None:
         most[name] = (row["recomputes"] + row["swaps"]) / (row["count"] - row["refused"])
     assert max(most.values()) < 1, most
     assert most["tiers"] > 0.05
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_alert_fires_when_it_should_and_only_then(tmp_path) -> None:
+    cases = yaml.safe_load((Path(__file__).parent / "data" / "alert_cases.yaml").read_text("utf-8"))
+    cases["rule_files"] = [str(FOLDER / "alerts.yaml")]
+    fired = cases["tests"][1]["promql_expr_test"][0]["exp_samples"]
+    assert len(fired) == len(RULES)
+    file = tmp_path / "cases.yaml"
+    file.write_text(yaml.safe_dump(cases))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout

@@ -1,7 +1,10 @@
 """The benchmark's model, client and server, with a real `vllm serve`."""
 
+import errno
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,12 @@ pytestmark = pytest.mark.engine
 from vllm_semantic_sched.bench.client import LoadClient  # noqa: E402
 from vllm_semantic_sched.bench.idle import measure_decode_step  # noqa: E402
 from vllm_semantic_sched.bench.schedulers import parse_schedulers  # noqa: E402
-from vllm_semantic_sched.bench.server import ServerConfig, ServerFailed, VllmServer  # noqa: E402
+from vllm_semantic_sched.bench.server import (  # noqa: E402
+    ServerConfig,
+    ServerFailed,
+    VllmServer,
+    set_priority,
+)
 from vllm_semantic_sched.bench.texts import question_source  # noqa: E402
 from vllm_semantic_sched.bench.tiny_model import make_model  # noqa: E402
 from vllm_semantic_sched.bench.usage import PREEMPTIONS, STEPS, read_counters  # noqa: E402
@@ -23,6 +31,15 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     assert make_model(folder)
     return folder
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EINVAL, errno.EPERM, errno.ENOENT])
+def test_priority_does_without_a_weight_for_the_session(code, monkeypatch):
+    def refuse(path, text):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    set_priority(os.getpid(), os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_model_is_written_once_with_a_real_tokenizer(model):

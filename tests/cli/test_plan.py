@@ -1,5 +1,8 @@
 """`semsched plan`: table, files, the same bytes on any number of workers, invalid options."""
 
+import csv
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,29 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys) -> None:
 def test_invalid_plans_are_refused(tmp_path, capsys, options, words) -> None:
     assert _plan(tmp_path, *options) == 2
     assert words in capsys.readouterr().err
+
+
+def test_long_prompts_that_an_a100_serves_in_reality_do_not_pile_up(tmp_path) -> None:
+    """The paper's profile of a 7B model puts 35 s on a prompt of 8,000 tokens; in reality an A100
+    prefills more than 10,000 tokens of an 8B model per second."""
+    draw = random.Random(0)
+    rows = [
+        {
+            "arrival": number / 0.8,
+            "prompt_tokens": round(1000 * 16 ** draw.random()),
+            "output_tokens": draw.randint(50, 300),
+        }
+        for number in range(80)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    promise = "slos=[{ttft: 5, tpot: 0.1, percentile: 95}, {}, {}]"
+    engine = "engine={kind: vllm, profile: default, seats: 256, kv_blocks: 24000}"
+    options = ["--trace", str(trace), "--policy", "tiers", "--quiet"]
+    options += ["--set", promise, "--set", engine]
+    assert main(["plan", "--output", str(tmp_path), *options]) == 0
+    with (tmp_path / "plan.csv").open() as file:
+        found = {row[0]: row[-1] for row in csv.reader(file)}
+    assert found["engines for the given load, least_loaded"] == "1"
+    for level in range(3):
+        assert float(found[f"urgency {level}: ttft_p99"]) < 30

@@ -28,7 +28,10 @@ def test_one_worker_and_two_write_the_same_bytes(tmp_path, capsys) -> None:
     for folder, workers in zip(folders, ("1", "2"), strict=True):
         options = ["--output", str(folder), "--workers", workers, "--quiet"]
         assert main(["simulate", "--scenario", str(path), *options]) == 0
-    assert "normalized_waiting" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line for line in lines if not line.startswith("written: ")]
+    assert any("normalized_waiting" in line for line in tables)
+    assert max(map(len, tables)) <= 100
     for name in ("results.csv", "results.json"):
         contents = [(folder / name).read_bytes() for folder in folders]
         assert contents[0] == contents[1]
@@ -78,10 +81,21 @@ def test_without_bokeh_the_page_is_left_out(tmp_path, capsys, monkeypatch) -> No
     command = ["simulate", "--scenario", str(_write(tmp_path)), "--output", str(tmp_path)]
     assert main([*command, "--quiet", "--set", "workload.requests=8"]) == 0
     written = capsys.readouterr()
-    assert "report.html is not written" in written.err
+    assert "report.html: not written" in written.err
     assert 'pip install "vllm-semantic-sched[bench]"' in written.err
     assert "report.html" not in written.out and not (tmp_path / "report.html").exists()
     assert (tmp_path / "results.json").is_file()
+
+
+def test_without_matplotlib_the_pictures_are_left_out(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command = ["simulate", "--scenario", str(_write(tmp_path)), "--output", str(tmp_path)]
+    assert main([*command, "--quiet", "--set", "workload.requests=8"]) == 0
+    written = capsys.readouterr()
+    assert "normalized_waiting.png, queue-depth.png" in written.err
+    assert written.err.count("not written") == 1
+    assert "report.html" in written.out and ".png" not in written.out
+    assert not list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize(

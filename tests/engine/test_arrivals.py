@@ -20,11 +20,15 @@ from vllm_semantic_sched.bench.standalone import (
     read_texts,
     run_step,
 )
+from vllm_semantic_sched.engine.passed_reading import pass_reading
 from vllm_semantic_sched.engine.prediction import _MOST_AHEAD
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.job import LevelSource
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 pytestmark = pytest.mark.engine
+
+ANY_READING = Prediction((0.0, 0.0, 0.0, 1.0, 0.0), None)
 
 
 @pytest.fixture
@@ -81,6 +85,21 @@ def test_request_is_read_once_and_on_the_input_thread(scheduler, monkeypatch) ->
     job = scheduler.jobs["a"]
     assert (job.level, job.level_source, job.tenant) == (1, LevelSource.HINT, "x")
     assert scheduler.counters.total("requests", "hint") == 1
+
+
+def test_text_that_the_http_server_has_read_is_not_read_again(scheduler, monkeypatch) -> None:
+    instant = scheduler.predictions.instant
+    params = SimpleNamespace(extra_args=None)
+    pass_reading(params, instant.read("my dad is not breathing"))
+    read = []
+    monkeypatch.setattr(type(instant), "read", lambda self, text: read.append(text) or ANY_READING)
+    scheduler.add_request(preprocess(scheduler, "a", extra_args=params.extra_args))
+    assert scheduler.jobs["a"].level_source is LevelSource.INSTANT
+    assert scheduler.jobs["a"].level == 0 and not read
+    other_model = SimpleNamespace(extra_args=None)
+    pass_reading(other_model, Prediction((1.0,)))
+    scheduler.add_request(preprocess(scheduler, "b", extra_args=other_model.extra_args))
+    assert len(read) == 1
 
 
 def test_request_that_nobody_read_ahead_is_read_on_arrival(scheduler) -> None:

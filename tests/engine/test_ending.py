@@ -70,11 +70,11 @@ def test_request_refused_during_schedule_ends_right_after_it(scheduler) -> None:
     scheduler.add_request(make_request("r", output_tokens=50))
     step(scheduler)
 
-    def refuse(request, value):
+    def refuse(request, keep_kv):
         assert scheduler.refuse(request.request_id, FULL)
         assert request.request_id in scheduler.requests
 
-    scheduler.after_preemption = refuse
+    scheduler.before_preemption = refuse
     # No room for another token: vLLM preempts, in the midst of its queues.
     scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
     arranged = scheduler.schedule()

@@ -1,13 +1,16 @@
-"""Aging, tenants and reservations in a real `vllm serve`."""
+"""Aging, tenants, reservations and a policy that changes in a real `vllm serve`."""
 
 import json
+import os
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from metrics_page import page_value
+from metrics_page import page_value, wait_until
+
+from vllm_semantic_sched.admin.client import AdminClient
 
 pytestmark = pytest.mark.engine
 
@@ -26,16 +29,31 @@ tenants: {fair: true}
 
 
 @pytest.fixture(scope="module")
-def server(serve, tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy") / "policy.yaml"
-    path.write_text(POLICY)
+def folder(tmp_path_factory):
+    """Where the policy is, as Kubernetes mounts a ConfigMap."""
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "policy.yaml").symlink_to("..data/policy.yaml")
+    return folder
+
+
+def write_policy(folder, version: str, text: str) -> None:
+    """Change all files at once, as the kubelet does it."""
+    (folder / version).mkdir()
+    (folder / version / "policy.yaml").write_text(text)
+    (folder / "..data_tmp").symlink_to(version)
+    os.replace(folder / "..data_tmp", folder / "..data")
+
+
+@pytest.fixture(scope="module")
+def server(serve, folder):
+    write_policy(folder, "..1", POLICY)
     return serve(
         "--scheduler-cls",
         "vllm_semantic_sched.SemanticScheduler",
         "--middleware",
         "vllm_semantic_sched.Middleware",
         "--additional-config",
-        json.dumps({"semantic_sched": {"policy": str(path)}}),
+        json.dumps({"semantic_sched": {"policy": str(folder / "policy.yaml"), "watch": True}}),
         seats=3,
     )
 
@@ -114,3 +132,20 @@ def test_background_is_served_under_permanent_premium_load(server) -> None:
     assert 1.2 < end - begin < 20
     assert metric(server, "semsched:overtakings_total") > before
     assert metric(server, "semsched:policy_errors_total") == 0
+
+
+def test_changed_policy_is_reloaded_without_a_command(server, folder) -> None:
+    def policy() -> dict:
+        return AdminClient(server.url).status()[0]["policy"]
+
+    assert policy()["version"] == 1
+    write_policy(folder, "..2", POLICY.replace("share: 0.25", "share: 0.5"))
+    wait_until(lambda: policy()["version"] == 2, seconds=60)
+    assert policy()["changed"] == ["aging.share"]
+    write_policy(folder, "..3", POLICY + "base: sjf\n")
+    wait_until(lambda: policy()["result"] == "refused", seconds=60)
+    assert policy()["version"] == 2
+
+
+def test_server_is_ready(server) -> None:
+    assert json.loads(server.get_text("/semsched/ready")) == {"ready": True}

@@ -14,6 +14,7 @@ from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.vllm_api import HOOKS
 
 pytestmark = pytest.mark.engine
 
@@ -147,7 +148,10 @@ def test_engine_core_finds_the_command() -> None:
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": "fcfs"})
     core = EngineCore.__new__(EngineCore)
     core.scheduler = scheduler
-    status = getattr(core, commands.UTILITY)("status")
+    if HOOKS.utilities:
+        status = core.call_scheduler(commands.UTILITY, ["status"])
+    else:
+        status = getattr(core, commands.UTILITY)("status")
     assert status["running"] == status["waiting"] == 0 and not status["paused"]
     with pytest.raises(ValueError, match="base: fcfs"):
         commands.run(scheduler, "load_policy")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,15 +15,23 @@ SCRIPT = textwrap.dedent(
     """
     import json, sys, time
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm_semantic_sched import refusal_of
 
+    asynchronous = sys.argv[3] == "asynchronous"
+    if asynchronous:
+        from async_engine import schedule_asynchronously
+
+        schedule_asynchronously()
     llm = LLM(
         sys.argv[1],
         additional_config={"semantic_sched": {"policy": sys.argv[2]}},
         scheduler_cls="vllm_semantic_sched.SemanticScheduler",
         dtype="float32", enforce_eager=True, max_num_seqs=2, gpu_memory_utilization=0.7,
         kv_cache_memory_bytes=2**28, num_gpu_blocks_override=64, block_size=32,
+        async_scheduling=asynchronous,
     )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     hints = [4, 0, None, {"nested": [1]}, "abc", -1, [0], 99]
     params = [
         SamplingParams(
@@ -31,16 +40,38 @@ SCRIPT = textwrap.dedent(
         for hint in hints
     ]
     answers = llm.generate(["tell me about rain"] * len(hints), params, use_tqdm=False)
+    # The least urgent one has a seat before the others arrive, and is preempted.
+    urgent = SamplingParams(max_tokens=5, ignore_eos=True, extra_args={"urgency": 0})
+    chosen, preempted = [], scheduler.counters.total("preemptions")
+    choices = SamplingParams(
+        temperature=0, max_tokens=60, extra_args={"urgency": 4},
+        structured_outputs=StructuredOutputsParams(choice=[name * 20 for name in ("yes", "no")]),
+    )
+    engine = llm.llm_engine
+    for name in ("a", "b"):
+        engine.add_request(name, "is it raining", choices)
+    for step in range(400):
+        if step in (5, 9):
+            engine.add_request(f"urgent {step}", "help", urgent)
+        for output in engine.step():
+            if output.finished and output.request_id in ("a", "b"):
+                chosen.append(output.outputs[0].text)
+        if step > 9 and not engine.has_unfinished_requests():
+            break
+    preempted = scheduler.counters.total("preemptions") - preempted
     same = SamplingParams(max_tokens=5, ignore_eos=True, extra_args={"dedup_key": "k"})
     older, newer = llm.generate(["first", "second"], same, use_tqdm=False)
     refusal = refusal_of(older)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     counters = scheduler.counters
     # On a busy machine short answers can end before their prompts are read.
     deadline, unhinted = time.monotonic() + 60, SamplingParams(max_tokens=200, ignore_eos=True)
     while not counters.total("predictions") and time.monotonic() < deadline:
         llm.generate("tell me about snow", unhinted, use_tqdm=False)
     print(json.dumps({
+        "scheduler": type(scheduler).__name__,
+        "asynchronous": scheduler.vllm_config.scheduler_config.async_scheduling,
+        "chosen": chosen,
+        "preempted": preempted,
         "tokens": [answer.outputs[0].token_ids for answer in answers],
         "invalid": counters.total("invalid_hints"),
         "predicted": counters.total("predictions"),
@@ -53,10 +84,12 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def test_hints_predictions_and_refusals_work_offline(model, tmp_path) -> None:
+@pytest.mark.parametrize("mode", ["in turn", "asynchronous"])
+def test_hints_grammars_predictions_and_refusals_work_offline(model, tmp_path, mode) -> None:
     policy = tmp_path / "mine.yaml"
     policy.write_text("dedup: {enabled: true}\n")
     environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the script
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -64,7 +97,7 @@ def test_hints_predictions_and_refusals_work_offline(model, tmp_path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), str(policy)],
+        [sys.executable, "-c", SCRIPT, str(model), str(policy), mode],
         env=environment,
         capture_output=True,
         text=True,
@@ -72,6 +105,9 @@ def test_hints_predictions_and_refusals_work_offline(model, tmp_path) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert report["asynchronous"] == (mode == "asynchronous")
+    assert len(report["chosen"]) == 2 and set(report["chosen"]) <= {"yes" * 20, "no" * 20}
+    assert report["preempted"] > 0
     assert [len(tokens) for tokens in report["tokens"]] == [20] * 8
     assert all(tokens == report["tokens"][0] for tokens in report["tokens"])
     assert report["invalid"] == 6

@@ -403,10 +403,13 @@ def test_environment_overrides_the_command_line(monkeypatch) -> None:
     assert type(build({"policy": "does-not-matter"})) is Scheduler
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
-def test_unsupported_vllm_version_is_named(version) -> None:
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "dev"])
+def test_unsupported_vllm_version_is_named(version, monkeypatch, caplog) -> None:
     with pytest.raises(UnsupportedVersion, match=rf"{version} is installed"):
         check_vllm_version(version)
+    monkeypatch.setenv("SEMSCHED_ALLOW_UNTESTED_VLLM", "1")
+    check_vllm_version(version)
+    assert f"vLLM {version} is installed" in caplog.text
 
 
 def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None:

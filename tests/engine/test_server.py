@@ -146,6 +146,16 @@ def test_invalid_hint_is_counted_and_the_predicted_level_used(semantic, urgency)
     assert metric(semantic, "semsched:invalid_hints_total") == before + 1
 
 
+@pytest.mark.parametrize("entry", ["[[1.0, 0.0]]", 0, [1.0, 0.0]])
+def test_client_cannot_pretend_that_its_text_was_read(semantic, entry) -> None:
+    before = metric(semantic, "semsched:forged_readings_total")
+    assert complete(semantic, vllm_xargs={"semsched_reading": entry})[0] == 200
+    assert metric(semantic, "semsched:forged_readings_total") == before + 1
+    assert complete(semantic)[0] == 200
+    assert metric(semantic, "semsched:forged_readings_total") == before + 1
+    assert metric(semantic, "semsched:policy_errors_total") == 0
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -37,6 +37,7 @@ def skeleton(tmp_path: Path) -> Path:
     (tmp_path / "__init__.py").unlink()
     # A contract on an external package needs somebody who imports it.
     (tmp_path / PACKAGE / "engine" / "__init__.py").write_text("import vllm\n")
+    (tmp_path / PACKAGE / "ray" / "__init__.py").write_text("import ray\n")
     return tmp_path
 
 
@@ -66,6 +67,7 @@ def test_skeleton_keeps_every_contract(skeleton: Path):
         ("bench", "def run(): import vllm_semantic_sched.cli", "cli"),
         ("engine", "import vllm_semantic_sched.predict.training", "offline-predict"),
         ("trace", "import vllm.config", "vllm"),
+        ("engine", "def run(): import ray.serve", "ray"),
         ("policy.order", "import torch", "pure"),
         ("policy.order", "import vllm_semantic_sched.policy.overload", "policy-layers"),
     ],

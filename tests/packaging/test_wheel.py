@@ -15,6 +15,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -120,12 +121,13 @@ def test_installed_package_finds_its_policies_by_name(wheel: Path, tmp_path: Pat
 
 
 def test_metadata_package_names_the_engine_of_the_cpu_extra(tmp_path: Path):
-    wheel = build_wheel(ROOT / "patches" / "vllm-metadata", tmp_path)
+    wheel = build_wheel(ROOT / "scripts" / "vllm-metadata", tmp_path)
     metadata = Parser().parsestr(read_metadata(wheel, "METADATA"))
     (engine,) = metadata.get_all("Requires-Dist", [])
-    assert engine in PROJECT["optional-dependencies"]["cpu"]
-    assert metadata["Name"] == "vllm"
-    assert metadata["Version"] == engine.partition("==")[2] + "+cpu"
+    name, _, version = engine.partition("==")
+    (extra,) = map(Requirement, PROJECT["optional-dependencies"]["cpu"])
+    assert extra.name == name and version in extra.specifier
+    assert metadata["Name"] == "vllm" and metadata["Version"] == f"{version}+cpu"
     with zipfile.ZipFile(wheel) as archive:
         assert all(".dist-info/" in name for name in archive.namelist())
 

@@ -133,8 +133,8 @@ def send(engine, request_id: str, rng: random.Random) -> None:
     extra = {"tenant": rng.choice(TENANTS)}
     if rng.random() < 0.5:
         extra["urgency"] = rng.randint(0, 4)
-    if rng.random() < 0.2:
-        extra["dedup_key"] = rng.choice("xyz")
+    if rng.random() < 0.45:
+        extra["dedup_key"] = rng.choice("xy")
     prompt = [rng.randint(5, 500) for _ in range(rng.choice([10, 40, 100, 300]))]
     params = SamplingParams(
         temperature=0.0, max_tokens=rng.randint(2, 40), ignore_eos=True, extra_args=extra

@@ -153,8 +153,7 @@ class ReplayEngine(Engine):
     def freeable_blocks(self, job: Job) -> int | None:
         if self._answer("freeable_blocks", job, 0) is None:
             return None  # a step in flight may write them
-        self.observe(job)
-        return self.pool.needed(job.computed)
+        return self.pool.needed(self._computed(job))
 
     def _answer(self, question: str, job: Job, default: Any) -> Any:
         return self._here.answers.get((question, job.request_id), default)
@@ -188,7 +187,11 @@ class ReplayEngine(Engine):
         freed = self.freeable_blocks(job)
         assert freed is not None
         # Free blocks are counted without one for each request that is about to begin a block.
-        self._free += freed + (job.computed % self.pool.block_size == 0)
+        self._free += freed + (self._computed(job) % self.pool.block_size == 0)
+
+    def _computed(self, job: Job) -> int:
+        """Tokens with KV. Like the engine, a question leaves what the job knows as it is."""
+        return self._here.progress[job.request_id][0]
 
 
 def replay(recording: Recording, exchanged: tuple[int, int] | None = None) -> list[list[Decision]]:

@@ -28,7 +28,7 @@ def make_core(base: str = "semantic", **policy) -> SchedulingCore:
 def arrive(core: SchedulingCore, name: str, urgency=None, unread=False, priority=0) -> Job:
     extra_args = {} if urgency is None else {"urgency": urgency}
     hint = core.read_hints(extra_args, priority)
-    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=unread)
+    job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=unread), 0.0)
     core.enqueue(job, core.waiting)
     return job
 
@@ -222,7 +222,7 @@ def test_jobs_without_a_predicted_length_change_no_estimate() -> None:
 
 def of_length(core: SchedulingCore, name: str, tokens: int, urgency: int = 1) -> Job:
     hint = Hint(urgency, LevelSource.HINT)
-    job = core.new_job(name, 0.0, 10, tokens, hint, awaits_prediction=False)
+    job = core.arrive(core.draft(name, 10, tokens, hint, awaits_prediction=False), 0.0)
     core.enqueue(job, core.waiting)
     return job
 
@@ -283,7 +283,7 @@ CALM = Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
 
 def glance(core: SchedulingCore, name: str, provisional, urgency=None, tenant="") -> Job:
     hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
-    job = core.new_job(name, 0.0, 50, 500, hint, True, tenant, provisional=provisional)
+    job = core.arrive(core.draft(name, 50, 500, hint, True, tenant, provisional=provisional), 0.0)
     core.enqueue(job, core.waiting)
     return job
 
@@ -312,7 +312,9 @@ def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
 
 def test_prediction_that_comes_before_queueing_counts_in_the_rank() -> None:
     core = make_core()
-    long, short = (core.new_job(name, 0.0, 50, 500, HINT, True) for name in ("long", "short"))
+    long, short = (
+        core.arrive(core.draft(name, 50, 500, HINT, True), 0.0) for name in ("long", "short")
+    )
     core.predicted(long, CALM)
     core.predicted(short, Prediction(CALM.urgency, SURE.length))
     for job in (long, short):

@@ -34,7 +34,7 @@ def core_of(**values) -> SchedulingCore:
 
 def arrive(core, name, level=None, prediction=None, awaited=False, prompt=10, limit=500):
     hint = Hint(level, LevelSource.DEFAULT if level is None else LevelSource.HINT)
-    job = core.new_job(name, 0.0, prompt, limit, hint, awaited or prediction is not None)
+    job = core.arrive(core.draft(name, prompt, limit, hint, awaited or prediction is not None), 0.0)
     core.enqueue(job, core.waiting)
     if prediction is not None:
         core.predicted(job, prediction)

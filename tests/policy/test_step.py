@@ -32,7 +32,7 @@ def make_world(policy: dict, **engine):
 
 def arrive(core, engine, index: int, urgency: int | None = None, prediction=None) -> Run:
     hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
-    job = core.new_job(str(index), 0.0, 40, 500, hint, awaits_prediction=urgency is None)
+    job = core.arrive(core.draft(str(index), 40, 500, hint, awaits_prediction=urgency is None), 0.0)
     run = Run(SimRequest(index, 0.0, urgency or 0, 40, 500), job, prediction)
     engine.submit(run, 0.0)
     return run

@@ -45,6 +45,22 @@ def test_order_of_answers_is_order_of_texts(predictor):
 
 
 @pytest.mark.parametrize(
+    "task",
+    [
+        "Write a poem about rain.",
+        "What coloring of cat is almost always female?",
+        "Summarise what matters in a short paragraph.",
+    ],
+)
+def test_task_for_the_model_does_not_hide_an_emergency(predictor, task):
+    text = "He's vomiting bright red blood, buckets of it, and just blacked out. " + task
+    (prediction,) = predictor.predict([text])
+    assert sum(prediction.urgency[:2]) > 0.9
+    (calm,) = predictor.predict(["My cat sleeps all day. " + task])
+    assert sum(calm.urgency[:2]) < 0.1
+
+
+@pytest.mark.parametrize(
     "emergency",
     [
         "my dad collapsed and isn't breathing",

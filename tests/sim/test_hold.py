@@ -33,7 +33,7 @@ class World:
         index = len(self.runs)
         request = SimRequest(index, self.now, level, prompt, output)
         hint = self.core.read_hints({"urgency": level}, 0)
-        job = self.core.new_job(str(index), self.now, prompt, 4096, hint, False)
+        job = self.core.arrive(self.core.draft(str(index), prompt, 4096, hint, False), self.now)
         self.runs.append(Run(request, job, None))
         self.engine.submit(self.runs[-1], self.now)
         return self.runs[-1]

@@ -10,22 +10,25 @@ from vllm_semantic_sched.sim.simulation import simulate
 
 
 def test_each_routing_chooses_the_expected_engine() -> None:
-    turns = Router("round_robin", 2, 3)
-    assert [turns.choose(0) for _ in range(4)] == [0, 1, 0, 1]
+    def engines(router: Router, *levels: int) -> list[int]:
+        return [router.choose(level).engine for level in levels]
+
+    assert engines(Router("round_robin", 2, 3), 0, 0, 0, 0) == [0, 1, 0, 1]
 
     least = Router("least_loaded", 2, 3)
-    assert [least.choose(2), least.choose(2), least.choose(2)] == [0, 1, 0]
-    assert least.choose(0) == 1
-    least.leave(1, 2)
-    least.leave(1, 0)
-    assert least.choose(0) == 1
+    placed = [least.choose(2) for _ in range(3)]
+    assert [one.engine for one in placed] == [0, 1, 0]
+    assert engines(least, 0) == [1]
+    least.leave(placed[0])
+    least.leave(placed[2])
+    assert engines(least, 0, 0) == [0, 0]
 
     urgent = Router("urgency_aware", 2, 3)
-    assert [urgent.choose(2) for _ in range(3)] == [0, 1, 0]
+    assert engines(urgent, 2, 2, 2) == [0, 1, 0]
     # No urgent request at either engine: the one with fewer others.
-    assert urgent.choose(0) == 1
+    assert engines(urgent, 0) == [1]
     # Less urgent requests at engine 0 do not delay an urgent one; the one at engine 1 does.
-    assert urgent.choose(0) == 0
+    assert engines(urgent, 0) == [0]
 
 
 @settings(max_examples=15)

@@ -148,7 +148,7 @@ def measured_promises(keys: Keys) -> Any:
         for number in range(40 * core.policy.levels):
             level, delay = number % core.policy.levels, number // core.policy.levels
             hint = core.read_hints({"urgency": level}, 0)
-            job = core.new_job(str(number), -wait * delay, 10, 100, hint, False)
+            job = core.arrive(core.draft(str(number), 10, 100, hint, False), -wait * delay)
             core.enqueue(job, core.waiting)
             core.take(job, core.waiting)
             core.start(job)
@@ -168,7 +168,7 @@ def superseded(keys: Keys) -> Any:
     core, control = engine_parts(keys)
     ended = []
     for name in ("older", "newer"):
-        job = core.new_job(name, 0.0, 10, 100, core.read_hints({}, 0), False)
+        job = core.arrive(core.draft(name, 10, 100, core.read_hints({}, 0), False), 0.0)
         core.enqueue(job, core.waiting)
         key = "page 7" if core.policy.dedup.enabled else None  # as the engine reads it
         ended += control.arrive(job, 0.0, lambda: 0, key, name)

@@ -386,7 +386,7 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
     except AdminError as error:
         yield _closed_endpoints(error)
         return
-    yield Finding("ok", "middleware", f"the operator's endpoints answer, {len(engines)} engines")
+    yield Finding("ok", "middleware", f"the operator's endpoints answer; engines: {len(engines)}")
     if any(engine["paused"] for engine in engines):
         advice = "semsched maintenance --action resume"
         yield Finding("warning", "server", "it is paused and starts no requests", advice)

@@ -90,6 +90,7 @@ class LoadClient:
             that it gives no length away.
         extras: further fields of each request's body.
         progress: gets a bar for each load that has a label.
+        headers: of each request.
     """
 
     url: str
@@ -97,6 +98,7 @@ class LoadClient:
     max_tokens: int
     extras: BodyExtras = lambda request: {}
     progress: Progress = field(default_factory=Progress)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
@@ -156,6 +158,7 @@ class LoadClient:
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             base_url=self.url,
+            headers=self.headers,
             # A new connection each: the server may close a kept one just when it is used again.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=_REQUEST_SECONDS),

@@ -64,12 +64,13 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
             ]
             for row in rows.values()
         }
-        chart = grouped_bars(
-            f"Mix {mix}: {title}", title, list(map(_level_title, levels)), series, colors
-        )
         idle = next(iter(rows.values())).idle_levels.get("0")
+        height = math.inf if idle is None else scale * _statistic(idle, key, statistic)
+        chart = grouped_bars(
+            *(f"Mix {mix}: {title}", title, list(map(_level_title, levels)), series, colors),
+            lowest=height,
+        )
         if idle is not None:
-            height = scale * _statistic(idle, key, statistic)
             ends = (-0.5, len(levels) - 0.5)
             line = Line("idle engine, urgency 0", ends, (height, height), IDLE_COLOR, dashed=True)
             chart = replace(chart, marks=[*chart.marks, line])

@@ -109,10 +109,10 @@ def set_priority(process: int, nice: int) -> None:
     os.setpriority(os.PRIO_PROCESS, process, nice)
     # Where Linux groups processes by session, nice counts within a session only, and the
     # session's own weight is what other programs compete with.
-    group = Path(f"/proc/{process}/autogroup")
-    if group.exists():
-        with contextlib.suppress(BlockingIOError):  # too many changes in too short a time
-            group.write_text(str(nice))
+    # Kernels and sandboxes refuse the weight in their own ways, and limit how often it changes;
+    # without it the priority still counts among the session's own processes.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
 
 
 def prefer_client(server_nice: int) -> None:
@@ -134,7 +134,7 @@ class VllmServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -248,7 +248,8 @@ def _is_float32(model: Path) -> bool:
     return "float32" in (config.get("dtype"), config.get("torch_dtype"))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback interface that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

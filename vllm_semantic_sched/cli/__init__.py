@@ -14,7 +14,7 @@ from vllm_semantic_sched import __version__
 _COMMANDS = (
     "serve",
     *("bench", "train", "evaluate", "explain", "policy"),
-    *("maintenance", "doctor", "top", "trace", "profile", "simulate", "plan"),
+    *("maintenance", "doctor", "top", "trace", "profile", "simulate", "plan", "annotate"),
 )
 
 

@@ -18,6 +18,7 @@ from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.bench.overhead import StepTimes
+    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
 
 _SCHEDULERS = "fcfs,priority,semantic,semantic-true"
 _STOCK = "stock"
@@ -76,6 +77,15 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="share servers between schedulers where one can stand in for several, and measure the "
         "idle engine once, with a dozen requests",
     )
+    add(
+        "--engines",
+        type=int,
+        default=1,
+        metavar="N",
+        help="instead: one server with N engines and the first semantic scheduler; compare vLLM's "
+        "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
+        "--gap seconds (default: 4)",
+    )
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
     add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
 
@@ -89,6 +99,8 @@ def _run_comparison(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.bench.targets import check_targets, missed
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
+    if args.engines > 1:
+        return _run_placements(args, schedulers)
     mixes = [mix.strip() for mix in args.mix.split(",")]
     plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
     console = make_console()
@@ -118,6 +130,45 @@ def _run_comparison(args: argparse.Namespace) -> int:
     if args.assert_targets:
         problems += missed(targets)
     return comparison.print_problems(console, problems)
+
+
+def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec]) -> int:
+    """Return 1 if a request failed."""
+    from vllm_semantic_sched.bench import engines
+
+    scheduler = next((one for one in schedulers if one.kind.startswith("semantic")), None)
+    if scheduler is None:
+        raise ValueError("--engines: --schedulers names no semantic scheduler")
+    load = WorkloadConfig(
+        requests=args.requests,
+        mix=args.mix.partition(",")[0],
+        seed=args.seed,
+        max_output_tokens=args.max_output,
+    )
+    rounds = engines.compare_placements(
+        comparison.make_server(args),
+        scheduler,
+        args.engines,
+        engines.make_bursts(load, args.rounds, args.gap or 4.0),
+        comparison.show_progress(args.quiet),
+    )
+    console = make_console()
+    table = make_table(
+        f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
+        "engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s",
+    )  # fmt: skip
+    for name, means in engines.summary(rounds).items():
+        table.add_row(name, *(f"{mean:.3f}" for mean in means.values()))
+    console.print(table)
+    console.print(
+        f"Urgency 0 gets its first tokens earlier by urgency in {engines.better_rounds(rounds)} of "
+        f"{args.rounds} pairs."
+    )
+    console.print(f"rounds: {engines.write_rounds(rounds, args.output)}", soft_wrap=True)
+    for path in save_page(engines.rounds_page(rounds, vars(args)), args.output):
+        console.print(f"report: {path}", soft_wrap=True)
+    failed = sum(one.failed for each in rounds.values() for one in each)
+    return comparison.print_problems(console, [f"{failed} requests failed"] if failed else [])
 
 
 # bench overhead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,21 +39,34 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
 
 
 def save_page(page: Page, folder: Path, extra: str = "bench") -> list[Path]:
-    """Write report.html to a folder; its path, or none if the package that draws the charts is
-    missing: then a message names the extra to install.
+    """Write report.html to a folder; its path, or none (see `save_pictures`).
 
     Raises:
         OSError: the file cannot be written.
     """
+    return save_pictures({folder / FILE_NAME: lambda path: write_page(page, path.parent)}, extra)
+
+
+def save_pictures(
+    draw: Mapping[Path, Callable[[Path], object]], extra: str = "bench"
+) -> list[Path]:
+    """Write files by functions that need a package for charts; their paths, or none if it is
+    missing: then a message names the extra to install.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     try:
-        return [write_page(page, folder)]
+        for path, write in draw.items():
+            write(path)
     except ModuleNotFoundError as error:
         print(
-            f"{FILE_NAME} is not written: {error}; "
+            f"{', '.join(path.name for path in draw)}: not written ({error}); "
             f'pip install "vllm-semantic-sched[{extra}]" installs what it needs',
             file=sys.stderr,
         )
         return []
+    return list(draw)
 
 
 def describe_keys(model: type[Section]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens is not None and args.max_tokens < 1:
         print("semsched explain: --max-tokens must be at least 1", file=sys.stderr)
         return 2
+    # Nothing here lives long, and collecting garbage takes a tenth of the time of the imports.
+    gc.disable()
     try:
         policy = load_policy(args.policy)
         profile = load_profile(policy.profile)
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     except (FileNotFoundError, ImportError, ValueError) as error:
         print(f"semsched explain: {error}", file=sys.stderr)
         return 1
+    finally:
+        gc.enable()
     return 0
 
 

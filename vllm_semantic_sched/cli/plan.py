@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     positive,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page, save_pictures
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 _DEFAULT_SCENARIO = "capacity"
@@ -101,8 +101,8 @@ def _run(args: argparse.Namespace) -> int:
     for label, cells in rows(scenario, answers):
         table.add_row(label, *cells)
     console.print(table)
-    written = [*write_plan(args.output, scenario, answers), args.output / "plan.png"]
-    draw_plan(written[-1], answers)
+    written = [*write_plan(args.output, scenario, answers)]
+    written += save_pictures({args.output / "plan.png": lambda path: draw_plan(path, answers)})
     written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))
     return 0

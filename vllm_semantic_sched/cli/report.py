@@ -46,6 +46,10 @@ def print_summary(console: Console, mix: str, rows: Mapping[str, MixResult]) -> 
     console.print(in_words(rows), soft_wrap=True)
 
 
+def _times(ratio: float) -> str:
+    return "about" if abs(ratio - 1) < 0.05 else f"{ratio:.2f} times"
+
+
 def in_words(rows: Mapping[str, MixResult]) -> str:
     """What the urgent requests gain over vLLM's FCFS, and what all others pay; empty without both
     schedulers."""
@@ -61,7 +65,7 @@ def in_words(rows: Mapping[str, MixResult]) -> str:
     return (
         f"With the urgency {source}, the most urgent requests had their first token after "
         f"{after:.2g} s (p99) where vLLM's FCFS took {before:.2g} s: {before / after:.2g} times "
-        f"sooner. All requests together took {cost:.2g} times as long per token as under FCFS."
+        f"sooner. All requests together took {_times(cost)} as long per token as under FCFS."
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import (
     BadOption,
@@ -15,7 +16,13 @@ from vllm_semantic_sched.cli.arguments import (
     parse_changes,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import (
+    describe_keys,
+    make_console,
+    make_table,
+    save_page,
+    save_pictures,
+)
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -103,38 +110,53 @@ def _run(args: argparse.Namespace) -> int:
     console = make_console()
     if settings.description:
         console.print(settings.description, soft_wrap=True)
-    console.print(_table(cells, args.metric))
-    picture, depths = args.output / f"{args.metric}.png", args.output / "queue-depth.png"
-    written = [*write_results(args.output, settings, cells), picture, depths]
-    draw_metric(cells, args.metric, picture, list(settings.sweep[0]) if settings.sweep else [])
-    draw_depths(cells[:_MOST_CHARTS], depths)
+    for table in _tables(cells, args.metric):
+        console.print(table)
+    fields = list(settings.sweep[0]) if settings.sweep else []
+    pictures: dict[Path, Callable[[Path], object]] = {
+        args.output / f"{args.metric}.png": lambda path: draw_metric(
+            cells, args.metric, path, fields
+        ),
+        args.output / "queue-depth.png": lambda path: draw_depths(cells[:_MOST_CHARTS], path),
+    }
+    written = write_results(args.output, settings, cells)
     small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
     for number, cell in enumerate(small[:_MOST_CHARTS]):
         name = f"{number}-{cell.scheduler}"
-        written += [args.output / f"gantt-{name}.png", args.output / f"trace-{name}.json"]
-        draw_gantt(cell.spans, written[-2], title_of(cell))
+        pictures[args.output / f"gantt-{name}.png"] = partial(
+            draw_gantt, cell.spans, title=title_of(cell)
+        )
+        written.append(args.output / f"trace-{name}.json")
         write_trace(written[-1], cell)
+    written += save_pictures(pictures)
     written += save_page(simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
     return 0
 
 
-def _table(cells: Sequence[Cell], metric: str) -> Table:
-    """One metric: a row per cell, a column per level."""
-    from vllm_semantic_sched.html_report.content import number_text
+def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
+    """The metric by level, and the totals: a row per cell."""
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
-    from vllm_semantic_sched.sim.report import level_names, point_texts
+    from vllm_semantic_sched.sim.report import level_names
 
-    levels, fields = level_names(cells), list(cells[0].point)
-    more = [name for name in _ALWAYS_SHOWN if name != metric]
-    table = make_table(
+    levels = level_names(cells)
+    yield _table(
+        cells,
         f"{metric}: {METRICS[metric]}",
-        *fields,
-        "scheduler",
-        *(level if level == ALL else f"urgency {level}" for level in levels),
-        *(name.replace("_", "\n") + ",\nall" for name in more),
-        words=len(fields) + 1,
+        {level if level == ALL else f"urgency {level}": (level, metric) for level in levels},
     )
+    totals = [name for name in _ALWAYS_SHOWN if name != metric]
+    yield _table(cells, "all levels", {name.replace("_", "\n"): (ALL, name) for name in totals})
+
+
+def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
+    """A row per cell; `columns` has the level and the metric of each column."""
+    from vllm_semantic_sched.html_report.content import number_text
+    from vllm_semantic_sched.sim.report import point_texts
+
+    fields = list(cells[0].point)
+    heads = [field.replace(".", ".\n") for field in fields]
+    table = make_table(title, *heads, "scheduler", *columns, words=len(fields) + 1)
     for column in table.columns[: len(fields) + 1]:
         column.no_wrap = True
     previous: list[str] | None = None
@@ -142,14 +164,13 @@ def _table(cells: Sequence[Cell], metric: str) -> Table:
         point = point_texts(cell)
         if previous is not None and point != previous:
             table.add_section()
-        values: list[Any] = [
-            *(cell.levels.get(level, {}).get(metric, math.nan) for level in levels),
-            *(cell.levels[ALL].get(name, math.nan) for name in more),
-        ]
         table.add_row(
             *(point if point != previous else [""] * len(fields)),
             cell.scheduler,
-            *map(number_text, values),
+            *(
+                number_text(cell.levels.get(level, {}).get(metric, math.nan))
+                for level, metric in columns.values()
+            ),
         )
         previous = point
     return table

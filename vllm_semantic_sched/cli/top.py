@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _REDRAW = 0.5  # seconds
+# Of levels 0 to 4 and beyond, and of what an operator should look at.
+_LEVELS = ("bold red", "red", "yellow", "green", "blue")
+_STYLES = {"no answer": "red", "down": "red", "paused": "yellow", "answers": "green"}
+_FULL = 0.95  # share of the KV cache or the host pool in use
 _HELP = "p pause   r resume   l reload policy   q quit"
 
 
@@ -113,9 +117,9 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
     lines += [Text(f"{s.url}: {s.error}", "yellow") for s in states if s.error]
     if total is not None:
         window = "since the start" if total.window is None else f"last {total.window:.0f} s"
-        kinds = ", ".join(f"{kind} {count}" for kind, count in total.preemptions.items())
+        kinds = ", ".join(f"{kind} {count}" for kind, count in total.preemptions.items() if count)
         lines += [gap, _tier_table(total, window)] if total.tiers else []
-        lines += [gap, Text(f"preemptions, {window}: {kinds}")] if kinds else []
+        lines += [gap, Text(f"preemptions, {window}: {kinds or 'none'}")]
     if messages is not None:
         lines += [gap, *(Text(f"{url}: {message}") for url, message in messages.items())]
         lines += [Text(_keys(states), "dim")]
@@ -165,9 +169,10 @@ def _tier_table(total: Figures, window: str) -> Table:
     columns = ("waiting", "running", "held", "oldest", "started", "TTFT p50", "p99")
     table = _table(f"held, started and TTFT: {window}", "tier", "level", *columns)
     for tier in total.tiers:
+        level = len(_LEVELS) - 1 if tier.level is None else tier.level
         _add(
             table,
-            tier.tier,
+            (tier.tier, _LEVELS[min(level, len(_LEVELS) - 1)]),
             "-" if tier.level is None else str(tier.level),
             str(tier.waiting),
             str(tier.running),
@@ -192,15 +197,18 @@ def _table(title: str | None, first: str, *columns: str) -> Table:
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
-    """Add a row; text in brackets is not markup."""
+def _add(table: Table, *cells: str | tuple[str, str]) -> None:
+    """Add a row of texts, some with a style; text in brackets is not markup."""
     from rich.text import Text
 
-    table.add_row(*map(Text, cells))
+    pairs = [(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in cells]
+    table.add_row(*(Text(text, style) for text, style in pairs))
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def _percent(share: float | None) -> str | tuple[str, str]:
+    if share is None:
+        return "-"
+    return f"{share:.0%}", "yellow" if share >= _FULL else ""
 
 
 def _time(seconds: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import positive
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page, save_pictures
 
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         trace = json.dumps(chrome_trace(spans, reader.depths))
         (args.output / "trace.json").write_text(trace, encoding="utf-8")
         (args.output / "summary.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        draw_gantt(in_chart, args.output / "gantt.png", str(args.log.name))
-        written = [args.output / name for name in ("gantt.png", "trace.json", "summary.json")]
+        written = [args.output / name for name in ("trace.json", "summary.json")]
+        picture = args.output / "gantt.png"
+        written += save_pictures({picture: lambda path: draw_gantt(in_chart, path, args.log.name)})
         options = {"log": args.log, "limit": args.limit, "since": args.since}
         written += save_page(trace_page(rows, spans, reader, options), args.output)
     except OSError as error:

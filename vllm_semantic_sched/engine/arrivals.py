@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_semantic_sched.engine.passed_reading import read_passed
 from vllm_semantic_sched.engine.prediction import PredictionFeed
 from vllm_semantic_sched.engine.stated_lengths import stated_length
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
@@ -42,6 +43,7 @@ class Arrival:
         job: not known to the core yet (`SchedulingCore.arrive`).
         source: origin of its level, as in metrics.
         hint_problem: why the urgency hint is unusable; None if it is usable or absent.
+        reading_problem: why its entry of the HTTP server's reading is ignored; None if it is not.
         dedup_key: None without a usable one.
         dedup_problem: why the key is unusable; None if it is usable or absent.
         origin: the client's request; the same for all its prompts and answers.
@@ -56,6 +58,7 @@ class Arrival:
     job: Job
     source: str
     hint_problem: str | None
+    reading_problem: str | None
     dedup_key: str | None
     dedup_problem: str | None
     origin: str
@@ -129,7 +132,8 @@ class Arrivals:
         part = _PART.fullmatch(request_id)
         stated = stated_length(params)
         reads = submitted or self._predictions.reads(request, hint, stated.exact)
-        glance = self._predictions.glance(request) if reads else None
+        passed = read_passed(extra_args)
+        glance = self._predictions.glance(request, passed.reading) if reads else None
         awaits_prediction = submitted or (
             glance is not None and self._predictions.submit(request_id, hint, glance)
         )
@@ -149,6 +153,7 @@ class Arrivals:
             job=job,
             source=job.level_source.value,
             hint_problem=hint.problem,
+            reading_problem=passed.problem,
             dedup_key=dedup_key,
             dedup_problem=dedup_problem,
             origin=part["origin"] if part else request_id,
@@ -156,5 +161,5 @@ class Arrivals:
             refusable=self._refusable(request),
             unread=unread,
             glanced=glance is not None and glance.provisional is not None,
-            has_problem=unread or hint.problem is not None or dedup_problem is not None,
+            has_problem=unread or any((hint.problem, passed.problem, dedup_problem)),
         )

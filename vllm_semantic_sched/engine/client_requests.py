@@ -72,6 +72,7 @@ class ClientRequests:
             self._counters.add("unread_prompts")
         for counter, problem in (
             ("invalid_hints", arrival.hint_problem),
+            ("forged_readings", arrival.reading_problem),
             ("invalid_dedup_keys", arrival.dedup_problem),
         ):
             if problem is None:

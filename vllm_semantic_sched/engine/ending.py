@@ -13,6 +13,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     Request,
     RequestStatus,
     Scheduler,
+    refused_output,
 )
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import JobState
@@ -78,9 +79,9 @@ def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None
 class Endings:
     """Ends requests from inside the scheduler and delivers their last outputs.
 
-    A refused request leaves the queues and frees its KV at once. Its last output, with the refusal
-    as `stop_reason`, goes out with the outputs of the next step. There always is a next step, on
-    an idle engine too: vLLM keeps stepping until its workers know of every finished request.
+    A refused request leaves the queues and frees its KV at once. Its last output, which carries the
+    refusal, goes out with the outputs of the next step. There always is a next step, on an idle
+    engine too: vLLM keeps stepping until its workers know of every finished request.
 
     Attributes:
         refusal: the refusal of the request that vLLM frees right now; None for other requests.
@@ -143,13 +144,4 @@ class Endings:
             self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         finally:
             self.refusal = None
-        self._outputs.setdefault(request.client_index, []).append(
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=refusal.to_text(),
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-        )
+        self._outputs.setdefault(request.client_index, []).append(refused_output(request, refusal))

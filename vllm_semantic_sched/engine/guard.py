@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
+
+
+class ErrorCounter(Protocol):
+    """Counts errors, as `engine.metrics.counters.Counters` does."""
+
+    def add(self, name: str, label: str) -> None:
+        """Add 1 to a counter."""
 
 
 class Guard:
     """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: an
     exception that leaves a scheduler kills the server."""
 
-    def __init__(self, counters: Counters, logger: logging.Logger) -> None:
+    def __init__(self, counters: ErrorCounter, logger: logging.Logger) -> None:
         self._counters = counters
         self._logger = logger
         self._reported: set[str] = set()

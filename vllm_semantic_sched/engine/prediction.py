@@ -43,6 +43,7 @@ class PredictionFeed:
     Args:
         jobs: the scheduler's jobs by request id.
         structured_output_manager: holds the served model's tokenizer in this process.
+        group: engines of the same group share a predictor process.
 
     Attributes:
         service: the predictor; None if the policy uses none.
@@ -60,6 +61,7 @@ class PredictionFeed:
         structured_output_manager: Any,
         counters: Counters,
         logger: logging.Logger,
+        group: str | None = None,
     ) -> None:
         self._core = core
         self._jobs = jobs
@@ -82,7 +84,7 @@ class PredictionFeed:
                 "levels come from hints only."
             )
             return
-        self.service = PredictionService(policy.predictor, logger=logger)
+        self.service = PredictionService(policy.predictor, logger=logger, group=group)
         core.estimates.buckets = buckets = self.service.start()
         if policy.predictor.instant.enabled:
             self.instant = self._load_instant(policy.predictor.model, buckets)
@@ -91,6 +93,11 @@ class PredictionFeed:
     def decode(self) -> Callable[[list[int]], str] | None:
         """Converts token ids to text; None if the engine has no tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
+
+    @property
+    def ready(self) -> bool:
+        """Whether the predictor is up, or not needed."""
+        return self.service is None or self.service.up
 
     def gauges(self) -> dict[str, float]:
         """State of the predictor; empty if the policy uses none."""
@@ -109,9 +116,12 @@ class PredictionFeed:
             and bool(request.prompt_token_ids)
         )
 
-    def glance(self, request: Request) -> Glance | None:
+    def glance(self, request: Request, passed: Prediction | None) -> Glance | None:
         """Decode a new request's prompt, and read it at once with the instant reader: less than a
         millisecond, whatever its length. May be called on any thread.
+
+        Args:
+            passed: the HTTP server's reading, if it has read the text.
 
         Returns:
             None without a tokenizer or a text.
@@ -125,7 +135,10 @@ class PredictionFeed:
             text = tokenizer.decode(tokens)
         except Exception:
             text = ""  # ids outside the vocabulary; vLLM decides about the request
-        return Glance(text, None if self.instant is None else self.instant.read(text))
+        if self.instant is None:
+            return Glance(text, None)
+        fits = passed is not None and self.instant.same_shape(passed)
+        return Glance(text, passed if fits else self.instant.read(text))
 
     def submit(self, request_id: str, hint: Hint, glance: Glance) -> bool:
         """Send a request's prompt to the predictor. May be called on vLLM's input thread, before

@@ -7,6 +7,7 @@ came out afterwards. All state about requests lives in `policy.core`.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
@@ -41,15 +42,17 @@ from vllm_semantic_sched.engine.vllm_api import (
     SchedulerOutput,
     VllmConfig,
     attach_message,
-    on_new_request,
+    let_prefills_run,
     preempt,
     replace_queues,
+    shares_host,
+    watch_new_requests,
     why_no_holds,
 )
 from vllm_semantic_sched.engine.vllm_version import check_vllm_version
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import PreemptionKind, PreemptionPlan
+from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.profile import AUTO, EngineProfile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
@@ -82,17 +85,19 @@ class SemanticScheduler(HookedScheduler):
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         check_vllm_version(VLLM_VERSION)
-        commands.install()
-        on_new_request(_prepare)
+        watch_new_requests()
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
             stock = AsyncScheduler if asynchronous or issubclass(cls, AsyncScheduler) else Scheduler
-            return stock(vllm_config, *args, **kwargs)
+            scheduler = stock(vllm_config, *args, **kwargs)
+            commands.install(scheduler)
+            return scheduler
         if cls is SemanticScheduler and asynchronous:
             cls = AsyncSemanticScheduler
         self = super().__new__(cls)
+        commands.install(self)
         self._settings = (policy, engine_profile(policy, vllm_config, starting=True))
         return self
 
@@ -127,7 +132,9 @@ class SemanticScheduler(HookedScheduler):
         self.step_clock = StepClock()
         self.preemptions = Preemptions(self, core, self.counters, logger)
         self.predictions = PredictionFeed(
-            core, self.jobs, self.structured_output_manager, self.counters, logger
+            *(core, self.jobs, self.structured_output_manager, self.counters, logger),
+            # vLLM starts all engines of a server from one process.
+            group=str(os.getppid()) if shares_host(vllm_config) else None,
         )
         self.arrivals = Arrivals(core, self.predictions, self.jobs.__contains__, self.can_refuse)
         self.step = SchedulingStep(core, self.overload, on_error=self.guard.failed)
@@ -178,8 +185,6 @@ class SemanticScheduler(HookedScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
         self._adopt_policy()
-        self.step.run(self.view)
-        self._endings.hold()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
@@ -267,18 +272,23 @@ class SemanticScheduler(HookedScheduler):
                 self._event_log.close()
         super().shutdown()
 
-    # Hooks around vLLM's private methods
+    # Hooks of HookedScheduler
 
-    def before_preemption(self, request: Request, keep_kv: bool) -> PreemptionPlan | None:
+    def before_step(self) -> None:
+        self.step.run(self.view)
+        if self.step.protected_prefill:
+            let_prefills_run(self)
+        self._endings.hold()
+
+    def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
             job = self.jobs[request.request_id]
-            return self.preemptions.preempt(job, request, keep_kv, self._preempting_for)
-        return None
+            plan = self.preemptions.preempt(job, request, keep_kv, self._preempting_for)
+            if plan.kind is PreemptionKind.DROP:
+                self.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
-    def after_preemption(self, request: Request, value: PreemptionPlan | None) -> None:
-        if value is not None and value.kind is PreemptionKind.DROP:
-            with self.guard("dropping a request"):
-                self.refuse(request.request_id, DROPPED)
+    def on_new_request(self, request: Request) -> None:
+        self.arrivals.prepare(request)
 
     def before_free(self, request: Request) -> None:
         with self.guard("finishing a request"):
@@ -312,10 +322,12 @@ class SemanticScheduler(HookedScheduler):
             reason: a value of the label `reason` of `semsched:preemptions_total`.
         """
         self._preempting_for = reason
+        self._endings.hold()
         try:
             preempt(self, request)
         finally:
             self._preempting_for = "kv_shortage"
+            self._endings.release()
         if reason == "urgent":
             self.counters.add("admission_preemptions")
 
@@ -379,11 +391,6 @@ class SemanticScheduler(HookedScheduler):
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges
-
-
-def _prepare(scheduler: Scheduler, request: Request) -> None:
-    if isinstance(scheduler, SemanticScheduler):
-        scheduler.arrivals.prepare(request)
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

@@ -24,6 +24,11 @@ class EngineSettings(Section):
     profile: str | None = Field(
         None, description="Engine profile, instead of the one that the policy names."
     )
+    watch: bool = Field(
+        False,
+        description="Reload the policy within ten seconds of a change of its file. Needs the "
+        "middleware.",
+    )
 
 
 SWAP_CONNECTOR = {
@@ -42,16 +47,27 @@ class SwapConfig(Section):
     )
 
 
+def parse_settings(additional_config: Any) -> EngineSettings:
+    """The settings of the command line; the environment variable SEMSCHED_POLICY overrides its
+    policy.
+
+    Raises:
+        PolicyError: names the invalid key and the valid ones.
+    """
+    given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
+    settings = parse_section(EngineSettings, given or {}, source="semantic_sched")
+    policy = os.environ.get(POLICY_VARIABLE)
+    return settings.model_copy(update={"policy": policy}) if policy else settings
+
+
 def load_settings(additional_config: Any) -> Policy:
-    """The policy of the server, with the profile that the command line names, if it names one. The
-    environment variable SEMSCHED_POLICY overrides the command line's policy.
+    """The policy of the server, with the profile that the command line names, if it names one.
 
     Raises:
         PolicyError: names the missing or invalid value and the valid ones.
     """
-    given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
-    settings = parse_section(EngineSettings, given or {}, source="semantic_sched")
-    policy = load_policy(os.environ.get(POLICY_VARIABLE) or settings.policy)
+    settings = parse_settings(additional_config)
+    policy = load_policy(settings.policy)
     if settings.profile is None:
         return policy
     return policy.model_copy(update={"profile": settings.profile})

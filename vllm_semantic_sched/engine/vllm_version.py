@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-# vLLM calls the scheduler interface non-public and changes it between minor releases. Both ends
-# of the range have passed scripts/conformance.sh.
-SUPPORTED = SpecifierSet(">=0.32.0,<0.33")
+# vLLM calls the scheduler interface non-public and changes it between minor releases. Every
+# minor release of the range has passed scripts/matrix.sh.
+SUPPORTED = SpecifierSet(">=0.31.0,<0.34")
+
+ALLOW_UNTESTED = "SEMSCHED_ALLOW_UNTESTED_VLLM"
+"""Environment variable; 1 tries a release outside the range."""
 
 
 class UnsupportedVersion(RuntimeError):
@@ -15,7 +21,8 @@ class UnsupportedVersion(RuntimeError):
 
 
 def check_vllm_version(version: str) -> None:
-    """Reject a vLLM release whose scheduler this package was not tested with.
+    """Reject a vLLM release whose scheduler this package was not tested with, unless the
+    environment allows it.
 
     Raises:
         UnsupportedVersion: names the version and the supported range.
@@ -25,8 +32,14 @@ def check_vllm_version(version: str) -> None:
         release = Version(Version(version).base_version)
     except InvalidVersion:
         release = None
-    if release is None or release not in SUPPORTED:
+    if release is not None and release in SUPPORTED:
+        return
+    found = f"vllm-semantic-sched supports vLLM {SUPPORTED}, but vLLM {version} is installed."
+    if os.environ.get(ALLOW_UNTESTED) != "1":
         raise UnsupportedVersion(
-            f"vllm-semantic-sched supports vLLM {SUPPORTED}, but vLLM {version} is installed. "
-            "Install a supported release, or start without --scheduler-cls."
+            f"{found} Install a supported release, start without --scheduler-cls, or set "
+            f"{ALLOW_UNTESTED}=1 to try this one."
         )
+    logging.getLogger("vllm.semantic_sched").warning(
+        "Semantic scheduling: %s %s=1 tries it.", found, ALLOW_UNTESTED
+    )

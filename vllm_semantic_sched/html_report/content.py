@@ -130,6 +130,7 @@ def grouped_bars(
     series: Mapping[str, Sequence[float]],
     colors: Mapping[str, str],
     log: bool = True,
+    lowest: float = math.inf,
 ) -> Chart:
     """A chart with a group of bars per name in `groups`, and in each group a bar per series.
 
@@ -137,11 +138,12 @@ def grouped_bars(
         series: a value per group; NaN leaves the place empty.
         colors: of each series.
         log: logarithmic axis, on which only positive values have a bar.
+        lowest: of what the chart will show beside the bars.
     """
     values = [value for heights in series.values() for value in heights if not math.isnan(value)]
     positive = [value for value in values if value > 0]
     # A bar on a logarithmic axis has no natural foot: let it start below the smallest value.
-    foot = min(positive) / 2 if log and positive else 0.0
+    foot = min(*positive, lowest) / 2 if log and positive else 0.0
     width = _GROUP_WIDTH / max(1, len(series))
     marks = []
     for place, (name, heights) in enumerate(series.items()):

@@ -139,32 +139,6 @@ class SchedulingCore:
         """See `policy.estimates.hints.read_hints`."""
         return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
 
-    def new_job(
-        self,
-        request_id: str,
-        arrival: float,
-        prompt_tokens: int,
-        max_output_tokens: int,
-        hint: Hint,
-        awaits_prediction: bool,
-        tenant: str = ANONYMOUS,
-        stated: StatedLength = FREE_LENGTH,
-        provisional: Prediction | None = None,
-    ) -> Job:
-        """Create a job for a new request, without queueing it; see `draft`."""
-        job = self.draft(
-            request_id,
-            prompt_tokens,
-            max_output_tokens,
-            hint,
-            awaits_prediction,
-            tenant,
-            stated,
-            provisional,
-        )
-        self.arrive(job, arrival)
-        return job
-
     def draft(
         self,
         request_id: str,
@@ -206,8 +180,8 @@ class SchedulingCore:
         job.drafted_tokens = self.estimates.tokens(job)
         return job
 
-    def arrive(self, job: Job, now: float) -> None:
-        """Take in a drafted job, without queueing it."""
+    def arrive(self, job: Job, now: float) -> Job:
+        """Take in a drafted job, without queueing it; returns the job."""
         job.sequence = next(self._sequence)
         job.arrival = now
         if self.fairness.top_levels.limits and (
@@ -215,6 +189,7 @@ class SchedulingCore:
         ):
             job.level = self._capped(job, job.level)
         self.lifecycle.arrive(job)
+        return job
 
     # Queueing
 

@@ -120,6 +120,8 @@ class SchedulingStep:
 
     Attributes:
         parts: what `run` does, in order, each with a phrase that says what it does.
+        protected_prefill: whether the step is to prefill a protected job, running or next, so that
+            the engine must not put prefills off.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class SchedulingStep:
         self._quiet_version = -1  # of the core, when a step found nothing to decide
         self._watches_holds = False
         self._prefills_beside: int | None = None  # tokens beside protected jobs; None: any
+        self.protected_prefill = False
         self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
             ("advancing virtual time", self._tick),
             ("applying predictions", self._apply_predictions),
@@ -240,7 +243,9 @@ class SchedulingStep:
             view.hold(held)
 
     def _limit_prefills(self, view: EngineView) -> None:
+        self.protected_prefill = False
         if not self.is_quiet:
+            self.protected_prefill = self._has_protected_prefill(view)
             limits = self._stage_limits(view)
             if limits is not NO_LIMITS:
                 view.limit_prefills(limits)
@@ -287,6 +292,14 @@ class SchedulingStep:
             protected, others, prefilling, newcomer, core.profile, stage.min_prefill_tokens
         )
         return held
+
+    def _has_protected_prefill(self, view: EngineView) -> bool:
+        core = self._core
+        if not core.has_protected:
+            return False
+        newcomer = core.waiting.peek()
+        jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
+        return any(map(core.protection.protects, jobs))
 
     def _stage_limits(self, view: EngineView) -> StageLimits:
         """Alg. 2 of the paper: which prefills are held, and how many tokens they all may have."""

@@ -188,6 +188,11 @@ class InstantReader:
         urgency, length = logits[: self.levels], logits[self.levels :]
         return Prediction(_softmax(urgency), _softmax(length), unreadable(cut))
 
+    def same_shape(self, other: Prediction) -> bool:
+        """Whether a prediction has as many levels and length buckets as this reader's."""
+        buckets = len(self._table.bias) - self.levels
+        return len(other.urgency) == self.levels and len(other.length or ()) == buckets
+
     def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
         """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:
         what each adds to its logit less the mean of what it adds to the others'."""

@@ -16,6 +16,7 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.pass_size import PassSize
 from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
+from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
 _LONGEST_BACKOFF = 60.0  # seconds between restarts
@@ -37,6 +38,7 @@ class PredictionService:
     Args:
         settings: the policy's predictor section.
         command: the worker's command line; for tests.
+        group: services that name the same group share a worker.
         first_backoff: seconds before the first restart of a failed process; doubles each time.
 
     Attributes:
@@ -50,12 +52,16 @@ class PredictionService:
         logger: logging.Logger,
         command: Sequence[str] = (sys.executable, "-m", "vllm_semantic_sched.predict.worker"),
         first_backoff: float = 1.0,
+        group: str | None = None,
     ) -> None:
         self._settings = settings
         self._logger = logger
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
             self._command += ["--model", settings.model]
+        if group is not None:
+            group = f"{group}-{_digest(repr(self._command)).hex()[:16]}"
+            self._command = shared_command(group, settings.timeout, self._command)
         self._first_backoff = first_backoff
         self._pass_size = PassSize(settings.max_pass)
         self.cached = 0

@@ -39,8 +39,9 @@ METRICS = {
     "arrived later (paper, eq. 2), by true urgency",
     **{f"passed_{cause.value}": f"share passed by cause: {cause.value}" for cause in PassCause},
     "slo_met": "share of the requests of promised levels for which every promise was kept",
+    "goodput": "requests for which every promise was kept / time from first to last arrival, per s",
 }
-"""Columns of the results. Levels without an SLO have no `slo_met`."""
+"""Columns of the results. Levels without an SLO have neither `slo_met` nor `goodput`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
 _COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "cause", *_TIMES)
@@ -187,6 +188,7 @@ class _Row:
         promised = sums.get("promised", 0.0) + self._refused_promised
         if promised:
             row["slo_met"] = sums.get("kept", 0.0) / promised
+            row["goodput"] = row["slo_met"] * promised / self.count * row["requests_per_second"]
         if finished:
             span = self._last_finish - self._first_arrival
             preemptions = sums["recomputes"] + sums["swaps"]

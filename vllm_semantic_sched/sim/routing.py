@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from vllm_semantic_sched.policy.placement import Placed, Placement
+
 Routing = Literal["round_robin", "least_loaded", "urgency_aware"]
 
 
@@ -11,10 +13,7 @@ class Router:
     """Assigns each arriving request to one of several independent engines.
 
     `round_robin`: each engine in turn. `least_loaded`: the engine with the fewest requests.
-    `urgency_aware`: the engine with the fewest requests that are at least as urgent, because a
-    request waits for those; ties go to the engine with the fewest requests in total. The level
-    is the one known at arrival: the hint, or the default level. Remaining ties go to the first
-    engine.
+    `urgency_aware`: the policy's `Placement`, which only counts requests at least as urgent.
 
     Args:
         engines, levels: numbers of engines and levels.
@@ -22,27 +21,19 @@ class Router:
 
     def __init__(self, routing: Routing, engines: int, levels: int) -> None:
         self._routing = routing
-        self._loads = [[0] * levels for _ in range(engines)]
+        # With one level all requests are equally urgent.
+        self._levels = levels if routing == "urgency_aware" else 1
+        self._placement = Placement(engines, self._levels)
         self._turn = -1
 
-    def choose(self, level: int) -> int:
+    def choose(self, level: int) -> Placed:
         """Choose an engine for a request of this level, and count the request there."""
-        chosen = self._chosen(level)
-        self._loads[chosen][level] += 1
-        return chosen
-
-    def leave(self, engine: int, level: int) -> None:
-        """Forget a finished request that `choose` sent there at this level."""
-        self._loads[engine][level] -= 1
-
-    def _chosen(self, level: int) -> int:
-        engines = range(len(self._loads))
+        level = min(level, self._levels - 1)
         if self._routing == "round_robin":
-            self._turn = (self._turn + 1) % len(self._loads)
-            return self._turn
-        if self._routing == "least_loaded":
-            return min(engines, key=lambda engine: sum(self._loads[engine]))
-        return min(
-            engines,
-            key=lambda engine: (sum(self._loads[engine][: level + 1]), sum(self._loads[engine])),
-        )
+            self._turn = (self._turn + 1) % self._placement.engines
+            return self._placement.count(self._turn, level)
+        return self._placement.place(level)
+
+    def leave(self, placed: Placed) -> None:
+        """Forget a finished request that `choose` sent there."""
+        self._placement.leave(placed)

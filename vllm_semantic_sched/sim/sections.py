@@ -178,7 +178,7 @@ class EngineModel(Section):
         "profile's terms.",
     )
     profile: str = Field(
-        "a100-qwen1.5-4b",
+        "default",
         description="Engine profile by name or path: the true times in the simulation.",
     )
     assumed_profile: str | None = Field(

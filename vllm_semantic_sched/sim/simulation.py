@@ -10,6 +10,7 @@ import numpy as np
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.placement import Placed
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
@@ -110,7 +111,7 @@ class _Simulation:
         self._depths: list[int] = []
         model = scenario.settings.engine
         self._router = Router(model.routing, model.replicas, policy.levels)
-        self._routed_level: dict[int, int] = {}
+        self._placed: dict[int, Placed] = {}
         self._replicas = []
         for number in range(model.replicas):
             core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
@@ -152,7 +153,7 @@ class _Simulation:
 
     def done(self, run: Run) -> None:
         """Record that a request is finished or refused."""
-        self._router.leave(run.engine, self._routed_level.pop(run.request.index))
+        self._router.leave(self._placed.pop(run.request.index))
         self.finished(run)
 
     def _expect(self, index: int) -> None:
@@ -167,25 +168,27 @@ class _Simulation:
         extra_args = {"urgency": request.level} if settings.workload.hints else None
         hint = any_core.read_hints(extra_args, 0)
         awaits = any_core.policy.reads(hinted=hint.level is not None)
-        level = any_core.policy.default_level if hint.level is None else hint.level
         instant = self._instant[index] if awaits and self._instant is not None else None
-        replica = self._replicas[self._router.choose(level)]
-        self._routed_level[index] = level
-        job = replica.core.new_job(
-            str(index),
-            arrival=request.arrival,
-            prompt_tokens=request.prompt_tokens,
-            # One limit for all clients must not tell the policy the length of an answer.
-            max_output_tokens=request.output_tokens if limits else self._longest,
-            hint=hint,
-            awaits_prediction=awaits,
-            tenant=request.tenant,
-            provisional=instant,
+        level = reading_level(any_core.policy, hint, instant)
+        placed = self._placed[index] = self._router.choose(level)
+        replica = self._replicas[placed.engine]
+        job = replica.core.arrive(
+            replica.core.draft(
+                str(index),
+                prompt_tokens=request.prompt_tokens,
+                # One limit for all clients must not tell the policy the length of an answer.
+                max_output_tokens=request.output_tokens if limits else self._longest,
+                hint=hint,
+                awaits_prediction=awaits,
+                tenant=request.tenant,
+                provisional=instant,
+            ),
+            request.arrival,
         )
         run = Run(request, job, self._predictions[index] if awaits else None)
         run.engine = replica.number
         if awaits:
-            replica.predictor.submit(run, reading_level(any_core.policy, hint, instant))
+            replica.predictor.submit(run, level)
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
         if index + 1 < len(self._workload):

@@ -166,6 +166,8 @@ def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
         assert command(server, *maintain) == 0
         state = admin(server).status()[0]
         assert state["paused"] and state["waiting"] > 0
+        assert sum(state["levels"]) == state["jobs"] > 0
+        assert (state["kv_free"] < 1.0) == (running == "keep")
         assert (state["running"] > 0) == (running == "keep")
         time.sleep(1)
         assert admin(server).status()[0] == state

@@ -1,15 +1,21 @@
 """Access to the operator's endpoints, without an engine."""
 
+import asyncio
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_semantic_sched.engine.http.admin import router
+from vllm_semantic_sched.engine import policy_file
+from vllm_semantic_sched.engine.http import admin
+from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.policy_file import PolicyFile
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unhooked")]
 
 
 class Core:
@@ -27,10 +33,19 @@ class Core:
         return list(self.reports)
 
 
+async def healthy() -> None:
+    pass
+
+
+async def dead() -> None:
+    raise RuntimeError("the engine died")
+
+
 def client(host="127.0.0.1", *reports) -> TestClient:
     app = FastAPI()
     app.include_router(router)
-    app.state.engine_client = SimpleNamespace(engine_core=Core(*reports))
+    app.include_router(probes)
+    app.state.engine_client = SimpleNamespace(engine_core=Core(*reports), check_health=healthy)
     return TestClient(app, client=(host, 50000))
 
 
@@ -66,3 +81,98 @@ def test_reload_is_rejected_if_any_engine_rejects_it() -> None:
 def test_error_names_another_scheduler() -> None:
     reply = client().get("/v1/semsched/status")
     assert reply.status_code == 501 and "status" in reply.text
+
+
+def ready(probe: TestClient) -> int:
+    return probe.get("/semsched/ready").status_code
+
+
+def test_server_is_ready_once_all_predictors_have_been_up() -> None:
+    one, other = {"ready": True}, {"ready": False}
+    probe = client("10.0.0.7", one, other)
+    assert ready(probe) == 503
+    other["ready"] = True
+    assert ready(probe) == 200
+    other["ready"] = False  # it restarts: better this server than none
+    assert ready(probe) == 200
+    probe.app.state.engine_client.check_health = dead
+    assert ready(probe) == 503
+
+
+def test_server_whose_engine_does_not_answer_is_not_ready() -> None:
+    assert ready(client("10.0.0.7")) == 503
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A folder with `data/policy.yaml`, and how often it was reloaded."""
+    reloads = []
+
+    async def reload(app) -> None:
+        reloads.append(app)
+
+    monkeypatch.setattr(admin, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(admin, "_reload", reload)
+    return tmp_path, reloads
+
+
+def swap(folder: Path, name: str) -> None:
+    """Change the files as the kubelet changes those of a ConfigMap: a link to a folder with the new
+    ones replaces the old link."""
+    (folder / name).mkdir()
+    (folder / name / "policy.yaml").write_text(f"# {name}")
+    (folder / "new").symlink_to(name)
+    os.replace(folder / "new", folder / "data")
+
+
+def test_policy_is_reloaded_when_the_link_to_its_file_changes(watched) -> None:
+    folder, reloads = watched
+    swap(folder, "one")
+    file = PolicyFile(folder / "data" / "policy.yaml")
+
+    async def run() -> None:
+        task = asyncio.create_task(admin.watch_policy("app", file))
+        await asyncio.sleep(0.1)
+        assert reloads == ["app"]  # it may have changed since the engines read it
+        swap(folder, "two")
+        await asyncio.sleep(0.1)
+        assert reloads == ["app"] * 2
+        (folder / "data").unlink()  # gone for a moment, or for good
+        await asyncio.sleep(0.1)
+        assert reloads == ["app"] * 2
+        swap(folder, "three")
+        await asyncio.sleep(0.1)
+        assert reloads == ["app"] * 3
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_file_is_not_read_while_it_is_being_written(tmp_path, monkeypatch) -> None:
+    stamps = [(1,), (2,), (3,), (3,), (3,), None, (3,), (4,), (4,)]
+    (tmp_path / "policy.yaml").touch()
+    file = PolicyFile(tmp_path / "policy.yaml")
+    monkeypatch.setattr(policy_file, "_signature", lambda path: stamps.pop(0))
+    seen = [file.has_changed() for _ in list(stamps)]
+    assert [place for place, changed in enumerate(seen) if changed] == [3, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "watches"),
+    [
+        ({"policy": "tiers", "watch": True}, True),
+        ({"policy": "tiers"}, False),
+        ({"polcy": "tiers", "watch": True}, False),
+        (None, False),
+    ],
+)
+def test_policy_is_watched_on_demand(settings, watches) -> None:
+    async def run() -> None:
+        app = FastAPI()
+        if settings is not None:
+            config = {"semantic_sched": settings}
+            app.state.vllm_config = SimpleNamespace(additional_config=config)
+        admin.add_routes(app)
+        assert hasattr(app.state, "semsched_watch") == watches
+
+    asyncio.run(run())

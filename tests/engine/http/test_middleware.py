@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from vllm.exceptions import GenerationError
 
 from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
@@ -21,6 +22,9 @@ def output(finish_reason=None, stop_reason=None):
 
 
 REFUSED = output("error", FULL.to_text())
+# As a vLLM with patches/0002 raises it.
+REFUSED_BY_VLLM = GenerationError(FULL.message)
+REFUSED_BY_VLLM.code, REFUSED_BY_VLLM.retry_after = FULL.code.value, 3
 
 
 class Engine:
@@ -31,6 +35,8 @@ class Engine:
     async def generate(self):
         try:
             for each in self.outputs:
+                if isinstance(each, Exception):
+                    raise each
                 yield each
         finally:
             self.closed += 1
@@ -88,13 +94,15 @@ def assert_refused(status, headers, pieces) -> None:
     assert json.loads(pieces[0])["error"]["code"] == "over_capacity"
 
 
-def test_stream_refused_before_its_first_token_gets_a_status() -> None:
-    engine = Engine(REFUSED)
+@pytest.mark.parametrize("refused", [REFUSED, REFUSED_BY_VLLM])
+def test_stream_refused_before_its_first_token_gets_a_status(refused) -> None:
+    engine = Engine(refused)
     assert_refused(*answer(engine, streaming(engine)))
 
 
-def test_refusal_replaces_a_plain_answer() -> None:
-    engine = Engine(REFUSED)
+@pytest.mark.parametrize("refused", [REFUSED, REFUSED_BY_VLLM, GenerationError(FULL.to_sentence())])
+def test_refusal_replaces_a_plain_answer(refused) -> None:
+    engine = Engine(refused)
 
     async def app(scope, receive, send):
         try:
@@ -116,8 +124,9 @@ def test_refusal_in_another_task_is_seen() -> None:
     assert_refused(*answer(engine, app))
 
 
-def test_stream_refused_later_ends_with_the_error_and_its_code() -> None:
-    engine = Engine(output(), output(), REFUSED)
+@pytest.mark.parametrize("refused", [REFUSED, REFUSED_BY_VLLM])
+def test_stream_refused_later_ends_with_the_error_and_its_code(refused) -> None:
+    engine = Engine(output(), output(), refused)
     status, headers, pieces = answer(engine, streaming(engine))
     assert status == 200 and b"retry-after" not in headers
     assert pieces[:2] == [b"data: {}\n\n"] * 2
@@ -139,12 +148,16 @@ def test_other_answers_pass_unchanged(method) -> None:
     assert pieces == [b"data: {}\n\n"] * 2 + [b"data: [DONE]\n\n", b""]
 
 
-def test_errors_of_vllm_keep_their_status() -> None:
-    engine = Engine(output("error"))
+@pytest.mark.parametrize("failed", [output("error"), GenerationError("no memory")])
+def test_errors_of_vllm_keep_their_status(failed) -> None:
+    engine = Engine(failed)
 
     async def app(scope, receive, send):
-        async for _ in engine.generate():
-            pass
+        try:
+            async for _ in engine.generate():
+                pass
+        except GenerationError as error:
+            assert error is failed
         await head(send, status=500)
         await body(send, b"{}", more=False)
 

@@ -140,12 +140,12 @@ def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
     ],
 )
 def test_level_of_a_body(rules, raw, level) -> None:
-    assert rules.level(raw) == level
+    assert rules.glance(raw).level == level
 
 
 def test_hints_are_honoured_as_far_as_the_policy_allows(rules) -> None:
     ignoring = parse_policy({"hints": {"urgency": "ignore", "priority": "ignore"}})
-    assert GlanceRules(ignoring, None).level(body(0)) == ignoring.default_level
+    assert GlanceRules(ignoring, None).glance(body(0)).level == ignoring.default_level
 
 
 def test_text_of_a_chat_is_what_the_user_says() -> None:

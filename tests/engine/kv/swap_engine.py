@@ -1,16 +1,20 @@
-"""Runs one engine through preemptions of all kinds; a process of its own, started by
-test_connector.py, with the scheduler and the worker in reach.
+"""Runs engines through preemptions of all kinds, one after another; started by test_connector.py,
+with the scheduler and the worker in reach.
 
-    python swap_engine.py MODEL POLICY ENGINE_OPTIONS(JSON) REPORT SCENARIO...
+    python swap_engine.py MODEL POLICY FOLDER ENGINES
+
+ENGINES is JSON: by name, an engine's options and its scenarios. FOLDER gets a report per name.
 
 Every scenario answers the same prompts. Blocks that nobody holds, and those just saved, are filled
 with a large number before each forward pass, unless the prefix cache may still read them.
 """
 
 import json
+import multiprocessing
 import random
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 from async_engine import schedule_asynchronously
@@ -274,8 +278,21 @@ class SwapEngine:
 
 
 def main() -> None:
-    model, policy, options, report, *scenarios = sys.argv[1:]
-    engine = SwapEngine(model, policy, json.loads(options))
+    model, policy, folder, engines = sys.argv[1:]
+    import vllm  # noqa: F401  (once: it takes longer than the start of an engine)
+
+    context = multiprocessing.get_context("fork")
+    for name, (options, scenarios) in json.loads(engines).items():
+        report = Path(folder, f"{name}.json")
+        process = context.Process(target=run, args=(model, policy, options, report, scenarios))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
+
+
+def run(model: str, policy: str, options: dict, report: Path, scenarios: list[str]) -> None:
+    engine = SwapEngine(model, policy, options)
     results = {}
     with engine.poisoning():
         for scenario in scenarios:
@@ -289,8 +306,7 @@ def main() -> None:
         "connector": type(engine.scheduler.connector).__name__,
         "policy_errors": engine.scheduler.counters.total("policy_errors"),
     }
-    with open(report, "w") as file:
-        json.dump(results, file)
+    report.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

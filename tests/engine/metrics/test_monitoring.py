@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from monitoring import panel_queries, rule_queries, selectors
+from alerts import panel_queries
+from monitoring import rule_queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_semantic_sched.admin.client import AdminClient

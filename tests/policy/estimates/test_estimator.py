@@ -59,8 +59,9 @@ def test_first_estimate_is_that_of_the_prediction_alone() -> None:
 
 def test_the_form_of_an_answer_lowers_its_limit() -> None:
     core = SchedulingCore(parse_policy({}), load_profile("default"))
-    job = core.new_job(
-        "choice", 0.0, 10, 500, core.read_hints(None, 0), False, stated=StatedLength(0, 6)
+    job = core.arrive(
+        core.draft("choice", 10, 500, core.read_hints(None, 0), False, stated=StatedLength(0, 6)),
+        0.0,
     )
     assert job.max_output_tokens == 6
     assert core.estimates.output_tokens(job) == 6

@@ -110,13 +110,15 @@ def observe(subject: SchedulingCore, factor: float) -> None:
 
 
 def new_job(subject: SchedulingCore, prompt: int):
-    return subject.new_job(
-        "r",
-        arrival=0.0,
-        prompt_tokens=prompt,
-        max_output_tokens=100,
-        hint=Hint(1, LevelSource.HINT),
-        awaits_prediction=False,
+    return subject.arrive(
+        subject.draft(
+            "r",
+            prompt_tokens=prompt,
+            max_output_tokens=100,
+            hint=Hint(1, LevelSource.HINT),
+            awaits_prediction=False,
+        ),
+        0.0,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap, stored_entries
 
 # (operation, item, key); few items, so that they are re-keyed and removed often
 operations = st.lists(
@@ -39,14 +39,17 @@ def test_dead_entries_are_dropped() -> None:
     class Key(float):
         """A key that can be referenced weakly."""
 
+    before = stored_entries()
     heap: AddressableHeap[int] = AddressableHeap()
     heap.push(0, Key(0))
+    assert stored_entries() == before + 1
     stored: weakref.WeakSet[Key] = weakref.WeakSet()
     for number in range(10_000):
         key = Key(-number)
         stored.add(key)
         heap.push(1, key)
     assert len(stored) < 200
+    assert stored_entries() - before < 200
 
 
 def test_items_are_never_compared() -> None:

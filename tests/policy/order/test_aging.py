@@ -92,7 +92,7 @@ def test_wait_bound_follows_the_formula() -> None:
 
 def arrive(core, name, level):
     hint = Hint(level, LevelSource.HINT)
-    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=False)
+    job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=False), 0.0)
     core.enqueue(job, core.waiting)
     return job
 

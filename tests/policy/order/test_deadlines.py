@@ -58,7 +58,7 @@ def test_jobs_rise_at_most_to_level_0_and_level_0_jobs_above_it() -> None:
 def seated(core: SchedulingCore, level: int, first_token: bool, preemptions: int = 0):
     hint = Hint(level, LevelSource.HINT)
     name = f"{level} {first_token} {preemptions}"
-    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=False)
+    job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=False), 0.0)
     core.enqueue(job, core.waiting)
     core.take(job, core.waiting)
     core.start(job)
@@ -86,7 +86,9 @@ def test_tier_with_takes_seats_preempts_its_own_after_first_token() -> None:
     seated(core, 0, first_token=False)
     seated(core, 0, first_token=True, preemptions=2)
     yields = seated(core, 0, first_token=True)
-    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    job = core.arrive(
+        core.draft("late", 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False), 0.0
+    )
     core.enqueue(job, core.waiting)
     assert not core.eviction.wants_room and victims(core, job) == []
     step(core, lambda job: None, 1.5)
@@ -102,7 +104,9 @@ def test_tier_with_takes_seats_preempts_its_own_after_first_token() -> None:
 def test_tier_without_takes_seats_waits_for_a_seat() -> None:
     core = core_with_slo()
     seated(core, 0, first_token=True)
-    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    job = core.arrive(
+        core.draft("late", 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False), 0.0
+    )
     core.enqueue(job, core.waiting)
     step(core, lambda job: None, 1.5)
     assert not core.eviction.wants_room and victims(core, job) == []
@@ -110,12 +114,16 @@ def test_tier_without_takes_seats_waits_for_a_seat() -> None:
 
 def test_deadline_boost_ends_with_the_first_token() -> None:
     core = core_with_slo(takes_seats=True)
-    job = core.new_job("late", 0.0, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    job = core.arrive(
+        core.draft("late", 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False), 0.0
+    )
     core.enqueue(job, core.waiting)
     step(core, lambda job: None, 1.5)
     core.take(job, core.waiting)
     core.start(job)
-    other = core.new_job("later", 0.2, 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False)
+    other = core.arrive(
+        core.draft("later", 50, 500, Hint(0, LevelSource.HINT), awaits_prediction=False), 0.2
+    )
     core.enqueue(other, core.waiting)
     step(core, lambda job: None, 1.6)
     assert victims(core, other) == []
@@ -130,7 +138,7 @@ def test_near_deadline_goes_first_but_does_not_preempt() -> None:
 
     def arrive(name: str, level: int, at: float, prompt: int = 50):
         hint = Hint(level, LevelSource.HINT)
-        job = core.new_job(name, at, prompt, 500, hint, awaits_prediction=False)
+        job = core.arrive(core.draft(name, prompt, 500, hint, awaits_prediction=False), at)
         core.enqueue(job, core.waiting)
         return job
 

@@ -133,14 +133,16 @@ def core_with(**knobs) -> SchedulingCore:
 
 
 def enqueue(core, level: int, prompt: int, output: int, stated=None):
-    job = core.new_job(
-        f"r{level}",
-        arrival=0.0,
-        prompt_tokens=prompt,
-        max_output_tokens=output,
-        hint=core.read_hints({"urgency": level}, 0),
-        awaits_prediction=False,
-        stated=StatedLength(output, output) if stated is None else stated,
+    job = core.arrive(
+        core.draft(
+            f"r{level}",
+            prompt_tokens=prompt,
+            max_output_tokens=output,
+            hint=core.read_hints({"urgency": level}, 0),
+            awaits_prediction=False,
+            stated=StatedLength(output, output) if stated is None else stated,
+        ),
+        0.0,
     )
     core.enqueue(job, core.waiting)
     return job

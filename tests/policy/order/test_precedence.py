@@ -21,7 +21,7 @@ def make_core(**policy) -> SchedulingCore:
 
 def arrive(core, name: str, urgency=None, unread=False):
     hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
-    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=unread)
+    job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=unread), 0.0)
     core.enqueue(job, core.waiting)
     return job
 
@@ -37,7 +37,7 @@ def seat(core, *jobs) -> None:
 def hinted(core, name: str, level: int, length=LONG, tenant: str = ""):
     """A request that states its level; its length has been read."""
     hint = core.read_hints({"urgency": level}, 0)
-    job = core.new_job(name, 0.0, 50, 500, hint, awaits_prediction=True, tenant=tenant)
+    job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=True, tenant=tenant), 0.0)
     core.enqueue(job, core.waiting)
     core.predicted(job, Prediction((0.2,) * 5, length))
     return job

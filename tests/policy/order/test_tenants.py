@@ -152,7 +152,7 @@ def test_capped_request_stays_down_and_counts_once_its_level_is_known() -> None:
 
     def arrive(name, urgency):
         hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
-        job = core.new_job(name, 0.0, 50, 500, hint, urgency is None, tenant="acme")
+        job = core.arrive(core.draft(name, 50, 500, hint, urgency is None, tenant="acme"), 0.0)
         core.enqueue(job, core.waiting)
         return job
 

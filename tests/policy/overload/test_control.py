@@ -57,14 +57,16 @@ class World:
         self, level: int = 0, key: str | None = None, origin: str | None = None, tenant: str = ""
     ) -> Job:
         number = next(self._ids)
-        job = self.core.new_job(
-            f"r{number}",
-            arrival=self.now,
-            prompt_tokens=100,
-            max_output_tokens=50,
-            hint=Hint(level, LevelSource.HINT),
-            awaits_prediction=False,
-            tenant=tenant,
+        job = self.core.arrive(
+            self.core.draft(
+                f"r{number}",
+                prompt_tokens=100,
+                max_output_tokens=50,
+                hint=Hint(level, LevelSource.HINT),
+                awaits_prediction=False,
+                tenant=tenant,
+            ),
+            self.now,
         )
         self.jobs.append(job)
         self.core.enqueue(job, self.core.waiting)
@@ -503,7 +505,9 @@ def test_provisional_level_alone_refuses_no_request() -> None:
 
     def arrive(provisional: Prediction | None) -> Job:
         hint = Hint(None, LevelSource.DEFAULT)
-        job = world.core.new_job("new", world.now, 100, 50, hint, True, provisional=provisional)
+        job = world.core.arrive(
+            world.core.draft("new", 100, 50, hint, True, provisional=provisional), world.now
+        )
         world.core.enqueue(job, world.core.waiting)
         world.end(world.control.arrive(job, world.now, lambda: world.free_seats))
         return job

@@ -14,6 +14,21 @@ def test_refusal_survives_a_round_trip_through_text(code) -> None:
     assert Refusal.from_text(refusal.to_text()) == refusal
 
 
+@pytest.mark.parametrize("code", Code)
+def test_refusal_survives_a_round_trip_through_an_error_message(code) -> None:
+    refusal = Refusal(code, "full (shed, retry after 3 s), line\ntwo", 12.0)
+    assert refusal_of(RuntimeError(refusal.to_sentence())) == refusal
+    assert refusal_of(RuntimeError(refusal.message)) is None
+
+
+def test_refusal_is_read_from_the_error_of_a_patched_vllm() -> None:
+    error = RuntimeError("full")
+    error.code, error.retry_after = "over_capacity", 12
+    assert refusal_of(error) == Refusal(Code.OVER_CAPACITY, "full", 12.0)
+    error.code = "another"
+    assert refusal_of(error) is None
+
+
 def test_codes_have_the_statuses_that_clients_know() -> None:
     assert {code.value: code.status for code in Code} == {
         "over_capacity": 429,

@@ -1,8 +1,8 @@
-"""Operator endpoints under /v1/semsched, on the server's own address.
+"""Operator endpoints under /v1/semsched, /semsched/ready for probes, the watch on the policy file.
 
-They reload the server's own policy file and weights, pause, sleep and report. No request can name
-a file. They answer requests from the server's own machine only, with the server's API key if it
-has one.
+The operator endpoints reload the server's own policy file and weights, pause, sleep and report.
+No request can name a file. They answer requests from the server's own machine only, with the
+server's API key if it has one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
+from vllm_semantic_sched.engine.policy_file import PolicyFile
+from vllm_semantic_sched.engine.settings import parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines
 
 logger = logging.getLogger("vllm.semantic_sched")
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
+_WATCH_SECONDS = 5.0  # between two looks at the policy file
 
 
 def _from_this_machine(request: Request) -> None:
@@ -41,30 +44,57 @@ def _from_this_machine(request: Request) -> None:
 
 
 router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
+probes = APIRouter()
+"""Answered to any machine, without the API key."""
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints, load the rules of `UrgentFirst`, and let SIGHUP reload the policy where
-    that is safe (see `hangup_may_reload`). Later calls are no-ops. The routes are inside all
-    middleware, so vLLM's authentication protects them."""
+    """Add the endpoints and load the rules of `UrgentFirst`. From then on SIGHUP reloads the policy
+    where that is safe (see `hangup_may_reload`), and so does a change of its file with `watch`.
+    Later calls are no-ops. The routes are inside all middleware, so vLLM's authentication protects
+    them."""
     if getattr(app.state, "semsched_routes", False):
         return
     app.state.semsched_routes = True
     app.include_router(router)
+    app.include_router(probes)
     adopt_rules(app)
+    file = _watched_file(app)
+    if file is not None:
+        # Kept, or the loop would let go of it.
+        app.state.semsched_watch = asyncio.create_task(watch_policy(app, file))
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hangup_may_reload():
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload_on_hangup(app)))
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(app)))
 
 
-async def _reload_on_hangup(app: FastAPI) -> None:
-    for command in ("load_policy", "adopt_policy"):  # the engines log the result
-        try:
-            await ask_engines(app.state.engine_client, command)
-        except Exception:
-            logger.exception("Semantic scheduling: the policy was not reloaded")
-            return
+def _watched_file(app: FastAPI) -> PolicyFile | None:
+    """The policy file to reload when it changes; None if the server was not started with `watch`.
+    Never raises: a server without it is better than none."""
+    try:
+        vllm_config = getattr(app.state, "vllm_config", None)
+        settings = parse_settings(getattr(vllm_config, "additional_config", None))
+        return PolicyFile(settings.policy) if settings.watch else None
+    except Exception:
+        logger.exception("Semantic scheduling: the policy file is not watched")
+        return None
+
+
+async def watch_policy(app: FastAPI, file: PolicyFile) -> None:
+    """Reload the policy when its file has changed. Runs until it is cancelled."""
+    while True:
+        if await asyncio.to_thread(file.has_changed):
+            await _reload(app)
+        await asyncio.sleep(_WATCH_SECONDS)
+
+
+async def _reload(app: FastAPI) -> None:
+    try:
+        await reload_engines(app.state.engine_client)  # the engines log the result
+    except Exception:
+        logger.exception("Semantic scheduling: the policy was not reloaded")
+        return
     await asyncio.to_thread(adopt_rules, app)
 
 
@@ -74,11 +104,34 @@ async def status(request: Request) -> dict[str, Any]:
     return {"engines": await _ask(request, "status")}
 
 
+@probes.get("/semsched/ready")
+async def ready(request: Request) -> dict[str, bool]:
+    """200 while vLLM is healthy, from when all engines had their predictors up or needed none; 503
+    otherwise.
+
+    A predictor that dies later changes nothing: the levels of hints and of the instant reader are
+    better than no server, and the alert SemschedPredictorDown tells.
+    """
+    state = request.app.state
+    try:
+        await _engine(request).check_health()
+        if not getattr(state, "semsched_ready", False):
+            reports = await ask_engines(_engine(request), "status")
+            state.semsched_ready = all(report["ready"] for report in reports)
+    except Exception as error:
+        raise HTTPException(503, "an engine does not answer") from error
+    if not state.semsched_ready:
+        raise HTTPException(503, "a predictor is not up yet")
+    return {"ready": True}
+
+
 @router.post("/policy/reload")
 async def reload_policy(request: Request) -> dict[str, Any]:
     """Reload the policy file on every engine; 422 if any engine refuses it."""
-    await _ask(request, "load_policy")
-    reports = await _ask(request, "adopt_policy")
+    try:
+        reports = await reload_engines(_engine(request))
+    except Exception as error:
+        raise HTTPException(501, f"reload: {error}") from error
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
     if reasons:
         raise HTTPException(422, "\n".join(sorted(reasons)))
@@ -165,6 +218,12 @@ async def _ask(request: Request, command: str) -> list[Any]:
         return await ask_engines(_engine(request), command)
     except Exception as error:
         raise HTTPException(501, f"{command}: {error}") from error
+
+
+async def reload_engines(engine_client: Any) -> list[Any]:
+    """Reload the policy file on all engines; the outcome on each (see `LivePolicy.adopt`)."""
+    await ask_engines(engine_client, "load_policy")
+    return await ask_engines(engine_client, "adopt_policy")
 
 
 async def ask_engines(engine_client: Any, command: str) -> list[Any]:

@@ -6,18 +6,22 @@ idle or paused.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import LivePolicy
-from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility
+from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility, kv_cache_usage
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.facts.heap import stored_entries
+from vllm_semantic_sched.policy.facts.job import Job
 
 UTILITY = "semsched"
 """Name of the utility call; its argument is the name of a command."""
 
 
-def install() -> None:
-    """Register the commands in this process."""
-    add_utility(UTILITY, run)
+def install(scheduler: Scheduler) -> None:
+    """Register the commands of a scheduler."""
+    add_utility(scheduler, UTILITY, run)
 
 
 def run(scheduler: Scheduler, command: str) -> Any:
@@ -43,15 +47,28 @@ def run(scheduler: Scheduler, command: str) -> Any:
 
 
 def status(scheduler: Scheduler) -> dict[str, Any]:
-    """Requests and policy of the scheduler; `jobs`: all requests that the policy knows."""
+    """Requests and policy of the scheduler.
+
+    `jobs`: all requests that the policy knows; `levels`: their number per level, most urgent first,
+    empty under the base policy `fcfs`; `heap_entries`: what all its heaps store; `ready`: whether
+    the predictor is up, or not needed; `kv_free`: share of the KV cache, 0 to 1.
+    """
     running, waiting = scheduler.get_request_counts()
+    jobs: dict[str, Job] = getattr(scheduler, "jobs", {})
+    core: SchedulingCore | None = getattr(scheduler, "core", None)
+    by_level = Counter(job.level for job in jobs.values())
     live = _live_policy(scheduler)
+    predictions = getattr(scheduler, "predictions", None)
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "paused": scheduler.pause_state.name != "UNPAUSED",
         "running": running,
         "waiting": waiting,
-        "jobs": len(getattr(scheduler, "jobs", ())),
+        "jobs": len(jobs),
+        "levels": [] if core is None else [by_level[level] for level in range(core.policy.levels)],
+        "heap_entries": stored_entries(),
+        "ready": predictions is None or predictions.ready,
+        "kv_free": 1.0 - kv_cache_usage(scheduler),
         "policy": {"result": "started", "version": 1} if live is None else live.adopt(),
     }
 

@@ -1,13 +1,14 @@
 """The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
-operator endpoints, and tenants by header or `user` field.
+the choice of an engine, operator endpoints, and tenants by header or `user` field.
 
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
 Without it there are no operator endpoints (see `engine.http.admin`), requests reach the engine in
-order of arrival (see `engine.http.preparation`), tenants are named by `vllm_xargs` only (see
-`engine.http.tenant_names`), and vLLM answers a refused request with status 500, or with an error
-message inside a stream of status 200.
+order of arrival (see `engine.http.preparation`), vLLM spreads them over engines by load alone (see
+`engine.http.dispatch`), tenants are named by `vllm_xargs` only (see `engine.http.tenant_names`),
+and vLLM answers a refused request with status 500 (since 0.33: 503), or with an error message
+inside a stream of status 200.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm_semantic_sched.engine.http.admin import add_routes
+from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
 from vllm_semantic_sched.engine.http.tenant_names import TenantNames
 from vllm_semantic_sched.engine.vllm_api import GenerationError
@@ -31,7 +33,8 @@ App = Callable[[Any, Any, Send], Awaitable[None]]
 # Refusals that occurred while the HTTP request of this context is answered.
 _refusals: ContextVar[list[Refusal] | None] = ContextVar("semsched_refusals", default=None)
 
-_STREAMED_ERROR = b'data: {"error"'
+STREAMED_ERROR = b'data: {"error"'
+"""Start of the event by which vLLM's streams report an error."""
 
 
 class RequestRefused(GenerationError):
@@ -39,7 +42,15 @@ class RequestRefused(GenerationError):
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
+        self.refusal = refusal
         self.status_code = HTTPStatus(refusal.code.status)
+
+
+def collect_refusals() -> list[Refusal]:
+    """A list that gets the refusals of the request that this context answers from now on."""
+    refusals: list[Refusal] = []
+    _refusals.set(refusals)
+    return refusals
 
 
 class Middleware:
@@ -71,7 +82,7 @@ class Refusals:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        watch(getattr(scope["app"].state, "engine_client", None))
+        watch(scope["app"])
         refusals: list[Refusal] = []
         token = _refusals.set(refusals)
         try:
@@ -94,14 +105,15 @@ class _Response:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._head = message
-        elif self._replaced:
+            return
+        if self._replaced:
             pass
         elif self._head is not None and self._refusals:
             self._replaced = True
             await self._refuse(self._head, self._refusals[0])
         else:
             await self.flush()
-            if self._refusals and bytes(message.get("body", b"")).startswith(_STREAMED_ERROR):
+            if self._refusals and bytes(message.get("body", b"")).startswith(STREAMED_ERROR):
                 event = f"data: {json.dumps(self._refusals[0].body())}\n\n"
                 message = {**message, "body": event.encode()}
             await self._send(message)
@@ -131,19 +143,41 @@ class _Response:
         await self._send({"type": "http.response.body", "body": body})
 
 
-def watch(engine_client: Any) -> None:
-    """Make an engine client's `generate` raise RequestRefused for a refused request, and tell
-    `UrgentFirst` that a request is prepared. Later calls are no-ops."""
+def watch(app: Any) -> None:
+    """Wrap `generate` of an application's engine client: it tells `UrgentFirst` that a request is
+    prepared, lets `Dispatch` choose its engine, and raises RequestRefused for a refused request.
+    Later calls are no-ops."""
+    engine_client = getattr(app.state, "engine_client", None)
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
     generate = engine_client.generate
+    dispatch = Dispatch(app)
 
-    def generate_or_refuse(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         is_prepared()
-        return _until_refused(generate(*args, **kwargs))
+        return _generate(generate, dispatch, args, kwargs)
 
-    engine_client.generate = generate_or_refuse
+    engine_client.generate = watched
     engine_client.semsched_watched = True
+
+
+async def _generate(
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    dispatch: Dispatch,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> AsyncGenerator[Any, None]:
+    # Counted here, not before: an iterator that is never started never ends.
+    leave = dispatch.prepare(args, kwargs)
+    try:
+        outputs: AsyncGenerator[Any, None] = generate(*args, **kwargs)
+        try:
+            async for output in _until_refused(outputs):
+                yield output
+        finally:
+            await outputs.aclose()  # ends the other answers of the request
+    finally:
+        leave()
 
 
 async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -151,10 +185,18 @@ async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[A
         async for output in outputs:
             refusal = refusal_of(output)
             if refusal is not None:
-                refusals = _refusals.get()
-                if refusals is not None:
-                    refusals.append(refusal)
-                raise RequestRefused(refusal)
+                raise _refused(refusal)
             yield output
-    finally:
-        await outputs.aclose()  # ends the other answers of the request
+    # In place of the output: since vLLM 0.33, or with patches/0002, whose error has the status.
+    except GenerationError as error:
+        refusal = refusal_of(error)
+        if refusal is None:
+            raise
+        raise _refused(refusal) from error
+
+
+def _refused(refusal: Refusal) -> RequestRefused:
+    refusals = _refusals.get()
+    if refusals is not None:
+        refusals.append(refusal)
+    return RequestRefused(refusal)

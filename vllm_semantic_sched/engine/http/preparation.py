@@ -15,13 +15,14 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.http.body import asks_for_completion, read_body, replayed
 from vllm_semantic_sched.engine.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.preparation import PreparationQueue
 from vllm_semantic_sched.predict.instant import InstantReader
 
@@ -34,8 +35,26 @@ _SLOTS = 2
 _LONGEST = 0.1  # seconds
 _PACKAGE = "vllm_semantic_sched."
 
+PLACEMENT_HEADER = b"x-semsched-placement"
+"""With the value `vllm`, vLLM chooses the engine of the request."""
+
 # Larger bodies hold pictures or whole books; parsing them twice would cost milliseconds.
 _LARGEST_BODY = 2**18  # bytes
+
+
+class Glance(NamedTuple):
+    """An HTTP request at a glance.
+
+    Attributes:
+        level: by hint or reading, else the default level.
+        reading: the instant reader's; None if it did not read the request, or reads its prompts
+            one by one.
+        stock_placement: whether the client wants vLLM to choose the engine.
+    """
+
+    level: int
+    reading: Prediction | None = None
+    stock_placement: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,29 +81,42 @@ class GlanceRules:
         if not any(one.__module__.startswith(_PACKAGE) for one in classes):
             return None
         policy = load_settings(vllm_config.additional_config)
-        if not policy.uses_urgency:
-            return None
+        return cls.of(policy) if policy.uses_urgency else None
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """The rules of a policy.
+
+        Raises:
+            ValueError: the instant reader is damaged.
+        """
         predictor = policy.predictor
         reads = policy.reads(hinted=False) and predictor.instant.enabled
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
-    def level(self, body: bytes) -> int:
-        """The level of an OpenAI request; that of a request without one if the body is not a JSON
-        object, or too large to parse twice."""
-        policy = self.policy
+    def glance(self, body: bytes) -> Glance:
+        """Read an OpenAI request: at the default level if the body is not a JSON object, or too
+        large to parse twice."""
         request = None
         if len(body) <= _LARGEST_BODY:
             with contextlib.suppress(ValueError):
                 request = json.loads(body)
         if not isinstance(request, dict):
-            return policy.default_level
+            return Glance(self.policy.default_level)
+        return self.glance_at(request)
+
+    def glance_at(self, request: dict[str, Any]) -> Glance:
+        """Read an OpenAI request, as parsed."""
+        policy = self.policy
         hint = read_hints(
             request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
         )
         if hint.level is not None or self.instant is None:
-            return reading_level(policy, hint, None)
+            return Glance(reading_level(policy, hint, None))
         text = "\n".join(texts_of_user(request))
-        return reading_level(policy, hint, self.instant.read(text) if text else None)
+        reading = self.instant.read(text) if text else None
+        several = isinstance(request.get("prompt"), list)  # each becomes a request of its own
+        return Glance(reading_level(policy, hint, reading), None if several else reading)
 
 
 def texts_of_user(request: dict[str, Any]) -> Iterator[str]:
@@ -126,14 +158,17 @@ class UrgentFirst:
         body, ending = await read_body(receive)
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        if not self._queue.enter(turn, self._level(rules, body), loop.time()):
+        glance = self._glance(rules, body)
+        if dict(scope.get("headers", ())).get(PLACEMENT_HEADER) == b"vllm":
+            glance = glance._replace(stock_placement=True)
+        if not self._queue.enter(turn, glance.level, loop.time()):
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.leave()
                 raise
-        slot = _Slot(self)
+        slot = _Slot(self, glance)
         token = _slots.set(slot)
         timer = loop.call_later(_LONGEST, slot.leave)
         try:
@@ -150,19 +185,20 @@ class UrgentFirst:
                 turn.set_result(None)
                 return
 
-    def _level(self, rules: GlanceRules, body: bytes) -> int:
+    def _glance(self, rules: GlanceRules, body: bytes) -> Glance:
         try:
-            return rules.level(body)
+            return rules.glance(body)
         except Exception:
             if not self._failed:  # a traceback for every request would fill the log
                 self._failed = True
                 logger.exception("Semantic scheduling: a request was not read ahead")
-            return rules.policy.default_level
+            return Glance(rules.policy.default_level)
 
 
 class _Slot:
-    def __init__(self, queue: UrgentFirst) -> None:
+    def __init__(self, queue: UrgentFirst, glance: Glance) -> None:
         self._queue: UrgentFirst | None = queue
+        self.glance = glance
 
     def leave(self) -> None:
         queue, self._queue = self._queue, None
@@ -178,6 +214,12 @@ def is_prepared() -> None:
     slot = _slots.get()
     if slot is not None:
         slot.leave()
+
+
+def current_glance() -> Glance | None:
+    """The request of this context at a glance; None if nobody looked at it."""
+    slot = _slots.get()
+    return None if slot is None else slot.glance
 
 
 def adopt_rules(app: Any) -> None:

@@ -54,11 +54,22 @@ def name_tenant(body: bytes, header: str | None) -> bytes:
         return body
     if not isinstance(request, dict):
         return body
-    extra = request.get("vllm_xargs")
-    extra = {} if extra is None else extra
+    given = request.get("vllm_xargs")
+    extra = tenant_arguments(given, request.get("user"), header)
+    return body if extra is given else json.dumps({**request, "vllm_xargs": extra}).encode()
+
+
+def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:
+    """The `vllm_xargs` of a request with its tenant; the object itself if there is none.
+
+    Args:
+        user: of the OpenAI request.
+        header: value of the tenant header; None if absent.
+    """
+    known = {} if extra is None else extra
     tenant = header
-    if tenant is None and isinstance(extra, dict) and "tenant" not in extra:
-        tenant = request.get("user")
-    if not isinstance(tenant, str) or not isinstance(extra, dict):
-        return body
-    return json.dumps({**request, "vllm_xargs": {**extra, "tenant": tenant}}).encode()
+    if tenant is None and isinstance(known, dict) and "tenant" not in known:
+        tenant = user
+    if not isinstance(tenant, str) or not isinstance(known, dict):
+        return extra
+    return {**known, "tenant": tenant}

@@ -132,6 +132,10 @@ class SemanticSwapConnector(KVConnector):
     def requires_kv_delivery(self) -> bool:
         return False  # a lost copy is recomputed
 
+    @property
+    def requires_deferred_block_free(self) -> bool:
+        return False  # see Preemptions
+
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

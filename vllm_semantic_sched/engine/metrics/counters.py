@@ -10,7 +10,7 @@ from typing import Any
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
 
 # Seconds between messages of a busy engine; Prometheus scrapes every few seconds.
-_INTERVAL = 0.25
+_INTERVAL = 1.0
 
 Labels = tuple[str, ...]
 Gauges = Mapping[str, float | Mapping[Any, float]]

@@ -96,6 +96,10 @@ COUNTERS = {
     ),
     "unread_prompts": Metric("Prompts not sent to the predictor because its queue was full."),
     "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
+    "forged_readings": Metric(
+        "Requests in which the client set `vllm_xargs.semsched_reading`, which only the server "
+        "itself may set; ignored."
+    ),
     "invalid_dedup_keys": Metric("Keys for deduplication that cannot be used; served without."),
     "preemptions": Metric(
         "Preemptions by what happened to the KV (recompute, swap, partial; drop: the request was "
@@ -142,7 +146,9 @@ COUNTERS = {
         values=(("adopted", "unchanged", "refused"),),
     ),
     "policy_errors": Metric(
-        "Exceptions in the scheduler's own code; stock order was used instead.", ("doing",)
+        "Exceptions in the scheduler's own code; vLLM's order was used instead. "
+        'engine="http": in the HTTP server.',
+        ("doing",),
     ),
     "event_log_lines": Metric("Lines written to the event log."),
     "event_log_dropped": Metric(

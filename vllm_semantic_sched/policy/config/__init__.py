@@ -15,6 +15,7 @@ from vllm_semantic_sched.policy.config.order import (
     Deadlines,
     FairShareKnobs,
     KvPeakKnobs,
+    PlacementKnobs,
     Protect,
     Stage,
     Tenants,
@@ -63,6 +64,7 @@ class Policy(Section):
         "decode, load) by at most 100.",
     )
     hints: Hints = Hints()
+    placement: PlacementKnobs = PlacementKnobs()
     preemption: Preemption = Preemption()
     retention: Retention = Retention()
     stage: Stage = Stage()

@@ -1,4 +1,5 @@
-"""Keys about the order of requests: aging, deadlines, shares, tenants, stages, holds."""
+"""Keys about the order of requests (aging, deadlines, shares, tenants, stages, holds) and their
+engine."""
 
 from __future__ import annotations
 
@@ -249,4 +250,14 @@ class Protect(Section):
     )
     share: float = Field(
         0.5, ge=0, lt=1, description="Most of the time, as a share, in which requests are held."
+    )
+
+
+class PlacementKnobs(Section):
+    """The choice of an engine where vLLM runs several (data parallelism)."""
+
+    enabled: bool = Field(
+        True,
+        description="A request goes to the engine with the fewest requests at least as urgent, "
+        "unless the client names one (`X-data-parallel-rank`). Off: vLLM chooses, by load alone.",
     )

@@ -6,9 +6,16 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T", bound=Hashable)
 _heappush = heapq.heappush  # each new request is pushed several times
+_heaps: WeakSet[AddressableHeap[Any]] = WeakSet()
+
+
+def stored_entries() -> int:
+    """Entries of all heaps of this process, live and dead: it must not grow with time."""
+    return sum(len(heap._entries) for heap in tuple(_heaps))
 
 
 class AddressableHeap(Generic[T]):
@@ -25,6 +32,7 @@ class AddressableHeap(Generic[T]):
         self._entries: list[tuple[Any, int, T]] = []
         self._live: dict[T, tuple[Any, int, T]] = {}
         self._tick = itertools.count().__next__
+        _heaps.add(self)
 
     def __len__(self) -> int:
         return len(self._live)

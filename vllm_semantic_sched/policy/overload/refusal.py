@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,11 @@ class Code(enum.Enum):
 
 
 _STATUS = {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503}
+_SENTENCE = re.compile(
+    rf"(?P<message>.*) \((?P<code>{'|'.join(code.value for code in Code)}), "
+    r"retry after (?P<seconds>\d+) s\)",
+    re.DOTALL,
+)
 _TYPE = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 FINISH_REASON = "error"
@@ -77,6 +83,18 @@ class Refusal:
         except (ValueError, TypeError, KeyError):
             return None
 
+    def to_sentence(self) -> str:
+        """The message with code and waiting time, for errors that carry one text."""
+        return f"{self.message} ({self.code.value}, retry after {self.retry_after_seconds} s)"
+
+    @classmethod
+    def from_sentence(cls, text: str) -> Refusal | None:
+        """Parse the result of `to_sentence`; None if it is not one."""
+        found = _SENTENCE.fullmatch(text)
+        if found is None:
+            return None
+        return cls(Code(found["code"]), found["message"], float(found["seconds"]))
+
     def headers(self) -> dict[str, str]:
         """HTTP headers that say when to retry."""
         headers = {"retry-after": str(self.retry_after_seconds)}
@@ -108,8 +126,15 @@ def refusal_of(output: Any) -> Refusal | None:
     """Why a request was refused; None if it was not.
 
     Args:
-        output: vLLM's `RequestOutput`, of `LLM.generate` or of an engine's `generate`.
+        output: vLLM's `RequestOutput`, of `LLM.generate` or of an engine's `generate`, or the
+            exception that the latter raises since vLLM 0.33.
     """
+    if isinstance(output, Exception):
+        text, fields = str(output), vars(output)
+        try:  # as a vLLM with patches/0002 raises it
+            return Refusal(Code(fields["code"]), text, float(fields["retry_after"]))
+        except (KeyError, ValueError, TypeError):
+            return Refusal.from_sentence(text)
     for answer in getattr(output, "outputs", ()):
         if answer.finish_reason == FINISH_REASON:
             refusal = Refusal.from_text(answer.stop_reason)

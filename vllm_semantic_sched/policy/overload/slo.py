@@ -129,7 +129,8 @@ class SloMonitor:
         """Drop the values that have left the window."""
         for values in self._values:
             for value in values.values():
-                value.advance(now)
+                if value.count:
+                    value.advance(now)
 
     def target(self, level: int, measure: str) -> float | None:
         """Promised seconds; None without a promise."""

@@ -141,13 +141,15 @@ def explain(
     ]
 
     core = SchedulingCore(policy, profile, predictor.length_buckets)
-    job = core.new_job(
-        "explained",
-        arrival=0.0,
-        prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
-        max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
-        hint=core.read_hints(None, None),
-        awaits_prediction=True,
+    job = core.arrive(
+        core.draft(
+            "explained",
+            prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
+            max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
+            hint=core.read_hints(None, None),
+            awaits_prediction=True,
+        ),
+        0.0,
     )
     core.predicted(job, prediction)
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)

@@ -179,14 +179,14 @@ def _best_cuts(
     return cuts
 
 
-def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
+def validation_parts(sources: Sources, seed: int, scale: float) -> dict[str, list[Example]]:
     """Named sets of held-out texts, at most 2,000 each."""
     rng = random.Random(seed)
     visits = rng.sample(sources.visits, min(_PER_PART, len(sources.visits)))
     messages = [
         Example(level_message(level, rng), level)
         for level in range(URGENCY_LEVELS)
-        for _ in range(_PER_PART // 10)
+        for _ in range(max(10, round(_PER_PART / 10 * min(1.0, scale))))
     ]
     pairs = [*sources.prompts, *sources.questions]
     chosen = rng.sample(pairs, min(_PER_PART, len(pairs)))
@@ -199,13 +199,19 @@ def validation_parts(sources: Sources, seed: int) -> dict[str, list[Example]]:
     }
 
 
-def validation_figures(model: Path, sources: Sources, seed: int) -> dict[str, dict[str, Any]]:
+def validation_figures(
+    model: Path, sources: Sources, seed: int, scale: float
+) -> dict[str, dict[str, Any]]:
     """`figures_of` the stored model on each part of the validation split, at the most likely
-    level."""
+    level.
+
+    Args:
+        scale: share of the generated messages to use.
+    """
     predictor = TextPredictor.load(str(model), torch.get_num_threads())
     guesser = model_guesser(predictor, texts_per_call=_PER_PART)
     figures = {}
-    for name, examples in validation_parts(sources, seed).items():
+    for name, examples in validation_parts(sources, seed, scale).items():
         guess = guesser([example.text for example in examples])
         decision = Decision(rule="most_likely")
         figures[name] = figures_of(LabelledSet(name, examples), guess, decision)

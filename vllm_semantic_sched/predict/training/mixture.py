@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from vllm_semantic_sched.datasets import (
     KtasVisit,
@@ -46,6 +46,7 @@ _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _HARMLESS = 3600
 _FRAMED = 3600
 _LOOKALIKES = 1000
+_FEWEST = 20  # records of a kind in a part
 _SOURCE_CODE = 500
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
@@ -69,6 +70,14 @@ class Sources:
     questions: tuple[TextLength, ...]
     written: tuple[Example, ...] = ()
     written_elsewhere: tuple[Example, ...] = ()
+
+    def part(self, share: float) -> Self:
+        """About a share of the records of each kind, evenly spread, but no fewer than 20."""
+
+        def some(records: tuple[Any, ...]) -> tuple[Any, ...]:
+            return records[:: max(1, min(round(1 / share), len(records) // _FEWEST))]
+
+        return type(self)(*(some(getattr(self, one.name)) for one in fields(self)))
 
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:

@@ -120,7 +120,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     """Train both heads on the data folder `root` and the package's wordings.
 
     Args:
-        scale: share of the texts per round.
+        scale: share of the texts per round, and of those for validation if it is below 1.
 
     Returns:
         Number of texts that the thresholds were fitted to, and the `validation_figures`.
@@ -129,7 +129,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
         DataNotFound: a file is missing below `root`.
     """
     sources = Sources.read(root, "train")
-    validation = Sources.read(root, "validation")
+    validation = Sources.read(root, "validation").part(min(1.0, scale))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     if options.base == "pretrained":
@@ -159,7 +159,7 @@ def train_all(options: Options, root: Path, scale: float) -> tuple[int, dict[str
     distil(options.output, texts, options.output, seed=options.seed)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
     _write_thresholds(options, visits, _URGENT_RECALL)
-    return len(visits), validation_figures(options.output, validation, options.seed)
+    return len(visits), validation_figures(options.output, validation, options.seed, scale)
 
 
 def train_instant(

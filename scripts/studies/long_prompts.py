@@ -1,0 +1,138 @@
+"""Urgent messages beside prompts of 16,000 tokens, on a real `vllm serve`.
+
+First some requests of level 4 with long prompts arrive at once, then urgent messages one by one.
+The study compares how fast these get their first token and the others, and when the long prompts
+get theirs: under vLLM's schedulers, the policy `ems`, and `ems` without holds in each mode of
+`stage`. Prints a table and writes `long-prompts.json`. The model must take such prompts:
+`semsched bench make-model DIR --max-model-len 20480`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+from common import main, percentiles, serve, write_json
+
+from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.bench.texts import write_context, write_message
+from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.cli.comparison import add_server_arguments
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.policy.facts.files import read_config
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.bench.client import Record
+
+_CONTEXT = 1000  # tokens, about, of each piece of a long prompt
+_LONG_ANSWER = 16
+_FIRST_URGENT = 1.0  # seconds after the long prompts
+_MODES = ("off", "cap", "gate")
+
+
+def schedulers(output: Path) -> list[SchedulerSpec]:
+    """Return vLLM's schedulers, `ems`, and `ems` without holds in each mode of `stage`."""
+    data, _ = read_config("ems", kind="policy")
+    specs = [
+        SchedulerSpec("fcfs", "fcfs"),
+        SchedulerSpec("priority", "priority"),
+        SchedulerSpec("ems", "semantic-true", "ems"),
+    ]
+    for mode in _MODES:
+        path = output / f"stage-{mode}.yaml"
+        stage = {**data.get("stage", {}), "mode": mode}
+        path.write_text(yaml.safe_dump({**data, "protect": {"level": None}, "stage": stage}))
+        specs.append(SchedulerSpec(f"no holds, stage {mode}", "semantic-true", str(path.resolve())))
+    return specs
+
+
+def make_load(args: argparse.Namespace) -> list[BenchRequest]:
+    """Return the long prompts and the urgent messages, in order of arrival."""
+    rng = np.random.default_rng(args.seed)
+    pieces = max(1, round(args.tokens / _CONTEXT))
+    long = [
+        BenchRequest(
+            number, 0.0, 4, " ".join(write_context(rng) for _ in range(pieces)), _LONG_ANSWER
+        )
+        for number in range(args.long)
+    ]
+    urgent = [
+        BenchRequest(
+            args.long + number,
+            _FIRST_URGENT + number * args.gap,
+            0,
+            write_message(0, rng),
+            args.answer,
+        )
+        for number in range(args.urgent)
+    ]
+    return [*long, *urgent]
+
+
+def summarize(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the row of one scheduler, times in seconds."""
+    urgent = [one for one in records if one.level == 0]
+    long = [one for one in records if one.level == 4]
+    ttft = percentiles([one.ttft for one in urgent if one.ttft is not None])
+    tpot = percentiles(
+        [
+            (one.finish - one.first_token) / (one.output_tokens - 1)
+            for one in urgent
+            if one.finish is not None and one.first_token is not None and one.output_tokens > 1
+        ]
+    )
+    return {
+        "ttft": ttft,
+        "tpot": tpot,
+        "long_ttft": [one.ttft for one in long],
+        "prompt_tokens": max(one.prompt_tokens for one in long),
+        "failed": sum(not one.ok for one in records),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_server_arguments(parser)
+    parser.set_defaults(seats=8, blocks=2400, stream_interval=1)
+    add = parser.add_argument
+    add("--long", type=int, default=3, help="long prompts (default: %(default)s)")
+    add("--tokens", type=int, default=16000, help="of each of them, about (%(default)s)")
+    add("--urgent", type=int, default=24, help="urgent messages (default: %(default)s)")
+    add("--gap", type=float, default=1.5, help="seconds between them (default: %(default)s)")
+    add("--answer", type=int, default=32, help="tokens of their answers (default: %(default)s)")
+    add("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure each scheduler; 1 if a request failed."""
+    load = make_load(args)
+    rows = {}
+    for spec in schedulers(args.output):
+        with serve(args, spec, max(args.answer, _LONG_ANSWER)) as (server, client):
+            client.send_together(load[-2:])  # warm-up
+            rows[spec.title if spec.kind != "semantic-true" else spec.name] = summarize(
+                client.send(load, spec.name)
+            )
+            server.check()
+    write_json(args.output / "long-prompts.json", rows)
+    console = make_console()
+    heads = ("TTFT p50, s", "p99", "per token p50, ms", "p99", "long prompts: TTFT mean, s", "last")
+    table = make_table("urgent messages beside long prompts", "scheduler", *heads)
+    for name, row in rows.items():
+        long = [time for time in row["long_ttft"] if time is not None]
+        table.add_row(
+            *(name, f"{row['ttft'][0]:.2f}", f"{row['ttft'][1]:.2f}"),
+            *(f"{1e3 * row['tpot'][0]:.0f}", f"{1e3 * row['tpot'][1]:.0f}"),
+            *(f"{sum(long) / max(1, len(long)):.1f}", f"{max(long, default=float('nan')):.1f}"),
+        )
+    console.print(table)
+    console.print(f"longest prompt: {max(row['prompt_tokens'] for row in rows.values())} tokens")
+    return 1 if any(row["failed"] for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,0 +1,156 @@
+"""One predictor process for several services."""
+
+import itertools
+import logging
+import os
+import signal
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.predict import shared
+from vllm_semantic_sched.predict.service import PredictionService, PredictorError
+
+# Counts its start in a file, and answers with the length of the text.
+WORKER = textwrap.dedent(
+    """
+    import json, os, signal, sys
+    from pathlib import Path
+    with Path(sys.argv[1]).open("a") as starts:
+        starts.write(f"{os.getpid()}\\n")
+    print(json.dumps({"ready": {"length_buckets": {"edges": [10], "means": [5.0, 50.0]}}}))
+    sys.stdout.flush()
+    for line in sys.stdin:
+        message = json.loads(line)
+        texts = message["texts"]
+        if "hang" in texts:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        shares = [1.0 / len(text) for text in texts]
+        urgency = [[share, 1.0 - share] for share in shares]
+        answer = {"id": message["id"], "urgency": urgency, "length": [None] * len(texts)}
+        print(json.dumps(answer))
+        sys.stdout.flush()
+    """
+)
+
+NUMBERS = itertools.count()  # a service remembers what it has read
+
+
+@pytest.fixture
+def starts(tmp_path):
+    return tmp_path / "starts"
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path, starts):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    services = []
+
+    def build(worker: str = WORKER, group: str = "g", **settings) -> PredictionService:
+        service = PredictionService(
+            Predictor(**settings),
+            logging.getLogger("test"),
+            command=(sys.executable, "-c", worker, str(starts)),
+            first_backoff=0.05,
+            group=group,
+        )
+        services.append(service)
+        service.start()
+        return service
+
+    yield build
+    for service in services:
+        service.close()
+    for process_id in started(starts):
+        wait_until(lambda gone=process_id: not psutil.pid_exists(gone))
+
+
+def started(starts) -> list[int]:
+    return [int(line) for line in starts.read_text().split()] if starts.exists() else []
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read(service: PredictionService, texts: list[str]) -> dict[str, float | None]:
+    """What a service says about texts: the share of level 0."""
+    for text in texts:
+        assert service.submit(text, text)
+    answers: dict[str, float | None] = {}
+
+    def all_there() -> bool:
+        for request_id, prediction in service.drain():
+            answers[request_id] = None if prediction is None else prediction.urgency[0]
+        return len(answers) == len(texts)
+
+    wait_until(all_there)
+    return answers
+
+
+def test_services_of_a_group_share_a_worker_and_get_their_own_answers(start, starts) -> None:
+    one, other, apart = start(), start(), start(group="h")
+    assert len(started(starts)) == 2
+    for number in range(20):
+        texts = [["a" * (1 + number), "b" * (30 + number)], ["c" * (60 + number)]]
+        for service, mine in zip((one, other), texts, strict=True):
+            assert read(service, mine) == {text: pytest.approx(1 / len(text)) for text in mine}
+    assert read(apart, ["xx"]) == {"xx": 0.5}
+
+
+def one_running(starts) -> int:
+    """The only worker that runs."""
+    (running,) = filter(psutil.pid_exists, started(starts))
+    return running
+
+
+def recover(service: PredictionService) -> None:
+    """Wait until a service answers again."""
+    wait_until(lambda: None not in read(service, [f"again {next(NUMBERS)}"]).values())
+
+
+def test_death_of_the_first_one_or_of_the_worker_is_repaired(start, starts) -> None:
+    one, other = start(), start()
+    os.kill(one.process_id, signal.SIGKILL)
+    (worker,) = started(starts)
+    wait_until(lambda: not psutil.pid_exists(worker))  # it does not outlive those it works for
+    recover(other)
+    recover(one)
+    os.kill(one_running(starts), signal.SIGKILL)
+    recover(one)
+    recover(other)
+    one_running(starts)
+
+
+def test_worker_that_hangs_is_replaced_for_all(start, starts) -> None:
+    one, other = start(timeout=1.0), start(timeout=1.0)
+    assert read(other, ["hang"]) == {"hang": None}
+    recover(other)
+    recover(one)
+    assert len(started(starts)) == 2
+
+
+def test_reason_why_a_worker_does_not_start_reaches_the_service(start) -> None:
+    failing = "import json; print(json.dumps({'failed': 'ValueError: no such model'}))"
+    with pytest.raises(PredictorError, match="no such model"):
+        start(worker=failing)
+    with pytest.raises(PredictorError, match="status"):
+        start(worker="import sys; sys.exit(7)")
+
+
+def test_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shared.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = shared._own_folder()
+    assert folder is not None and folder.parent == tmp_path
+    folder.chmod(0o755)
+    assert shared._own_folder() is None
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert shared._own_folder() is None

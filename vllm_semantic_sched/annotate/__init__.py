@@ -1,0 +1,1 @@
+"""Level and expected length of a request for gateways that choose among servers."""

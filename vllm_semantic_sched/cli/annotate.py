@@ -1,0 +1,39 @@
+"""Serve level and expected output length of texts to gateways, over HTTP.
+
+POST /annotate takes {"text": "..."} or an OpenAI request and answers with the urgency level, the
+expected output tokens, the provisional reading (probabilities of levels and length buckets), and
+the headers and body fields for LiteLLM, llm-d, Dynamo and SMG. It keeps no state and reads with the
+instant reader alone. It has no authentication: keep it on the gateway's own network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched annotate`."""
+    add = parser.add_argument
+    add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=positive, default=8090, help="port to listen on (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted; 1 if policy, model or address cannot be used."""
+    try:
+        from aiohttp import web
+
+        from vllm_semantic_sched.annotate.annotator import Annotator
+        from vllm_semantic_sched.annotate.server import make_app
+
+        app = make_app(Annotator.load(args.policy))
+        web.run_app(app, host=args.host, port=args.port)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"semsched annotate: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,101 @@
+"""Sends each request to an engine: with the reading of its text, and to which one if vLLM runs
+several (data parallelism).
+
+vLLM's own balancer compares the engines' loads and knows no urgency.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.http.preparation import Glance, GlanceRules, current_glance
+from vllm_semantic_sched.engine.passed_reading import pass_reading
+from vllm_semantic_sched.engine.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.vllm_api import RANK, api_server_count, engine_count
+from vllm_semantic_sched.policy.placement import Placed, Placement
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class Dispatch:
+    """Prepares each request for its engine: passes the HTTP server's reading on, and chooses the
+    engine if there are several.
+
+    It counts the requests that one API server has at each engine, by level; several API servers do
+    not know each other's requests. The choice is left to vLLM without rules (see
+    `preparation.adopt_rules`), if the policy or the client wants it so, and for requests that ask
+    for several answers: vLLM spreads those over the engines.
+
+    Args:
+        app: the application, with `vllm_config` and the rules in its state.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._state = app.state
+        self._placement = Placement(1, 1)
+        self._levels = 1
+        self._guard = Guard(ApiServerCounters(), logger)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        """Change the arguments of the engine client's `generate`: the sampling parameters get the
+        reading, and the keyword arguments an engine, unless they have one.
+
+        Never raises; on an error vLLM goes on with what it has.
+
+        Returns:
+            Call it when the request has ended.
+        """
+        placed = None
+        glance = current_glance()
+        params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
+        if glance is not None and glance.reading is not None:
+            with self._guard("passing a reading on"):
+                pass_reading(params, glance.reading)
+        with self._guard("choosing an engine"):
+            placed = self._place(glance, params, kwargs.get(RANK))
+        if placed is None:
+            return _nothing
+        kwargs[RANK] = placed.engine
+        placement = self._placement
+        return lambda: placement.leave(placed)
+
+    def _place(self, glance: Glance | None, params: Any, given: int | None) -> Placed | None:
+        """Choose an engine.
+
+        Args:
+            given: the engine that the client names.
+        """
+        rules: GlanceRules | None = getattr(self._state, "semsched_glance_rules", None)
+        if rules is None or not rules.policy.placement.enabled:
+            return None
+        engines = engine_count(self._state.vllm_config)
+        if engines < 2 or getattr(params, "n", 1) > 1:
+            return None
+        if given is None and glance is not None and glance.stock_placement:
+            return None
+        self._count_for(engines, rules.policy.levels)
+        level = rules.policy.default_level if glance is None else glance.level
+        if given is None:
+            return self._placement.place(level)
+        # vLLM refuses the numbers of engines that do not exist.
+        return self._placement.count(given, level) if 0 <= given < engines else None
+
+    def _count_for(self, engines: int, levels: int) -> None:
+        """Start to count, and again after vLLM has started or stopped engines."""
+        if (engines, levels) == (self._placement.engines, self._levels):
+            return
+        self._placement, self._levels = Placement(engines, levels), levels
+        servers = api_server_count(self._state.vllm_config)
+        if servers > 1:
+            logger.warning(
+                "Semantic scheduling: each of the %d API servers chooses engines by its own "
+                "requests only; --api-server-count 1 counts all.",
+                servers,
+            )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,122 @@
+"""The seam to vLLM: the only package that imports it.
+
+It re-exports the classes that engine/ builds on, and wraps every private or version-dependent
+name of vLLM in a function, a hook or a property. A new vLLM release is supported by changing
+this package alone; what releases differ in is found by `capabilities`.
+"""
+
+from __future__ import annotations
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.exceptions import GenerationError
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    group_kernel_blocks,
+    iter_layer_specs,
+)
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_semantic_sched.engine.vllm_api.capabilities import (
+    CAPABILITIES,
+    HOOKS,
+    Capabilities,
+    Hooks,
+    active_workarounds,
+    capabilities_of,
+    find_hooks,
+)
+from vllm_semantic_sched.engine.vllm_api.channels import (
+    RayMetrics,
+    add_utility,
+    attach_arrival,
+    attach_message,
+    attached_arrival,
+    call_engines,
+    detach_message,
+    ray_metrics,
+    refused_output,
+    watch_new_requests,
+)
+from vllm_semantic_sched.engine.vllm_api.kv_cache import (
+    KVConnector,
+    all_kv_connectors,
+    batched_block_copy,
+    blocks_can_be_freed,
+    blocks_freed_by,
+    blocks_held,
+    blocks_needed,
+    free_blocks_at_once,
+    free_kv_blocks,
+    has_one_block_table,
+    kv_cache_groups,
+    kv_cache_usage,
+    pin_memory,
+    prefix_cached_blocks,
+    tokens_with_kv,
+    total_kv_blocks,
+    watermark_blocks,
+)
+from vllm_semantic_sched.engine.vllm_api.machine import (
+    Hardware,
+    describe_hardware,
+    describe_model,
+)
+from vllm_semantic_sched.engine.vllm_api.parallel import (
+    RANK,
+    api_server_count,
+    engine_count,
+    shares_host,
+)
+from vllm_semantic_sched.engine.vllm_api.scheduling import (
+    HookedScheduler,
+    TokenLimits,
+    can_advance,
+    free_seats,
+    hold_for_one_step,
+    inflight_prefills,
+    is_ready,
+    let_prefills_run,
+    preempt,
+    replace_queues,
+    set_token_limits,
+    token_limits,
+    total_seats,
+    why_no_holds,
+)
+
+__all__ = [
+    "CAPABILITIES", "HOOKS", "RANK", "VLLM_VERSION", "AsyncScheduler", "AttentionSpec",
+    "Capabilities", "EngineCoreEventType", "EngineCoreOutput", "EngineCoreOutputs",
+    "GenerationError", "Hardware", "HookedScheduler", "Hooks", "KVCacheBlocks", "KVCacheConfig",
+    "KVCacheManager", "KVConnector", "KVConnectorMetadata", "KVConnectorOutput", "KVConnectorRole",
+    "KVConnectorWorkerMetadata", "PauseState", "RayMetrics", "Request", "RequestQueue",
+    "RequestStatus", "Scheduler", "SchedulerOutput", "StatLoggerBase", "TokenLimits", "VllmConfig",
+    "active_workarounds", "add_utility", "all_kv_connectors", "api_server_count", "attach_arrival",
+    "attach_message", "attached_arrival", "batched_block_copy", "blocks_can_be_freed",
+    "blocks_freed_by", "blocks_held", "blocks_needed", "call_engines", "can_advance",
+    "capabilities_of", "describe_hardware", "describe_model", "detach_message", "engine_count",
+    "find_hooks", "free_blocks_at_once", "free_kv_blocks", "free_seats", "group_kernel_blocks",
+    "has_one_block_table", "hold_for_one_step", "inflight_prefills", "is_ready", "iter_layer_specs",
+    "kv_cache_groups", "kv_cache_usage", "let_prefills_run", "pin_memory", "preempt",
+    "prefix_cached_blocks", "ray_metrics", "refused_output", "replace_queues", "set_token_limits",
+    "shares_host", "token_limits", "tokens_with_kv", "total_kv_blocks", "total_seats",
+    "watch_new_requests", "watermark_blocks", "why_no_holds",
+]  # fmt: skip
+
+VLLM_VERSION: str = vllm.__version__

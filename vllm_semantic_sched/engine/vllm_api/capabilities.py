@@ -1,0 +1,100 @@
+"""What the installed vLLM offers, found by looking at its classes.
+
+The other modules of `vllm_api` ask here instead of comparing versions, so that a patched or a newer
+vLLM is used for what it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import vllm.outputs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.stats import SchedulerStats
+
+# Dictionaries of SchedulerStats that keep any string as a key on their way to the API server, where
+# stat logger plugins see them before vLLM's own loggers do. The second lists LoRA adapters.
+_CARRIERS = ("num_kv_fetch_reqs_by_stage", "waiting_lora_adapters")
+
+
+class Capabilities(NamedTuple):
+    """
+    Attributes:
+        carrier: field of SchedulerStats that can carry a message; None if there is none.
+        request_errors: whether a request's last output can say why the request failed (since
+            vLLM 0.33).
+    """
+
+    carrier: str | None
+    request_errors: bool
+
+
+def capabilities_of(statistics: Any, output: Any) -> Capabilities:
+    """The capabilities of a vLLM.
+
+    Args:
+        statistics: the dataclass of the scheduler's statistics.
+        output: the msgspec structure of a request's output.
+    """
+    fields = {field.name for field in dataclasses.fields(statistics)}
+    return Capabilities(
+        carrier=next((name for name in _CARRIERS if name in fields), None),
+        request_errors="error" in output.__struct_fields__,
+    )
+
+
+CAPABILITIES = capabilities_of(SchedulerStats, EngineCoreOutput)
+"""Of the installed vLLM."""
+
+
+class Hooks(NamedTuple):
+    """Which of the hooks in patches/ this vLLM has. What it lacks, `vllm_api` works around.
+
+    Attributes:
+        preempt_for_waiting: a call at the start of schedule(), and a public way to preempt.
+        refuse_request: an output with an HTTP status and Retry-After.
+        custom_stats: a field of SchedulerStats.
+        skip_next_step: a public way to hold a request.
+        on_preemption: a call before a preemption, and connectors that free blocks at once.
+        utilities: calls of the scheduler by API servers, and of new requests.
+    """
+
+    preempt_for_waiting: bool
+    refuse_request: bool
+    custom_stats: bool
+    skip_next_step: bool
+    on_preemption: bool
+    utilities: bool
+
+
+def find_hooks(scheduler: type, core: type, stats: type, output: type, error: type | None) -> Hooks:
+    """The hooks that vLLM's classes Scheduler, EngineCore, SchedulerStats, EngineCoreOutput and
+    RequestError have."""
+    return Hooks(
+        preempt_for_waiting=hasattr(scheduler, "preempt_for_waiting"),
+        refuse_request=hasattr(output, "error") and hasattr(error, "status"),
+        custom_stats=hasattr(stats, "custom_stats"),
+        skip_next_step=hasattr(scheduler, "skip_next_step"),
+        on_preemption=hasattr(scheduler, "on_preemption"),
+        utilities=hasattr(core, "call_scheduler"),
+    )
+
+
+REQUEST_ERROR: Any = getattr(vllm.outputs, "RequestError", None)
+"""vLLM's class of errors that a request's last output carries; None if it has none."""
+
+HOOKS = find_hooks(Scheduler, EngineCore, SchedulerStats, EngineCoreOutput, REQUEST_ERROR)
+"""Of the installed vLLM."""
+
+
+def active_workarounds() -> list[str]:
+    """The hooks that vLLM lacks, by the names in `Hooks`."""
+    return [name for name, there in HOOKS._asdict().items() if not there]
+
+
+def hooked(vllm_object: Any) -> Any:
+    """An object of vLLM, to use what an unpatched vLLM lacks: type checks run against that."""
+    return vllm_object

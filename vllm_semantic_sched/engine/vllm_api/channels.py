@@ -1,0 +1,164 @@
+"""Channels between vLLM's processes: statistics, new requests, utility calls, last outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.vllm_api import capabilities
+from vllm_semantic_sched.engine.vllm_api.capabilities import CAPABILITIES, REQUEST_ERROR, hooked
+from vllm_semantic_sched.engine.vllm_api.scheduling import HookedScheduler
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+# Statistics. vLLM's SchedulerStats drops unknown fields on its way between the processes, but some
+# of its dictionaries keep any string as a key.
+
+_MARK = "semsched:"
+
+
+def attach_message(stats: Any, message: dict[str, Any]) -> None:
+    """Let a SchedulerStats carry a message of plain values to the API server; a no-op on a vLLM
+    without a field that can."""
+    if capabilities.HOOKS.custom_stats:
+        stats.custom_stats = {_MARK: message}
+    elif CAPABILITIES.carrier is not None:
+        getattr(stats, CAPABILITIES.carrier)[_MARK + json.dumps(message)] = 0
+
+
+def detach_message(stats: Any) -> dict[str, Any] | None:
+    """Take the message off a SchedulerStats; None if there is none."""
+    if capabilities.HOOKS.custom_stats:
+        sent: dict[str, Any] | None = (stats.custom_stats or {}).pop(_MARK, None)
+        return sent
+    carrier = getattr(stats, CAPABILITIES.carrier or "", None) or {}
+    text = next((key for key in carrier if key.startswith(_MARK)), None)
+    if text is None:
+        return None
+    del carrier[text]
+    message: dict[str, Any] = json.loads(text.removeprefix(_MARK))
+    return message
+
+
+class RayMetrics(NamedTuple):
+    """vLLM's stand-ins for prometheus_client's classes, which publish through Ray. They put `_` for
+    `:` in names, and add the tag ReplicaId."""
+
+    counter: Any
+    gauge: Any
+    histogram: Any
+
+
+def ray_metrics() -> RayMetrics:
+    """See `RayMetrics`; needs Ray."""
+    from vllm.v1.metrics import ray_wrappers as ray
+
+    return RayMetrics(ray.RayCounterWrapper, ray.RayGaugeWrapper, ray.RayHistogramWrapper)
+
+
+# New requests
+
+_PREPROCESS = EngineCore.preprocess_add_request
+
+
+def watch_new_requests() -> None:
+    """Make the engine of this process call `HookedScheduler.preprocess_request`."""
+    if capabilities.HOOKS.utilities:
+        return
+
+    def preprocess(core: EngineCore, request: Any) -> Any:
+        new = _PREPROCESS(core, request)
+        if isinstance(core.scheduler, HookedScheduler):
+            core.scheduler.preprocess_request(new[0])
+        return new
+
+    setattr(EngineCore, _PREPROCESS.__name__, preprocess)
+
+
+def attach_arrival(request: Request, arrival: object) -> None:
+    """Keep what was read of a new request on it; see `attached_arrival`."""
+    request.semsched_arrival = arrival  # type: ignore[attr-defined]
+
+
+def attached_arrival(request: Request) -> Any:
+    """What `attach_arrival` has kept; None if nothing."""
+    return getattr(request, "semsched_arrival", None)
+
+
+# Last outputs
+
+
+def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
+    """The last output of a request that was ended by `finish_requests`.
+
+    Without our middleware, vLLM 0.33 answers with status 503, or 500 if a retry is no use, older
+    ones with 500, and one with the hook with the refusal's status.
+    """
+    code, error = refusal.code, {}
+    if capabilities.HOOKS.refuse_request:
+        seconds = refusal.retry_after_seconds
+        error["error"] = REQUEST_ERROR(
+            code.value, refusal.message, status=code.status, retry_after=seconds
+        )
+    elif CAPABILITIES.request_errors:
+        error["error"] = REQUEST_ERROR(
+            code=code.value, message=refusal.to_sentence(), retryable=code.retryable
+        )
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=refusal.to_text(),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        **error,
+    )
+
+
+# Utility calls
+
+
+def add_utility(scheduler: Scheduler, name: str, function: Callable[[Any, Any], Any]) -> None:
+    """Let API servers call a function in this engine process; see `call_engines`.
+
+    vLLM runs it between two steps on the scheduling thread, whether the engine is busy, idle or
+    paused. Without the hook, it looks the name up among the methods of EngineCore.
+
+    Args:
+        function: gets the scheduler and the argument of the call; returns plain values or a
+            future of them.
+    """
+    if capabilities.HOOKS.utilities:
+        hooked(scheduler).utilities[name] = functools.partial(function, scheduler)
+        return
+
+    def call(core: EngineCore, argument: Any) -> Any:
+        return function(core.scheduler, argument)
+
+    setattr(EngineCore, name, call)
+
+
+async def call_engines(engine_client: Any, name: str, argument: Any) -> Sequence[Any]:
+    """Call a utility (`add_utility`) in every engine process; what each returned."""
+    answers: Sequence[Any]
+    if capabilities.HOOKS.utilities:
+        answers = await engine_client.call_scheduler(name, argument)
+        return answers
+    client = engine_client.engine_core
+    if hasattr(client, "call_utility_all_async"):
+        answers = await client.call_utility_all_async(name, argument)
+        return answers
+    # vLLM 0.31 returns the answer of the first engine only.
+    return await asyncio.gather(
+        *(
+            client._call_utility_async(name, argument, engine=engine)
+            for engine in client.core_engines
+        )
+    )

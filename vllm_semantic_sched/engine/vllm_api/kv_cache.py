@@ -1,0 +1,184 @@
+"""vLLM's KV cache: blocks, connectors, copies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from vllm_semantic_sched.engine.vllm_api import capabilities
+
+# Blocks
+
+
+def kv_cache_groups(scheduler: Scheduler) -> int:
+    """Groups of layers that have block tables of their own; at least 1."""
+    return max(1, len(scheduler.kv_cache_config.kv_cache_groups))
+
+
+def has_one_block_table(scheduler: Scheduler) -> bool:
+    """Whether all layers share one block table and look at the whole context."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+
+
+def total_kv_blocks(scheduler: Scheduler) -> int:
+    """Blocks that requests can hold: all but vLLM's null block."""
+    blocks: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    return blocks - 1
+
+
+def free_kv_blocks(scheduler: Scheduler) -> int:
+    """Blocks that no request holds; O(1)."""
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+def watermark_blocks(scheduler: Scheduler) -> int:
+    """Free blocks that vLLM keeps back when it admits a request."""
+    blocks: int = scheduler.kv_cache_manager.watermark_blocks
+    return blocks
+
+
+def kv_cache_usage(scheduler: Scheduler) -> float:
+    """Share of the blocks that requests hold, 0 to 1."""
+    usage: float = scheduler.kv_cache_manager.usage
+    return usage
+
+
+def blocks_needed(scheduler: Scheduler, request: Request) -> int:
+    """Blocks for all tokens that a waiting request has so far, less those in use that the prefix
+    cache already holds for it."""
+    manager = scheduler.kv_cache_manager
+    tokens = min(request.num_tokens, scheduler.max_model_len)
+    # A lookup is reported to subscribers of KV events; do without it then.
+    if manager.enable_kv_cache_events:
+        cached, hits = manager.empty_kv_cache_blocks, 0
+    else:
+        cached, hits, _ = manager.get_computed_blocks(request)
+    needed: int = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=tokens,
+        new_computed_blocks=cached.blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=hits,
+        num_local_computed_tokens=hits,
+        num_tokens_main_model=tokens,
+        apply_admission_cap=True,
+        prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+    )
+    return needed
+
+
+def blocks_held(scheduler: Scheduler, request: Request) -> int:
+    """Blocks in a running request's block tables, shared ones included."""
+    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    return sum(not block.is_null for group in groups for block in group)
+
+
+def blocks_freed_by(scheduler: Scheduler, request: Request) -> int:
+    """Blocks that preempting a running request frees: those that it does not share."""
+    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    return sum(1 for group in groups for block in group if block.ref_cnt == 1 and not block.is_null)
+
+
+def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a preempted request's blocks are free at once; not while a step in flight may
+    still write to them."""
+    free: bool = scheduler._request_blocks_can_be_freed(request)
+    return free
+
+
+def free_blocks_at_once(scheduler: Scheduler) -> None:
+    """Free blocks without waiting for steps in flight, although a KV connector is present. With
+    vLLM's hook, the connector says so (`KVConnector.requires_deferred_block_free`)."""
+    if not capabilities.HOOKS.on_preemption:
+        scheduler.defer_block_free = False
+
+
+def prefix_cached_blocks(scheduler: Scheduler, request: Request, first: int) -> tuple[int, int]:
+    """How much of a running request the prefix cache can find again, counted in whole blocks from
+    the start of the request's only block table.
+
+    Args:
+        first: look at so many blocks.
+
+    Returns:
+        Blocks in the prefix cache, and how many of these other requests hold as well.
+    """
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching:
+        return 0, 0
+    blocks = manager.get_blocks(request.request_id).blocks[0][:first]
+    cached = list(itertools.takewhile(lambda block: block.block_hash is not None, blocks))
+    shared = sum(1 for _ in itertools.takewhile(lambda block: block.ref_cnt > 1, cached))
+    return len(cached), shared
+
+
+def tokens_with_kv(request: Request) -> int:
+    """Tokens whose KV is on the device. vLLM counts tokens in flight as computed, but their KV
+    is not there yet."""
+    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+# Connectors and copies
+
+
+class KVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Base of a KV connector, with public names for what vLLM's base keeps in private ones."""
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        """The `kv_connector_extra_config` of the command line."""
+        config: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        return config
+
+    @property
+    def cache_config(self) -> KVCacheConfig:
+        """The layout of the KV cache."""
+        return self._kv_cache_config
+
+    @property
+    def cache_manager(self) -> KVCacheManager:
+        """The scheduler's KV cache manager; only on the scheduler's side."""
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager
+
+    @property
+    def step_metadata(self) -> KVConnectorMetadata:
+        """What the scheduler's side sent for this step; only on a worker."""
+        return self._get_connector_metadata()
+
+
+def all_kv_connectors(scheduler: Scheduler) -> list[Any]:
+    """The scheduler's KV connector and, if it combines several, its members."""
+    connector = scheduler.connector
+    if connector is None:
+        return []
+    return [connector, *getattr(connector, "sub_connectors", ())]
+
+
+def batched_block_copy() -> Callable[..., Any]:
+    """vLLM's `swap_blocks_batch(sources, targets, sizes)`: int64 tensors of addresses and bytes."""
+    from vllm import _custom_ops  # needs the compiled extension of a GPU build
+
+    copy: Callable[..., Any] = _custom_ops.swap_blocks_batch
+    return copy
+
+
+def pin_memory(tensor: Any) -> None:
+    """Pin a host tensor in place. torch's own pinned allocations take up to twice the memory,
+    because they are rounded up to powers of two."""
+    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+    pin_tensor(tensor)

@@ -1,0 +1,217 @@
+"""vLLM's scheduler: its private methods, its queues, limits and seats."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_semantic_sched.engine.vllm_api import capabilities
+from vllm_semantic_sched.engine.vllm_api.capabilities import hooked
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class HookedScheduler(Scheduler):
+    """vLLM's scheduler with public hooks, of vLLM where it has them. They do nothing here; a
+    subclass overrides them."""
+
+    def before_step(self) -> None:
+        """Called at the start of schedule()."""
+
+    def before_preemption(self, request: Request, keep_kv: bool) -> None:
+        """Called while a running request still holds its blocks, before vLLM frees them.
+
+        Args:
+            keep_kv: whether its KV may be used later; False when the prefix cache is reset.
+        """
+
+    def before_free(self, request: Request) -> None:
+        """Called when a request has finished, before vLLM frees its resources."""
+
+    def on_new_request(self, request: Request) -> None:
+        """Called where vLLM has just built a request: in a server on the input thread, beside the
+        model's steps. If it raises, vLLM goes on without it."""
+
+    if capabilities.HOOKS.preempt_for_waiting:
+
+        def preempt_for_waiting(self) -> None:
+            self.before_step()
+
+    else:
+
+        def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+            self.before_step()
+            return super().schedule(*args, **kwargs)
+
+    if capabilities.HOOKS.on_preemption:
+
+        def on_preemption(self, request: Request, reset: bool) -> None:
+            self.before_preemption(request, keep_kv=not (reset or self.requires_kv_delivery))
+            base: Any = super()
+            base.on_preemption(request, reset)
+
+    else:
+
+        def _preempt_request(
+            self, request: Request, timestamp: float, drop_stale_output: bool = False, **kwargs: Any
+        ) -> None:
+            # vLLM drops stale output when it resets the cache, and then no KV may be kept.
+            self.before_preemption(request, keep_kv=not drop_stale_output)
+            super()._preempt_request(request, timestamp, drop_stale_output, **kwargs)
+
+    def preprocess_request(self, request: Request) -> None:
+        try:
+            self.on_new_request(request)
+        except Exception:
+            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self.before_free(request)
+        return super()._free_request(request, *args, **kwargs)
+
+
+def replace_queues(
+    scheduler: Scheduler, waiting: RequestQueue, kv_holding_waiting: RequestQueue
+) -> None:
+    """Replace the waiting queues of a new scheduler, and make vLLM take its victims from the tail
+    of `scheduler.running`, as it does under its policy FCFS.
+
+    Args:
+        kv_holding_waiting: queue of the waiting requests that already hold blocks.
+    """
+    scheduler.policy = SchedulingPolicy.FCFS
+    scheduler.waiting = waiting
+    scheduler.kv_holding_waiting = kv_holding_waiting
+
+
+def preempt(scheduler: Scheduler, request: Request) -> None:
+    """Preempt a running request between two calls of schedule()."""
+    if capabilities.HOOKS.preempt_for_waiting:
+        hooked(scheduler).preempt(request)
+        return
+    scheduler.running.remove(request)
+    scheduler._preempt_request(
+        request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+    )
+    # Else vLLM would take a resumption in the next step for a run that never stopped.
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def inflight_prefills(scheduler: Scheduler) -> Collection[Request]:
+    """Running requests whose prompt is not fully computed."""
+    prefills: set[Request] = scheduler._inflight_prefills
+    return prefills
+
+
+def hold_for_one_step(scheduler: Scheduler, request: Request) -> None:
+    """Give a running request no token in the coming step; it keeps its seat and its KV."""
+    if capabilities.HOOKS.skip_next_step:
+        hooked(scheduler).skip_next_step(request)
+        return
+    # schedule() increments the step before it compares. vLLM itself may hold it for longer.
+    request.next_decode_eligible_step = max(
+        request.next_decode_eligible_step, scheduler.current_step + 2
+    )
+
+
+def can_advance(scheduler: Scheduler, request: Request) -> bool:
+    """Whether schedule() would give a running request a token in the coming step."""
+    in_flight = request.num_output_placeholders
+    computed = request.num_computed_tokens
+    if in_flight and computed + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
+        return False  # its last token is in flight
+    if scheduler.current_step + 1 < request.next_decode_eligible_step:
+        return False
+    tokens: int = request.num_tokens_with_spec
+    return tokens + in_flight > computed
+
+
+def let_prefills_run(scheduler: Scheduler) -> None:
+    """Compute prefills in the coming step, also where vLLM would put them off because of
+    `prefill_schedule_interval`."""
+    # vLLM looks at it when it puts prefills off, and sets it anew in a step that does not.
+    scheduler.prefill_capacity_bound = True
+
+
+def why_no_holds(config: VllmConfig) -> str | None:
+    """Why running requests cannot be held on this engine; None if they can.
+
+    The V1 model runner loses the draft tokens of a request that sits out a step, and with pipeline
+    parallelism vLLM itself decides in which steps a request decodes.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if config.speculative_config is not None and not config.use_v2_model_runner:
+        return "speculative decoding on vLLM's V1 model runner"
+    return None
+
+
+# Limits of a step
+
+
+class TokenLimits(NamedTuple):
+    """Limits of one step. `step`: tokens of all requests; `prefill`: tokens of one prefill, 0 for
+    no limit."""
+
+    step: int
+    prefill: int
+
+
+def token_limits(scheduler: Scheduler) -> TokenLimits:
+    """The limits that the next schedule() obeys."""
+    return TokenLimits(
+        scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
+    )
+
+
+def set_token_limits(scheduler: Scheduler, limits: TokenLimits) -> None:
+    """Change the limits for the next schedule() and all after it."""
+    scheduler.max_num_scheduled_tokens = limits.step
+    scheduler.scheduler_config.long_prefill_token_threshold = limits.prefill
+
+
+# Seats
+
+
+def total_seats(scheduler: Scheduler) -> int:
+    """Requests that can run at the same time."""
+    seats: int = scheduler.max_num_running_reqs
+    return seats
+
+
+def free_seats(scheduler: Scheduler) -> int:
+    """Seats that waiting requests can take in the coming step; may be negative."""
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    # vLLM seats waiting requests that hold blocks before all others.
+    free: int = scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
+    return free
+
+
+def is_ready(scheduler: Scheduler, request: Request) -> bool:
+    """Whether vLLM could admit a waiting request now if a seat and blocks were free."""
+    if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        structured = request.structured_output_request
+        return structured is not None and structured.grammar is not None
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return False
+    if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+        return False
+    return _adapter_has_a_slot(scheduler, request)
+
+
+def _adapter_has_a_slot(scheduler: Scheduler, request: Request) -> bool:
+    lora_config = scheduler.lora_config
+    if not lora_config or not request.lora_request:
+        return True
+    active = {
+        running.lora_request.lora_int_id for running in scheduler.running if running.lora_request
+    }
+    return request.lora_request.lora_int_id in active or len(active) < lora_config.max_loras

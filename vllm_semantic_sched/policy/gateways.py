@@ -1,0 +1,81 @@
+"""The fields by which gateways in front of vLLM order requests, filled from an urgency level.
+
+Each function takes the policy, the level and the expected output tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_semantic_sched.policy.config import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFields:
+    """What to add to a request, replacing the fields of the same name."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def litellm_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
+    """LiteLLM proxy: it passes `vllm_xargs` on to vLLM. Its own `priority` does not reach vLLM."""
+    return GatewayFields(body={"vllm_xargs": {"urgency": level}})
+
+
+def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
+    """llm-d router (Gateway API Inference Extension): the name of an InferenceObjective, see
+    `llm_d_objective`, and the promises of the tier in milliseconds."""
+    slo = policy.tier(level).slo
+    headers = {"x-llm-d-inference-objective": _objective_name(level)}
+    for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):
+        if seconds is not None:
+            headers[f"x-llm-d-slo-{name}-ms"] = str(round(seconds * 1000))
+    return GatewayFields(headers=headers)
+
+
+def llm_d_objective(policy: Policy, level: int, pool: str) -> dict[str, Any]:
+    """The InferenceObjective of a level, as a Kubernetes manifest. llm-d serves higher priorities
+    first and sheds negative ones: levels less urgent than the default level.
+
+    Args:
+        pool: name of the InferencePool.
+    """
+    return {
+        "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+        "kind": "InferenceObjective",
+        "metadata": {"name": _objective_name(level)},
+        "spec": {"priority": policy.default_level - level, "poolRef": {"name": pool}},
+    }
+
+
+def dynamo_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
+    """NVIDIA Dynamo: higher priorities first, and the expected output length. `strict_priority`
+    orders before Dynamo's queue policy does, `priority` also reaches the engines."""
+    priority = policy.levels - 1 - level
+    hints = {"priority": priority, "strict_priority": priority, "osl": max(1, round(tokens))}
+    return GatewayFields(body={"nvext": {"agent_hints": hints}})
+
+
+def smg_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
+    """SMG: the class `default` for the default level, `interactive` for more urgent ones, `bulk`
+    for less urgent ones. `system` is left to the operator."""
+    if level < policy.default_level:
+        name = "interactive"
+    else:
+        name = "default" if level == policy.default_level else "bulk"
+    return GatewayFields(headers={"X-SMG-Priority": name})
+
+
+GATEWAYS: dict[str, Callable[[Policy, int, float], GatewayFields]] = {
+    "litellm": litellm_fields,
+    "llm-d": llm_d_fields,
+    "dynamo": dynamo_fields,
+    "smg": smg_fields,
+}
+
+
+def _objective_name(level: int) -> str:
+    return f"urgency-{level}"

@@ -1,0 +1,141 @@
+"""Chooses the engine of a request among several.
+
+An engine serves requests by urgency, so a request waits for those at its engine that are at least
+as urgent. It goes where they have the least work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Engines report a few times per second. By then most requests of an older report have finished.
+_FRESH = 2.0  # seconds
+
+
+class Placed(NamedTuple):
+    """A request at its engine, see `Placement.place`."""
+
+    engine: int
+    level: int
+    work: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The load of an engine, whoever sent it the requests. Work has the unit of `Placement`.
+
+    Attributes:
+        time: of the report, in seconds of the caller's clock.
+        work: of all requests, waiting and running.
+        by_level: the same per level, most urgent first; None if unknown.
+        kv_free: share of the KV cache that is free, 0 to 1; None if unknown.
+    """
+
+    time: float
+    work: int
+    by_level: tuple[int, ...] | None = None
+    kv_free: float | None = None
+
+
+class Placement:
+    """Sends each request to the engine with the least work at least as urgent.
+
+    Ties go to the engine with the least work in total, then to the one with the most free KV, then
+    in turn. It knows the requests that it has placed itself, and the others from reports. Work of
+    unknown level, because a report lacks levels or is old, counts as at least as urgent as any
+    request: if no level is known, the least loaded engine is chosen.
+
+    Work is a whole number in any one unit: 1 for each request, or expected microseconds.
+
+    A choice takes O(engines) and does not depend on the number of requests.
+
+    Args:
+        engines, levels: at least 1.
+    """
+
+    def __init__(self, engines: int, levels: int) -> None:
+        self.engines = engines
+        # By level and engine: work at least as urgent as that level. A choice is a minimum of a
+        # row, at the speed of C.
+        self._ahead = [[0] * engines for _ in range(levels)]
+        # By engine and level: the part of it that others have placed.
+        self._others = [[0] * levels for _ in range(engines)]
+        self._reports: list[EngineReport | None] = [None] * engines
+        self._kv_used = [0.0] * engines
+        self._turn = 0
+
+    def place(self, level: int, work: int = 1) -> Placed:
+        """Choose an engine for a request and count it there until `leave`."""
+        ahead = self._ahead[level]
+        least = min(ahead)
+        tied = [engine for engine, load in enumerate(ahead) if load == least]
+        tied = _least(tied, self._ahead[-1])
+        tied = _least(tied, self._kv_used)
+        chosen = next((engine for engine in tied if engine >= self._turn), tied[0])
+        self._turn = chosen + 1
+        return self.count(chosen, level, work)
+
+    def count(self, engine: int, level: int, work: int = 1) -> Placed:
+        """Count a request until `leave` whose engine somebody else has chosen."""
+        self._add(engine, level, work)
+        return Placed(engine, level, work)
+
+    def leave(self, placed: Placed) -> None:
+        """Forget a request that has finished. Call it once per request."""
+        self._add(placed.engine, placed.level, -placed.work)
+
+    def report(self, engine: int, report: EngineReport) -> None:
+        """Take in the load of an engine; a later report replaces it.
+
+        Raises:
+            ValueError: the report has another number of levels.
+        """
+        if report.by_level is not None and len(report.by_level) != len(self._ahead):
+            raise ValueError(f"{len(report.by_level)} levels; valid: {len(self._ahead)}")
+        self._reports[engine] = report
+        self._kv_used[engine] = 0.0 if report.kv_free is None else 1.0 - report.kv_free
+        self._count_others(engine, report.work, report.by_level)
+
+    def expire(self, now: float) -> None:
+        """Forget the levels in reports that are older than two seconds, and keep their sums."""
+        for engine, report in enumerate(self._reports):
+            if report is not None and now - report.time > _FRESH:
+                self._reports[engine] = None
+                self._kv_used[engine] = 0.0
+                others = self._others[engine]
+                self._set_others(engine, [others[-1]] * len(others))
+
+    def work(self, engine: int) -> int:
+        """Work at an engine."""
+        return self._ahead[-1][engine]
+
+    def _add(self, engine: int, level: int, work: int) -> None:
+        for ahead in self._ahead[level:]:
+            ahead[engine] += work
+
+    def _count_others(self, engine: int, work: int, by_level: Sequence[int] | None) -> None:
+        before = self._others[engine]
+        own = [ahead[engine] - other for ahead, other in zip(self._ahead, before, strict=True)]
+        if by_level is None:
+            others = [max(0, work - own[-1])] * len(own)
+        else:
+            # A report lags behind what was placed here meanwhile.
+            reported = itertools.accumulate(by_level)
+            others = [max(0, load - mine) for load, mine in zip(reported, own, strict=True)]
+        self._set_others(engine, others)
+
+    def _set_others(self, engine: int, others: list[int]) -> None:
+        for ahead, before, now in zip(self._ahead, self._others[engine], others, strict=True):
+            ahead[engine] += now - before
+        self._others[engine] = others
+
+
+def _least(engines: list[int], loads: Sequence[float]) -> list[int]:
+    """Those of the engines with the smallest load."""
+    if len(engines) == 1:
+        return engines
+    least = min([loads[engine] for engine in engines])
+    return [engine for engine in engines if loads[engine] == least]
