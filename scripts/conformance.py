@@ -87,6 +87,7 @@ def run_tests(
     chosen: Collection[str] = (),
     tree: Path | None = None,
     at: Environment | None = None,
+    workers: int = 2,
 ) -> dict[str, Outcome]:
     """Runs the tests of a vLLM and returns their outcomes by name.
 
@@ -97,6 +98,7 @@ def run_tests(
         chosen: names of the tests to run; empty: all.
         tree: folder with vLLM, its tests and models, instead of the installed vLLM.
         at: another environment than this one.
+        workers: processes that run tests, each of which imports vLLM anew; 0 runs them in one.
     """
     folder = tree or prepare(installed_release())
     path = (ROOT, SCRIPTS) if tree is None else (tree, ROOT, SCRIPTS)
@@ -113,7 +115,7 @@ def run_tests(
     python = sys.executable if at is None else str(at.python)
     command = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
     command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=line", f"--junit-xml={report}"]
-    command += ["-p", "conformance_plugin", "-n", "2"]
+    command += ["-p", "conformance_plugin", "-n", str(workers)]
     log = report.with_suffix(".log")
     report.unlink(missing_ok=True)
     with log.open("w") as out, tempfile.TemporaryDirectory() as own:
@@ -179,15 +181,19 @@ def required(version: str, base: str) -> list[str]:
     return [name for name in names if name.partition("[")[0] not in left_out]
 
 
-def lost_tests(base: str, folder: Path, names: Collection[str] = ()) -> dict[str, str]:
+def lost_tests(
+    base: str, folder: Path, names: Collection[str] = (), workers: int = 2
+) -> dict[str, str]:
     """Runs the tests that must pass under a base policy; those that do not, and why.
 
     Args:
         folder: gets the report.
         names: of the tests; all by default.
+        workers: see `run_tests`.
     """
     names = names or required(installed_release(), base)
-    outcomes = run_tests(base, folder / f"{installed_release()}-{base}.xml", chosen=names)
+    report = folder / f"{installed_release()}-{base}.xml"
+    outcomes = run_tests(base, report, chosen=names, workers=workers)
     missing = Outcome("missing")
     ours = {name: outcomes.get(name, missing) for name in names}
     return {name: f"{end.result}: {end.reason}" for name, end in ours.items() if not end.passed}

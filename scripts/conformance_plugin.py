@@ -45,8 +45,16 @@ if OURS:
     async_scheduler.AsyncScheduler = AsyncSubstitute
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares vLLM's mark, which its own configuration file does elsewhere."""
+    config.addinivalue_line("markers", "skip_global_cleanup: no clean-up after the test")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the chosen tests."""
+    """Keeps the chosen tests, and skips vLLM's clean-up after each (a third of a second), which is
+    for tests that load models."""
+    for item in items:
+        item.add_marker("skip_global_cleanup")
     file = os.environ.get("CONFORMANCE_CHOSEN")
     if file is None:
         return

@@ -299,7 +299,9 @@ def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path) -> Non
         assert word in result.stdout + result.stderr
 
 
-def test_one_command_serves_with_all_that_the_scheduler_needs(model, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def one_command(model, tmp_path_factory):
+    """A server by `semsched serve`, with an event log."""
     from vllm_semantic_sched.bench.server import ServerConfig, VllmServer
 
     class OneCommand(ServerConfig):
@@ -307,16 +309,54 @@ def test_one_command_serves_with_all_that_the_scheduler_needs(model, tmp_path) -
             options = super().command(port)[4:]  # after `python -m vllm.entrypoints.cli.main serve`
             return [sys.executable, "-m", "vllm_semantic_sched.cli", "serve", *options]
 
-    options = ("--policy", "tiers", "--host-gib", "0.05")
-    config = OneCommand(model=model, log=tmp_path / "log", seats=4, scheduler_args=options)
-    with VllmServer(config) as server:
-        status, answer, _ = complete(server, vllm_xargs={"urgency": 0})
-        assert status == 200 and answer["usage"]["completion_tokens"] == 8
-        page = server.get_text("/metrics")
-        assert "semsched:host_pool_usage{" in page and "semsched:host_pool_fragmentation{" in page
-        assert page_value(server, "semsched:requests_total", level_from="hint") == 1
-        # The middleware's.
-        assert complete(server, path="/v1/semsched/status")[0] != 404
-    log = (tmp_path / "log").read_text()
+    folder = tmp_path_factory.mktemp("one")
+    policy, events = folder / "policy.yaml", folder / "events.jsonl"
+    policy.write_text(f"events: {{path: {events}}}\n")
+    options = ("--policy", str(policy), "--host-gib", "0.05")
+    log = folder / "server.log"
+    with VllmServer(OneCommand(model=model, log=log, seats=4, scheduler_args=options)) as server:
+        yield server
+
+
+def test_one_command_serves_with_all_that_the_scheduler_needs(one_command) -> None:
+    status, answer, _ = complete(one_command, vllm_xargs={"urgency": 0})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 8
+    page = one_command.get_text("/metrics")
+    assert "semsched:host_pool_usage{" in page and "semsched:host_pool_fragmentation{" in page
+    assert page_value(one_command, "semsched:requests_total", level_from="hint") == 1
+    # The middleware's.
+    assert complete(one_command, path="/v1/semsched/status")[0] != 404
+    log = one_command.config.log.read_text()
     assert "0.05 GiB of host memory keep the KV of preempted requests" in log
     assert "profile derived from the model's configuration" in log
+
+
+BURST = 40
+
+
+def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> None:
+    address = one_command.url.removeprefix("http://")
+    host, port = address.split(":")
+    connections = [socket.create_connection((host, int(port)), 60) for _ in range(BURST + 1)]
+    # All are connected, and the urgent one sends last.
+    for connection, level in zip(connections, [4] * BURST + [0], strict=True):
+        body = {"model": "bench", "prompt": "hello", "max_tokens": 2}
+        raw = json.dumps(body | {"vllm_xargs": {"urgency": level}}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + raw)
+    for connection in connections:
+        with connection, connection.makefile("rb") as answer:
+            assert answer.readline().split()[1] == b"200"
+            answer.read()
+
+    def arrivals() -> list[int]:
+        """Levels of the requests in their order at the scheduler."""
+        lines = map(json.loads, (one_command.config.log.parent / "events.jsonl").open())
+        levels = [line["level"] for line in lines if line["from"] is None]
+        return levels[-BURST - 1 :] if len(levels) > BURST + 1 else []
+
+    wait_until(arrivals)  # the log is written behind; the first is the other test's
+    assert arrivals().index(0) < BURST / 2

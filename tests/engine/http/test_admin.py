@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 KEY = "open-sesame"
 CROWD = 10
-STORY_TOKENS = 400
+STORY_TOKENS = 250
 SHORT_STORY_TOKENS = 150
 # One that may wait however long a slow machine takes: in BASE_POLICY the lesser ones are refused.
 LEVEL = 2

@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import socket
 from types import SimpleNamespace
 
 import pytest
-from metrics_page import wait_until
 
-from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS
 from vllm_semantic_sched.engine.http.preparation import (
     GlanceRules,
     UrgentFirst,
@@ -188,37 +185,3 @@ def test_error_in_reading_a_body_is_the_default_level(rules, monkeypatch, caplog
     assert [one.message for one in caplog.records].count(
         "Semantic scheduling: a request was not read ahead"
     ) == 1
-
-
-BURST = 40
-
-
-def test_urgent_request_overtakes_a_burst_before_the_scheduler_of_a_real_server(
-    serve, tmp_path
-) -> None:
-    policy, events = tmp_path / "policy.yaml", tmp_path / "events.jsonl"
-    policy.write_text(f"predictor: {{enabled: false}}\nevents: {{path: {events}}}\n")
-    settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
-    server = serve("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE, "--additional-config", settings)
-    address = server.url.removeprefix("http://")
-    host, port = address.split(":")
-    connections = [socket.create_connection((host, int(port)), 60) for _ in range(BURST + 1)]
-    # All are connected, and the urgent one sends last.
-    for connection, level in zip(connections, [4] * BURST + [0], strict=True):
-        raw = body(level, model="bench", max_tokens=2)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
-        connection.sendall(head.encode() + raw)
-    for connection in connections:
-        with connection, connection.makefile("rb") as answer:
-            assert answer.readline().split()[1] == b"200"
-            answer.read()
-
-    def arrivals() -> list[int]:
-        lines = map(json.loads, events.read_text().splitlines())
-        return [line["level"] for line in lines if line["from"] is None]
-
-    wait_until(lambda: len(arrivals()) >= BURST + 1)
-    assert arrivals().index(0) < BURST / 2
