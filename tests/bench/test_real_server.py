@@ -57,7 +57,7 @@ def test_model_is_written_once_with_a_real_tokenizer(model):
 
 
 def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
-    config = WorkloadConfig(requests=30, gap=0.0, max_burst=30, max_output_tokens=120)
+    config = WorkloadConfig(requests=18, gap=0.0, max_burst=18, max_output_tokens=120)
     requests = make_workload(config, question_source(None)[0]).requests
     # Too few blocks for sixteen requests: some are preempted and computed again.
     shape = ServerConfig(model, tmp_path / "server.log", seats=16, num_blocks=34)

@@ -24,7 +24,7 @@ from vllm_semantic_sched.policy.facts.profile import AUTO
 
 from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
-REQUESTS = 60
+REQUESTS = 48
 TENANTS = ("", "a", "b")
 SWAP = {
     "kv_connector": "SemanticSwapConnector",

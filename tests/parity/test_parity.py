@@ -86,14 +86,14 @@ def test_simulator_decides_as_the_engine_did(recordings, name) -> None:
 @pytest.mark.parametrize("name", REPLAYED)
 def test_answers_equal_those_of_vllm_alone(recordings, name) -> None:
     answers, expected = recordings[name].answers, recordings["fcfs"].answers
-    assert len(answers) > 40
+    assert len(answers) > 32
     assert answers == {request: expected[request] for request in answers}
 
 
 def test_answers_are_diverse(recordings) -> None:
     """Else wrong KV could go unnoticed."""
     answers = recordings["fcfs"].answers
-    assert len(answers) == 60
+    assert len(answers) == 48
     assert len({token for tokens in answers.values() for token in tokens}) > 250
 
 
