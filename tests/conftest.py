@@ -1,5 +1,7 @@
 """Makes `jobs`, beside this file, importable; sets hypothesis up; adds `--forbid-skips`."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,20 @@ def unhooked(monkeypatch) -> None:
     from vllm_semantic_sched.engine.vllm_api import Hooks, capabilities
 
     monkeypatch.setattr(capabilities, "HOOKS", Hooks(*[False] * len(Hooks._fields)))
+
+
+@pytest.fixture(scope="session")
+def offline_environment() -> dict[str, str]:
+    """For a process of its own that runs an offline engine with the scheduler and the worker in
+    reach, on one thread, beside other tests."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """SemanticScheduler in an offline `LLM`."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -86,20 +84,14 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.parametrize("mode", ["in turn", "asynchronous"])
-def test_hints_grammars_predictions_and_refusals_work_offline(model, tmp_path, mode) -> None:
+def test_hints_grammars_predictions_and_refusals_work_offline(
+    model, tmp_path, mode, offline_environment
+) -> None:
     policy = tmp_path / "mine.yaml"
     policy.write_text("dedup: {enabled: true}\n")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in reach of the script
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(model), str(policy), mode],
-        env=environment,
+        env=offline_environment,
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,6 +1,5 @@
 """`semsched profile` on a real engine, over a tiny grid."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,9 @@ from vllm_semantic_sched.policy.facts.profile import load_profile
 pytestmark = pytest.mark.engine
 
 
-def test_profile_is_measured_written_and_loaded(model: Path, tmp_path: Path) -> None:
+def test_profile_is_measured_written_and_loaded(
+    model: Path, tmp_path: Path, offline_environment: dict[str, str]
+) -> None:
     path = tmp_path / "out" / "tiny.yaml"
     options = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.7 --block-size 32"
     options += " --kv-cache-memory-bytes 268435456 --num-gpu-blocks-override 64 --max-num-seqs 4"
@@ -20,13 +21,7 @@ def test_profile_is_measured_written_and_loaded(model: Path, tmp_path: Path) -> 
     command += ["--output", str(path), "--max-tokens", "128", "--max-batch", "2", "--repeats", "1"]
     result = subprocess.run(
         [*command, "--", str(model), *options.split()],
-        env=os.environ
-        | {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
+        env=offline_environment,
         capture_output=True,
         text=True,
         timeout=300,

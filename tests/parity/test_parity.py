@@ -2,7 +2,6 @@
 replayed through the simulator's view."""
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -47,7 +46,7 @@ REPLAYED = [*POLICIES, *DISTURBED]
 
 
 @pytest.fixture(scope="module")
-def recordings(model, tmp_path_factory) -> dict[str, Recording]:
+def recordings(model, tmp_path_factory, offline_environment) -> dict[str, Recording]:
     """By shipped policy, or by disturbing policy and mode."""
     folder = tmp_path_factory.mktemp("parity")
     out, profile = folder / "recordings.pickle", folder / "profile.yaml"
@@ -61,14 +60,11 @@ def recordings(model, tmp_path_factory) -> dict[str, Recording]:
             policy.write_text(text.replace("PROFILE", str(profile)))
             policies.append(str(policy))
         engines.append({"asynchronous": asynchronous, "swap": swap, "policies": policies})
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler within reach of the recorder
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
     arguments = [str(model), str(out), json.dumps(engines)]
     command = [sys.executable, "-m", "parity.record_engine", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, env=offline_environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     groups = pickle.loads(out.read_bytes())
     return {Path(recording.policy).stem: recording for group in groups for recording in group}

@@ -87,6 +87,19 @@ class Placement:
         """Forget a request that has finished. Call it once per request."""
         self._add(placed.engine, placed.level, -placed.work)
 
+    def count_others(self, engine: int, ahead: list[int]) -> None:
+        """Set the work that others have placed at an engine.
+
+        Args:
+            ahead: by level: work at least as urgent as that level.
+        """
+        before = self._others[engine]
+        if ahead == before:
+            return
+        for row, then, now in zip(self._ahead, before, ahead, strict=True):
+            row[engine] += now - then
+        self._others[engine] = ahead
+
     def report(self, engine: int, report: EngineReport) -> None:
         """Take in the load of an engine; a later report replaces it.
 
@@ -97,7 +110,7 @@ class Placement:
             raise ValueError(f"{len(report.by_level)} levels; valid: {len(self._ahead)}")
         self._reports[engine] = report
         self._kv_used[engine] = 0.0 if report.kv_free is None else 1.0 - report.kv_free
-        self._count_others(engine, report.work, report.by_level)
+        self._count_reported(engine, report.work, report.by_level)
 
     def expire(self, now: float) -> None:
         """Forget the levels in reports that are older than two seconds, and keep their sums."""
@@ -106,7 +119,7 @@ class Placement:
                 self._reports[engine] = None
                 self._kv_used[engine] = 0.0
                 others = self._others[engine]
-                self._set_others(engine, [others[-1]] * len(others))
+                self.count_others(engine, [others[-1]] * len(others))
 
     def work(self, engine: int) -> int:
         """Work at an engine."""
@@ -116,7 +129,7 @@ class Placement:
         for ahead in self._ahead[level:]:
             ahead[engine] += work
 
-    def _count_others(self, engine: int, work: int, by_level: Sequence[int] | None) -> None:
+    def _count_reported(self, engine: int, work: int, by_level: Sequence[int] | None) -> None:
         before = self._others[engine]
         own = [ahead[engine] - other for ahead, other in zip(self._ahead, before, strict=True)]
         if by_level is None:
@@ -125,12 +138,7 @@ class Placement:
             # A report lags behind what was placed here meanwhile.
             reported = itertools.accumulate(by_level)
             others = [max(0, load - mine) for load, mine in zip(reported, own, strict=True)]
-        self._set_others(engine, others)
-
-    def _set_others(self, engine: int, others: list[int]) -> None:
-        for ahead, before, now in zip(self._ahead, self._others[engine], others, strict=True):
-            ahead[engine] += now - before
-        self._others[engine] = others
+        self.count_others(engine, others)
 
 
 def _least(engines: list[int], loads: Sequence[float]) -> list[int]:

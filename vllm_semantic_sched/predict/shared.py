@@ -43,13 +43,13 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("worker", nargs="+")
     args = parser.parse_args()
-    folder = _own_folder()
+    folder = own_folder()
     if folder is None:  # somebody else's: do not share
         os.execv(args.worker[0], args.worker)
     return asyncio.run(_run(folder / args.group, args.timeout, args.worker))
 
 
-def _own_folder() -> Path | None:
+def own_folder() -> Path | None:
     """A folder that only this user can use; None if there can be none."""
     folder = Path(tempfile.gettempdir()) / f"semsched-{os.getuid()}"
     with contextlib.suppress(OSError):

@@ -3,37 +3,46 @@
 import asyncio
 import inspect
 import json
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.http import dispatch
+from vllm_semantic_sched.engine.http import dispatch, siblings
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.stat_logger import ApiServerCounters
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
-from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.placement import Placement
 
 pytestmark = pytest.mark.engine
 
+LEVELS = Policy().levels
 OUTPUT = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=None, stop_reason=None)])
 
 
 class Server:
     """A server whose engines answer when they are told to."""
 
-    def __init__(self, engines=2, rules=True, **policy) -> None:
+    def __init__(self, engines=2, rules=True, servers=1, rank=0, **policy) -> None:
         self.parallel = SimpleNamespace(
             data_parallel_size=engines,
             data_parallel_size_local=1,
             local_engines_only=False,
-            _api_process_count=1,
+            _api_process_count=servers,
+            _api_process_rank=rank,
         )
         self.state = SimpleNamespace(
             engine_client=self, vllm_config=SimpleNamespace(parallel_config=self.parallel)
         )
         if rules:
             self.state.semsched_glance_rules = GlanceRules(parse_policy(policy), None)
+            self.state.semsched_siblings = join_siblings(self.state.vllm_config, LEVELS)
         self.ranks = []
         self.finish = asyncio.Event()
         self.middleware = Refusals(UrgentFirst(self.app))
@@ -160,6 +169,86 @@ def test_vllm_spreads_several_answers_to_one_request() -> None:
         assert (await Server().start(level=0, n=3))[1] is None
 
     run(case)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the API servers share their memory."""
+    monkeypatch.setattr(siblings, "own_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_api_servers_count_each_others_requests(folder) -> None:
+    async def case():
+        first, second = (Server(servers=2, rank=rank) for rank in (0, 1))
+        tasks = [(await first.start(level=0, rank=0))[0] for _ in range(2)]
+        assert await second.engines_of(0, 0) == [1, 1]
+        assert await first.engines_of(4) == [0]  # a tie, in turn
+        first.finish.set()
+        await asyncio.gather(*tasks)
+        assert await second.engines_of(0, 0) == [0, 0]
+
+    run(case)
+
+
+def test_api_server_without_shared_memory_counts_its_own_requests(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(siblings, "own_folder", lambda: None)
+    monkeypatch.setattr(siblings.logger, "propagate", True)
+
+    async def case():
+        servers = [Server(servers=2, rank=rank) for rank in (0, 1)]
+        assert [await server.engines_of(0, 0) for server in servers] == [[0, 1], [0, 1]]
+
+    run(case)
+    assert "the 2 API servers share no memory" in caplog.text
+
+
+# A request of that level reaches that server, or the n-th of those in flight ends.
+EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)) | st.integers(0, 50), max_size=60)
+
+
+@given(st.integers(1, 5), EVENTS)
+def test_no_engine_has_fewer_requests_as_urgent_of_all_servers(engines, events) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counts"
+        servers = [Siblings(path, 3, rank, engines, 4) for rank in range(3)]
+        placements = [Placement(engines, 4) for _ in servers]
+        in_flight = []
+        for event in events:
+            if isinstance(event, int):
+                if in_flight:
+                    server, placed = in_flight.pop(event % len(in_flight))
+                    placements[server].leave(placed)
+                    servers[server].add(placed.engine, placed.level, -1)
+                continue
+            server, level = event
+            for engine, ahead in enumerate(servers[server].others()):
+                placements[server].count_others(engine, ahead)
+            placed = placements[server].place(level)
+            at = [one.engine for _, one in in_flight if one.level <= level]
+            assert at.count(placed.engine) == min(map(at.count, range(engines)))
+            servers[server].add(placed.engine, level, 1)
+            in_flight.append((server, placed))
+
+
+def test_shared_file_is_gone_when_all_servers_have_it(folder) -> None:
+    first = Siblings(folder / "counts", 2, 0, 2, 3)
+    assert list(folder.iterdir())
+    second = Siblings(folder / "counts", 2, 1, 2, 3)
+    assert not list(folder.iterdir())
+    first.add(1, 1, 5)
+    assert second.others() == [[0, 0, 0], [0, 5, 5]]
+    assert first.others() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_reload_is_told_to_the_other_servers_once(folder) -> None:
+    first, second, third = (Siblings(folder / "counts", 3, rank, 1, 1) for rank in range(3))
+    first.tell_reload()
+    assert not first.has_reload()
+    assert second.has_reload() and third.has_reload()
+    assert not second.has_reload()
+    third.tell_reload()
+    assert first.has_reload() and second.has_reload() and not third.has_reload()
 
 
 def test_engines_can_be_added_and_removed() -> None:

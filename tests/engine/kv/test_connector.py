@@ -1,7 +1,6 @@
 """KV swap on the real engine gives the same answers as an engine without preemption."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ UNHARMED = [
 
 
 @pytest.fixture(scope="module")
-def reports(model, tmp_path_factory) -> dict[str, dict]:
+def reports(model, tmp_path_factory, offline_environment) -> dict[str, dict]:
     """What came out of three engines: one without a prefix cache, one with it, where the connector
     is one of a MultiConnector, and one with two steps in flight, as on a GPU."""
     folder = tmp_path_factory.mktemp("swap")
@@ -51,21 +50,15 @@ def reports(model, tmp_path_factory) -> dict[str, dict]:
     profile = folder / "profile.yaml"
     profile.write_text(CHEAP_COPIES)
     policy.write_text(POLICY.replace("PROFILE", str(profile)))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in reach of the script
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     engines = {
         "plain": ({"enable_prefix_caching": False}, PLAIN),
         "caching": ({"enable_prefix_caching": True, "inside_multi_connector": True}, CACHING),
         "asynchronous": ({"enable_prefix_caching": False, "asynchronous": True}, ASYNCHRONOUS),
     }
     command = [sys.executable, SCRIPT, model, policy, folder, json.dumps(engines)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        command, env=offline_environment, capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in engines}
     reports["asynchronous"]["alone"] = reports["plain"]["alone"]  # the same prompts

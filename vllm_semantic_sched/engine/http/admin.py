@@ -18,6 +18,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
+from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.policy_file import PolicyFile
 from vllm_semantic_sched.engine.settings import parse_settings
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
+_FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
 
 
 def _from_this_machine(request: Request) -> None:
@@ -59,6 +61,9 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(router)
     app.include_router(probes)
     adopt_rules(app)
+    siblings = app.state.semsched_siblings = _siblings(app)
+    if siblings is not None:
+        app.state.semsched_follow = asyncio.create_task(follow_reloads(app, siblings))
     file = _watched_file(app)
     if file is not None:
         # Kept, or the loop would let go of it.
@@ -81,6 +86,33 @@ def _watched_file(app: FastAPI) -> PolicyFile | None:
         return None
 
 
+def _siblings(app: FastAPI) -> Siblings | None:
+    """The other API servers of this `vllm serve`. Never raises."""
+    try:
+        rules = app.state.semsched_glance_rules
+        return rules and join_siblings(app.state.vllm_config, rules.policy.levels)
+    except Exception:
+        logger.exception("Semantic scheduling: this API server does not know the others")
+        return None
+
+
+async def follow_reloads(app: FastAPI, siblings: Siblings) -> None:
+    """Reload this server's rules after another API server has reloaded the policy. Runs until it is
+    cancelled."""
+    while True:
+        await asyncio.sleep(_FOLLOW_SECONDS)
+        if siblings.has_reload():
+            await asyncio.to_thread(adopt_rules, app)
+
+
+async def _adopt(app: FastAPI) -> None:
+    """Load the rules of a policy that the engines have adopted, here and in other API servers."""
+    await asyncio.to_thread(adopt_rules, app)
+    siblings: Siblings | None = getattr(app.state, "semsched_siblings", None)
+    if siblings is not None:
+        siblings.tell_reload()
+
+
 async def watch_policy(app: FastAPI, file: PolicyFile) -> None:
     """Reload the policy when its file has changed. Runs until it is cancelled."""
     while True:
@@ -95,7 +127,7 @@ async def _reload(app: FastAPI) -> None:
     except Exception:
         logger.exception("Semantic scheduling: the policy was not reloaded")
         return
-    await asyncio.to_thread(adopt_rules, app)
+    await _adopt(app)
 
 
 @router.get("/status")
@@ -135,7 +167,7 @@ async def reload_policy(request: Request) -> dict[str, Any]:
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
     if reasons:
         raise HTTPException(422, "\n".join(sorted(reasons)))
-    await asyncio.to_thread(adopt_rules, request.app)
+    await _adopt(request.app)
     return {"engines": reports}
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http.preparation import Glance, GlanceRules, current_glance
+from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.engine.passed_reading import pass_reading
 from vllm_semantic_sched.engine.stat_logger import ApiServerCounters
-from vllm_semantic_sched.engine.vllm_api import RANK, api_server_count, engine_count
+from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.placement import Placed, Placement
 
 logger = logging.getLogger("vllm.semantic_sched")
@@ -24,10 +25,10 @@ class Dispatch:
     """Prepares each request for its engine: passes the HTTP server's reading on, and chooses the
     engine if there are several.
 
-    It counts the requests that one API server has at each engine, by level; several API servers do
-    not know each other's requests. The choice is left to vLLM without rules (see
-    `preparation.adopt_rules`), if the policy or the client wants it so, and for requests that ask
-    for several answers: vLLM spreads those over the engines.
+    It counts the requests at each engine by level, those of other API servers too (see
+    `siblings`). The choice is left to vLLM without rules (see `preparation.adopt_rules`), if the
+    policy or the client wants it so, and for requests that ask for several answers: vLLM spreads
+    those over the engines.
 
     Args:
         app: the application, with `vllm_config` and the rules in its state.
@@ -37,6 +38,7 @@ class Dispatch:
         self._state = app.state
         self._placement = Placement(1, 1)
         self._levels = 1
+        self._siblings: Siblings | None = None
         self._guard = Guard(ApiServerCounters(), logger)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
@@ -59,8 +61,17 @@ class Dispatch:
         if placed is None:
             return _nothing
         kwargs[RANK] = placed.engine
-        placement = self._placement
-        return lambda: placement.leave(placed)
+        placement, siblings = self._placement, self._siblings
+        engine, level, _ = placed
+        if siblings is not None:
+            siblings.add(engine, level, 1)
+
+        def ended() -> None:
+            placement.leave(placed)
+            if siblings is not None:
+                siblings.add(engine, level, -1)
+
+        return ended
 
     def _place(self, glance: Glance | None, params: Any, given: int | None) -> Placed | None:
         """Choose an engine.
@@ -79,6 +90,9 @@ class Dispatch:
         self._count_for(engines, rules.policy.levels)
         level = rules.policy.default_level if glance is None else glance.level
         if given is None:
+            if self._siblings is not None:
+                for engine, ahead in enumerate(self._siblings.others()):
+                    self._placement.count_others(engine, ahead)
             return self._placement.place(level)
         # vLLM refuses the numbers of engines that do not exist.
         return self._placement.count(given, level) if 0 <= given < engines else None
@@ -88,13 +102,9 @@ class Dispatch:
         if (engines, levels) == (self._placement.engines, self._levels):
             return
         self._placement, self._levels = Placement(engines, levels), levels
-        servers = api_server_count(self._state.vllm_config)
-        if servers > 1:
-            logger.warning(
-                "Semantic scheduling: each of the %d API servers chooses engines by its own "
-                "requests only; --api-server-count 1 counts all.",
-                servers,
-            )
+        siblings: Siblings | None = getattr(self._state, "semsched_siblings", None)
+        fits = siblings is not None and (siblings.engines, siblings.levels) == (engines, levels)
+        self._siblings = siblings if fits else None
 
 
 def _nothing() -> None:

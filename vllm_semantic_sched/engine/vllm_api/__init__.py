@@ -80,6 +80,7 @@ from vllm_semantic_sched.engine.vllm_api.machine import (
 from vllm_semantic_sched.engine.vllm_api.parallel import (
     RANK,
     api_server_count,
+    api_server_rank,
     engine_count,
     shares_host,
 )
@@ -107,7 +108,8 @@ __all__ = [
     "KVCacheManager", "KVConnector", "KVConnectorMetadata", "KVConnectorOutput", "KVConnectorRole",
     "KVConnectorWorkerMetadata", "PauseState", "RayMetrics", "Request", "RequestQueue",
     "RequestStatus", "Scheduler", "SchedulerOutput", "StatLoggerBase", "TokenLimits", "VllmConfig",
-    "active_workarounds", "add_utility", "all_kv_connectors", "api_server_count", "attach_arrival",
+    "active_workarounds", "add_utility", "all_kv_connectors", "api_server_count",
+    "api_server_rank", "attach_arrival",
     "attach_message", "attached_arrival", "batched_block_copy", "blocks_can_be_freed",
     "blocks_freed_by", "blocks_held", "blocks_needed", "call_engines", "can_advance",
     "capabilities_of", "describe_hardware", "describe_model", "detach_message", "engine_count",

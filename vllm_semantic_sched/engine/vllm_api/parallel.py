@@ -23,6 +23,12 @@ def api_server_count(vllm_config: VllmConfig) -> int:
     return count
 
 
+def api_server_rank(vllm_config: VllmConfig) -> int:
+    """This API server's number among them, from 0 on."""
+    rank: int = vllm_config.parallel_config._api_process_rank
+    return rank
+
+
 def shares_host(vllm_config: VllmConfig) -> bool:
     """Whether this engine is one of several of a server. vLLM tells the engines of dense models
     that they are alone, in all fields but this one."""

@@ -1,0 +1,103 @@
+"""What the API servers of one `vllm serve` know of each other, in memory that they share.
+
+vLLM starts as many API servers as engines, and each sees only the requests that it gets itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from vllm_semantic_sched.engine.vllm_api import (
+    VllmConfig,
+    api_server_count,
+    api_server_rank,
+    engine_count,
+)
+from vllm_semantic_sched.predict.shared import own_folder
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class Siblings:
+    """The requests that each API server has at each engine, and how often one of them has reloaded
+    the policy.
+
+    Each server writes its own counts only, number by number, so no lock is needed; what it reads of
+    the others may be a moment old.
+
+    Args:
+        path: of the file to map, which all servers name; the last one removes it.
+        servers, rank: number of API servers, and this one's among them.
+        engines, levels: of the counts.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+
+    def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:
+        self.engines = engines
+        self.levels = levels
+        count = 1 + servers + servers * engines * levels
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, 8 * count)
+            numbers = np.frombuffer(mmap.mmap(file, 8 * count), dtype=np.int64)
+        finally:
+            os.close(file)
+        self._reloads, joined, ahead = np.split(numbers, [1, 1 + servers])
+        self._seen = int(self._reloads[0])
+        # By server, engine and level: requests at least as urgent as that level.
+        self._ahead = ahead.reshape(servers, engines, levels)
+        self._own = self._ahead[rank]
+        joined[rank] = 1
+        if joined.all():
+            path.unlink(missing_ok=True)
+
+    def add(self, engine: int, level: int, requests: int) -> None:
+        """Count requests that this server has sent to an engine; negative: that have ended."""
+        self._own[engine, level:] += requests
+
+    def others(self) -> list[list[int]]:
+        """By engine and level: the other servers' requests at least as urgent as that level."""
+        ahead: list[list[int]] = (self._ahead.sum(axis=0) - self._own).tolist()
+        return ahead
+
+    def tell_reload(self) -> None:
+        """Tell the others that this server has reloaded the policy."""
+        self._reloads += 1
+        self._seen = int(self._reloads[0])
+
+    def has_reload(self) -> bool:
+        """Whether another server has told of a reload since the last call."""
+        before, self._seen = self._seen, int(self._reloads[0])
+        return self._seen != before
+
+
+def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
+    """Share memory with the other API servers of this `vllm serve`; None if there are none, or if
+    there can be no such memory."""
+    servers = api_server_count(vllm_config)
+    if servers < 2:
+        return None
+    try:
+        folder = own_folder()
+        if folder is None:
+            raise PermissionError("the folder for it belongs to somebody else")
+        parent = psutil.Process(os.getppid())  # vLLM starts all of them from one process
+        path = folder / f"{parent.pid}-{parent.create_time()}.counts"
+        engines = engine_count(vllm_config)
+        return Siblings(path, servers, api_server_rank(vllm_config), engines, levels)
+    except (OSError, psutil.Error) as error:
+        logger.warning(
+            "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "
+            "its own requests only, and a reload changes the rules of the one that got it.",
+            servers,
+            error,
+        )
+        return None
