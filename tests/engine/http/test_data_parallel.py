@@ -153,7 +153,9 @@ def test_placement_can_be_turned_off_on_a_reload(server, policy) -> None:
     try:
         admin.post("/policy/reload")  # one API server gets it, and tells the other
         time.sleep(1.5)
-        with running(server, 2, 0), running(server, 2, 0), running(server, 0, 1):
+        with contextlib.ExitStack() as held:
+            for level, rank in [(2, 0)] * SEATS + [(0, 1)]:
+                held.enter_context(running(server, level, rank))
             for _ in range(4):
                 time.sleep(0.5)  # vLLM's API servers learn from the engines how busy they are
                 assert chosen(server, 0) == 1  # vLLM counts requests, whatever their urgency
