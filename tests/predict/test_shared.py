@@ -147,10 +147,10 @@ def test_reason_why_a_worker_does_not_start_reaches_the_service(start) -> None:
 
 def test_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shared.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = shared._own_folder()
+    folder = shared.own_folder()
     assert folder is not None and folder.parent == tmp_path
     folder.chmod(0o755)
-    assert shared._own_folder() is None
+    assert shared.own_folder() is None
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    assert shared._own_folder() is None
+    assert shared.own_folder() is None
