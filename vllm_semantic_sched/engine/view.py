@@ -233,14 +233,10 @@ class VllmView:
         scheduler = self._scheduler
         for job in limits.held:
             hold_for_one_step(scheduler, self._request(job))
-        if limits.prefill_tokens is None:
+        if not limits.gated:
             return
         saved = self._saved_limits = token_limits(scheduler)
-        step = min(self.decode_tokens() + limits.prefill_tokens, saved.step)
-        prefill = saved.prefill
-        if limits.each is not None:
-            prefill = min(limits.each, saved.prefill or limits.each)
-        set_token_limits(scheduler, saved._replace(step=step, prefill=prefill))
+        set_token_limits(scheduler, saved._replace(step=min(self.decode_tokens(), saved.step)))
 
     def restore_limits(self) -> None:
         """Undo what `hold` and `limit_prefills` did."""

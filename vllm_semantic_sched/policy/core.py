@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.estimates.decision import predicted_level
+from vllm_semantic_sched.policy.estimates.decision import level_worth, predicted_level
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
@@ -56,6 +56,7 @@ class SchedulingCore:
         clock: seconds, for the times of the lifecycle; decisions do not read it.
 
     Attributes:
+        worth: worth of a second of a request by level, see `decision.level_worth`.
         version: changes whenever a job comes, goes, moves or gets another rank.
         adopters: get a new policy after the core's own parts.
     """
@@ -71,12 +72,12 @@ class SchedulingCore:
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(policy.protect)
+        self.worth = level_worth(policy)
         self.fairness = Fairness(
             policy,
             lambda: self.estimates.profile,
             self._make_queue,
             self.estimates.tokens_within,
-            self.protection.admits,
         )
         self.waiting = self.fairness.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
@@ -101,7 +102,8 @@ class SchedulingCore:
         predicted and default levels are decided again.
         """
         self.fairness.adopt(policy)
-        self.protection.knobs = policy.protect
+        self.protection.adopt(policy.protect)
+        self.worth = level_worth(policy)
         self.policy = policy
         self.version += 1
         parts: list[AdoptsPolicy] = [self.estimates, self.running, self.eviction]
@@ -349,6 +351,8 @@ class SchedulingCore:
         """
         self.version += 1
         self.waiting.remove(job)
+        if job in self.running:
+            self.eviction.seat_freed(self.lifecycle.clock())
         self._leave(job)
         self.lifecycle.move(job, state, reason)
         self.estimates.learn(job, end)
@@ -406,20 +410,20 @@ class SchedulingCore:
             self.holdings.level(at).seats or self.lifecycle.waiting(at) for at in range(level + 1)
         )
 
-    def hold(self, jobs: Collection[Job], closed: bool, now: float) -> list[Job]:
-        """Record which running jobs sit out the coming step.
+    def worth_of_all(self) -> float:
+        """Worth of a second of all requests, running and waiting. O(levels)."""
+        return sum(
+            worth * (self.holdings.level(level).seats + self.lifecycle.waiting(level))
+            for level, worth in enumerate(self.worth.lost)
+        )
 
-        Args:
-            closed: whether the gate keeps less urgent jobs from being admitted.
+    def hold(self, jobs: Collection[Job], now: float) -> list[Job]:
+        """Record which running jobs sit out the coming step.
 
         Returns:
             Jobs with a new place among the running ones: those that are not held any more.
         """
-        protection, held = self.protection, self.protection.held
-        if closed != protection.closed:
-            protection.closed = closed
-            self.waiting.changed()
-            self.version += 1
+        held = self.protection.held
         if not jobs and not held:
             return []
         wanted = set(jobs)

@@ -16,10 +16,10 @@ The order, and why:
 5. Requests that outgrew a hard reservation or their tenant's cap are preempted. What they held
    counts as free when room is made.
 6. Room is made: running requests are preempted for more urgent waiting ones.
-7. Less urgent running requests are held while a protected one runs or starts, and the gate keeps
-   less urgent waiting ones out. Those that were just preempted need no hold.
-8. The stage limits bound the prefills of the step. They come last, because they depend on who
-   runs and who is next.
+7. Less urgent decoding requests are held while a protected one runs. Those that were just
+   preempted need no hold.
+8. Prefills make way for a more urgent newcomer. This comes last, because it depends on who runs and
+   who is next.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from vllm_semantic_sched.policy.eviction.victims import (
 )
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.profile import Batch
 from vllm_semantic_sched.policy.order.stage import (
     NO_LIMITS,
     StageLimits,
-    prefill_token_limit,
+    gates_prefills,
     prefills_that_yield,
 )
 from vllm_semantic_sched.policy.overload.control import Ended, OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+READING_BUFFER = 2.0
+"""Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
+protection."""
 
 
 class EngineView(AdmissionView, Protocol):
@@ -135,7 +140,6 @@ class SchedulingStep:
         self._on_error = on_error
         self._quiet_version = -1  # of the core, when a step found nothing to decide
         self._watches_holds = False
-        self._prefills_beside: int | None = None  # tokens beside protected jobs; None: any
         self.protected_prefill = False
         self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
             ("advancing virtual time", self._tick),
@@ -231,12 +235,14 @@ class SchedulingStep:
 
     def _hold(self, view: EngineView) -> None:
         core, now = self._core, view.now()
-        self._prefills_beside = None
-        self._watches_holds = core.protection.enabled and core.has_protected
         held: Sequence[Job] = ()
-        if core.protection.enabled and core.protection.begin_step(now) and self._watches_holds:
-            held = self._held_for_protected(view)
-        released = core.hold(held, self._prefills_beside == 0, now)
+        self._watches_holds = False
+        if core.protection.enabled:
+            may_hold = core.protection.begin_step(now, busy=len(core.running) > 0)
+            self._watches_holds = core.has_protected and len(core.waiting) > 0
+            if may_hold and self._watches_holds:
+                held = self._held_for_protected(view)
+        released = core.hold(held, now)
         if released:
             view.reposition(released)
         if held:
@@ -273,25 +279,40 @@ class SchedulingStep:
         step: else the step could be empty."""
         core, protection = self._core, self._core.protection
         newcomer = core.waiting.peek()
-        if newcomer is not None and not (
-            protection.protects(newcomer) and self._can_start(newcomer, view)
-        ):
-            newcomer = None
-        protected: list[Job] = []
-        others: list[Job] = []
-        for job in view.running_by_urgency():
-            if protection.protects(job):
-                if view.can_advance(job):
-                    protected.append(job)
-            elif protection.yields(job):
-                others.append(job)
-        if not protected and newcomer is None:
+        if newcomer is None or self._can_start(newcomer, view):
             return []
-        prefilling, stage = view.prefilling(), core.policy.stage
-        held, self._prefills_beside = protection.share_step(
-            protected, others, prefilling, newcomer, core.profile, stage.min_prefill_tokens
-        )
+        prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
+        certain, gaining, found = Batch(), 0.0, False
+        others: list[Job] = []
+        ahead: list[Job] = []
+        for job in view.running_by_urgency():
+            decodes, protects = job not in prefilling, protection.protects(job)
+            fast_enough = decodes and self._is_ahead_of_reader(job, view, now)
+            if decodes and not protects and protection.yields(job):
+                (ahead if fast_enough else others).append(job)
+                continue
+            if decodes:
+                certain.add_decode(job.tokens)
+            if not fast_enough:
+                gaining += worth[job.level]
+                found = found or (protects and view.can_advance(job))
+        others += ahead  # first to be held
+        if not found or not others:
+            return []
+        hold = protection.choose(certain, others, worth, gaining, core.worth_of_all(), core.profile)
+        if hold is None:
+            return []
+        held = others[hold.beside :]
+        protection.record(hold, len(held))
         return held
+
+    def _is_ahead_of_reader(self, job: Job, view: EngineView, now: float) -> bool:
+        """Whether the reader of an answer has text for some time, at the pace of its tier."""
+        pace = self._core.policy.tier(job.level).pace
+        if pace is None or job.first_token is None:
+            return False
+        view.observe(job)
+        return job.generated > pace * (now - job.first_token + READING_BUFFER)
 
     def _has_protected_prefill(self, view: EngineView) -> bool:
         core = self._core
@@ -302,7 +323,7 @@ class SchedulingStep:
         return any(map(core.protection.protects, jobs))
 
     def _stage_limits(self, view: EngineView) -> StageLimits:
-        """Alg. 2 of the paper: which prefills are held, and how many tokens they all may have."""
+        """Which prefills are held, for a newcomer or by the paper's gate (Alg. 2)."""
         core = self._core
         prefilling, newcomer = view.prefilling(), core.waiting.peek()
         no_prefill = newcomer is None and not prefilling
@@ -313,23 +334,10 @@ class SchedulingStep:
         if newcomer is not None:
             levels.append(newcomer.effective_level)
         best = view.most_urgent_decode()
-        limit = prefill_token_limit(
-            None if best is None else best.effective_level,
-            min(levels),
-            core.policy.stage,
-            core.profile,
-        )
-        if self._prefills_beside:
-            beside = self._prefills_beside
-            limit = beside if limit is None else min(limit, beside)
-        if limit is None:
-            return StageLimits(held) if held else NO_LIMITS
-        if limit == 0:
-            return StageLimits(tuple(prefilling), 0)
-        # vLLM serves these before decodes that are less urgent than they are; none may take the
-        # decodes' share of the budget.
-        each = max(1, limit // len(prefilling)) if prefilling else None
-        return StageLimits(held, limit, each)
+        decoding = None if best is None else best.effective_level
+        if gates_prefills(decoding, min(levels), core.policy.stage):
+            return StageLimits(tuple(prefilling), gated=True)
+        return StageLimits(held) if held else NO_LIMITS
 
     def _held_for(
         self, newcomer: Job, prefilling: Collection[Job], view: EngineView

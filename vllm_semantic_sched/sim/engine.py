@@ -340,15 +340,13 @@ class Engine:
     def _arrange(self) -> None:
         preempted = self._grow()
         limits = self._limits
-        limit = math.inf if limits.prefill_tokens is None else limits.prefill_tokens
-        each = limit if limits.each is None else limits.each
-        budget = min(self._token_budget - len(self._decoding), limit)
+        budget = 0.0 if limits.gated else self._token_budget - len(self._decoding)
         ordered = sorted(self._prefilling, key=self.core.running.order) if self._prefilling else ()
         for job in ordered:
             if job not in limits.held and job not in self._held and budget > 0:
-                budget -= self._schedule(job, min(budget, each))
+                budget -= self._schedule(job, budget)
         if not preempted:
-            self._admit(budget, max(1, each))
+            self._admit(budget)
 
     def _grow(self) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
@@ -364,7 +362,7 @@ class Engine:
         decoding.grow()
         return not enough
 
-    def _admit(self, budget: float, each: float) -> None:
+    def _admit(self, budget: float) -> None:
         core = self.core
         while len(self.running) < self.seats and budget > 0:
             job = core.waiting.peek()
@@ -385,7 +383,7 @@ class Engine:
             run.started = self._now if run.started is None else run.started
             self._prefilling[job] = None
             self._insert(job)
-            budget -= self._schedule(job, min(budget, each))
+            budget -= self._schedule(job, budget)
 
     def _schedule(self, job: Job, most: float) -> int:
         """Let a request compute up to `most` tokens in this step."""

@@ -206,50 +206,40 @@ class KvPeakKnobs(Section):
 
 
 class Stage(Section):
-    """Limits on less urgent prefills beside an urgent decode (paper, Alg. 2)."""
+    """The paper's gate: no less urgent prefills beside an urgent decode (Alg. 2)."""
 
-    mode: Literal["cap", "gate", "off"] = Field(
-        "cap",
-        description="`cap` limits the prefill tokens of such a step, `gate` allows none, `off` "
+    mode: Literal["gate", "off"] = Field(
+        "off",
+        description="`gate` allows no less urgent prefill in a step with a protected decode; `off` "
         "leaves steps as vLLM builds them.",
     )
     protected_level: int = Field(
-        0,
-        ge=0,
-        description="Decodes of this and more urgent levels are protected.",
-    )
-    max_slowdown: float = Field(
-        1.0,
-        gt=0,
-        description="`cap`: prefill time added to a step, as a share of one decode step's time "
-        "by the engine profile.",
-    )
-    min_prefill_tokens: int = Field(
-        64, ge=1, description="`cap`: prefill tokens allowed in every step."
+        0, ge=0, description="Decodes of this and more urgent levels are protected."
     )
 
 
 class Protect(Section):
-    """Holds: less urgent running requests sit out steps while an urgent one runs. They keep their
-    seat and their KV, and less urgent requests are admitted more slowly meanwhile."""
+    """Holds: less urgent running requests sit out steps while an urgent one runs and others wait.
+    They keep their seat and their KV."""
 
     level: int | None = Field(
         None,
         ge=0,
         description="Requests of this and more urgent levels are protected. Unset: no holds.",
     )
-    slowdown: float = Field(
-        1.2,
-        ge=1,
-        description="Mean step beside a protected request, by the engine profile, as a multiple of "
-        "the step with the protected requests alone. The most urgent others run beside them as "
-        "far as that allows.",
+    price: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="Most of the engine's time, as a share of any minute of work, that holds may "
+        "cost. 0: no holds.",
     )
-    longest_hold: float = Field(
-        5.0, gt=0, description="Most seconds that requests are held without a pause."
-    )
-    share: float = Field(
-        0.5, ge=0, lt=1, description="Most of the time, as a share, in which requests are held."
+    worth: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of requests of the last level that a second gained at level 0 is "
+        "worth; other levels in proportion. Unset: by `decision.missed_cost`. The higher, the "
+        "longer the queue under which holds and preemptions still pay.",
     )
 
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Decision, Instant
@@ -92,6 +93,27 @@ def mistake_cost(true: int, level: int, decision: Decision) -> float:
         return float(-late)
     costs = decision.missed_cost
     return late * costs[min(true, len(costs) - 1)]
+
+
+class LevelWorth(NamedTuple):
+    """Worth of a second by level, over a second of a request of the last level: of one that a
+    request loses, and of one that it gains by holds or preemption (`protect.worth`)."""
+
+    lost: tuple[float, ...]
+    gained: tuple[float, ...]
+
+
+def level_worth(policy: Policy) -> LevelWorth:
+    """The worth of a second under a policy.
+
+    Serving a request one level too late costs `missed_cost` times as much as one level too early,
+    so a second is worth that many times a second of the next level: by default 72, 6, 1, 1, 1.
+    """
+    costs, worth = policy.decision.missed_cost, [1.0]
+    for level in reversed(range(policy.levels - 1)):
+        worth.append(worth[-1] * costs[min(level, len(costs) - 1)])
+    factor = (policy.protect.worth or worth[-1]) / worth[-1]
+    return LevelWorth(tuple(reversed(worth)), tuple(factor * each for each in reversed(worth)))
 
 
 @functools.lru_cache(maxsize=16)

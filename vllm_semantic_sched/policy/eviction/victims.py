@@ -10,7 +10,7 @@ from typing import Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
-from vllm_semantic_sched.policy.estimates.decision import preempting_level
+from vllm_semantic_sched.policy.estimates.decision import level_worth, preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import EngineProfile
@@ -18,8 +18,11 @@ from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
+# Weight of the latest gap between two seats that came free.
+_RATE = 0.1
+
 # Jobs of a level among which the cheapest victim is searched.
-_COMPARED = 16
+_COMPARED = 64
 
 
 def choose_victims(
@@ -110,10 +113,24 @@ class VictimEligibility:
         self._running = running
         self._fairness = fairness
         self._seconds_left = seconds_left
+        self._worth = level_worth(policy)
+        self._freed_at: float | None = None
+        self._gap = math.inf  # mean seconds until a seat comes free by itself
+        self._unpaid: Job | None = None  # found no victim worth a seat, and none came free since
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new policy."""
         self._policy = policy
+        self._worth = level_worth(policy)
+        self._unpaid = None
+
+    def seat_freed(self, now: float) -> None:
+        """Record that a running job ended."""
+        if self._freed_at is not None:
+            gap = now - self._freed_at
+            self._gap = gap if self._gap == math.inf else self._gap + _RATE * (gap - self._gap)
+        self._freed_at = now
+        self._unpaid = None
 
     @property
     def wants_room(self) -> bool:
@@ -159,16 +176,30 @@ class VictimEligibility:
         freeable_blocks: Callable[[Job], int | None],
         preemption_seconds: Callable[[Job], float] | None = None,
     ) -> list[Job]:
-        """See `choose_victims`."""
+        """See `choose_victims`.
+
+        A victim must be worth its seat: the engine time that its preemption costs all running jobs
+        is worth less than the time that `job` would wait for a seat to come free. What a deadline
+        or a reservation entitles to is not weighed.
+        """
+        if job is self._unpaid:
+            return []
 
         def freeable(victim: Job) -> int | None:
-            return freeable_blocks(victim) if self._policy.tier(victim.level).preemptible else None
+            if not self._policy.tier(victim.level).preemptible:
+                return None
+            if preemption_seconds is not None and preemption_seconds(victim) > affordable:
+                self._unpaid = job
+                return None
+            return freeable_blocks(victim)
 
         level = self._entitled_level(job)
         if level is None:
             level = job.level  # it takes a seat by its deadline
         borrowed = self._fairness.reservation.borrowed_from(job.level)
         takes_seat = job in self._fairness.deadlines.may_take_seats
+        entitled = takes_seat or borrowed is not None
+        affordable = math.inf if entitled else self._affordable_seconds(job)
         limits = self._policy.preemption
         longer_than = self._much_longer_than(job)
 
@@ -182,7 +213,7 @@ class VictimEligibility:
 
         among_equals = takes_seat or longer_than < math.inf
 
-        return choose_victims(
+        victims = choose_victims(
             self._fairness.preempting_level(level),
             need,
             self._running,
@@ -193,6 +224,9 @@ class VictimEligibility:
             gives_way if among_equals or borrowed is not None else None,
             among_equals,
         )
+        if victims:
+            self._unpaid = None
+        return victims
 
     def over_quota_job(self) -> tuple[Job, str] | None:
         """A running job that must be preempted because a job grew or became less urgent, and the
@@ -215,6 +249,14 @@ class VictimEligibility:
             return job.level
         knobs = self._policy.predictor.instant
         return preempting_level(job.prediction.urgency, job.level, knobs)
+
+    def _affordable_seconds(self, job: Job) -> float:
+        """Engine time that a victim for `job` may cost."""
+        lost = sum(
+            worth * held.seats
+            for worth, held in zip(self._worth.lost, self._fairness.holdings.levels(), strict=True)
+        )
+        return self._gap * self._worth.gained[job.level] / max(lost, 1.0)
 
     @property
     def _some_may_take_seats(self) -> bool:

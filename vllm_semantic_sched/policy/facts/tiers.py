@@ -61,6 +61,13 @@ class Tier(Section):
         le=1,
         description="Target share of the engine's time. Tiers without one divide the rest evenly.",
     )
+    pace: float | None = Field(
+        None,
+        gt=0,
+        description="Tokens per second at which an answer is read. An answer that is two seconds "
+        "ahead of that is not protected further, and is the first to be held. Unset: as fast as "
+        "possible.",
+    )
     reserve: Reserve = Reserve()
     queue: TierQueue = TierQueue()
     shed_order: int | None = Field(

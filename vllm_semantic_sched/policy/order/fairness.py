@@ -42,7 +42,6 @@ class Fairness:
 
     Args:
         profile: the engine profile as corrected so far.
-        gate: whether a job may be admitted for all that protection cares.
     """
 
     def __init__(
@@ -51,10 +50,8 @@ class Fairness:
         profile: Callable[[], EngineProfile],
         make_queue: Callable[[QueueRules], WaitingQueue],
         tokens_within: Callable[[Job, float], float],
-        gate: Callable[[Job], bool] = lambda job: True,
     ) -> None:
         self._policy = policy
-        self._gate = gate
         self.holdings = Holdings(policy.levels)
         self.promotions = Promotions(policy.aging)
         self.overtaking = Overtaking(policy.aging)
@@ -250,8 +247,6 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return (
-            self._gate(job)
-            and self.tenant_caps.admits(job)
-            and self.reservation.admits(job.level, job.tokens + AHEAD)
+        return self.tenant_caps.admits(job) and self.reservation.admits(
+            job.level, job.tokens + AHEAD
         )

@@ -1,67 +1,122 @@
-"""Holds: less urgent running jobs sit out steps while a protected job runs.
+"""Holds: less urgent decoding requests sit out steps while a protected one runs.
 
-A held job keeps its seat and its KV and gets no token. As many others run beside the protected ones
-as the engine profile says fit into a step that is `slowdown` times as long as with the protected
-ones alone: on two cores none to a few, on a GPU nearly all. A quarter of that allowance, and what
-decodes leave of the rest, is saved up for prefills. Until it suffices for one, the others' prefills
-are held too, and the gate is closed: no less urgent job is admitted. So `slowdown` bounds the mean
-step, and short requests of the next levels still get their turn while urgent ones come and go.
+A held request keeps its seat and its KV and gets no token. Prefills go on and waiting requests
+start as without protection, so that a hold delays a first token only by the work that it costs.
+Nobody is held while the next waiting request can start: the batch would grow by those that are
+held, and its longer steps would take back what was gained.
 
-Holds spend a credit of at most `longest_hold` seconds, and steps without holds earn `share` / (1 -
-`share`) seconds per second. So within any T seconds, no job is held longer than `longest_hold` +
-`share` T, plus the step under way. When the credit is spent, holds pause until half of it is back.
+**Worth.** A step with holds is shorter, and each request in it gains that. It computes fewer tokens
+for the same fixed time; what it loses is its own time less what its tokens cost in a full step. All
+requests, running and waiting, are that much later. Gain and loss are weighted by urgency
+(`decision.level_worth`). The least urgent are held, as many as makes the difference largest.
+
+**Price.** Over any `WINDOW` seconds of engine time, at most `price` of that time is lost. The less
+of it is left, the more a step must be worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
-# Part of the allowance that decodes leave to prefills.
-_PREFILLS = 0.25
+WINDOW = 60.0
+"""Seconds of engine time over which the price is kept."""
+
+_SLOT = 0.25  # engine seconds whose losses are kept as one number
 
 
-class Sharing(NamedTuple):
-    """How protected jobs share a step. `held`: running jobs that get no token; `prefill_tokens`:
-    most tokens that prefills of other jobs may take, 0 to admit none."""
+class Budget:
+    """Engine seconds that holds have cost, and may still cost. O(1) per step.
 
-    held: list[Job]
-    prefill_tokens: int
+    Attributes:
+        price: most of any `WINDOW` seconds of engine time that may be lost, as a share.
+        worked, spent: engine seconds in all, and those lost.
+        recent: seconds lost in the last `WINDOW` seconds of engine time.
+    """
+
+    def __init__(self, price: float) -> None:
+        self.price = price
+        self.worked = 0.0
+        self.spent = 0.0
+        self.recent = 0.0
+        self._slots: deque[list[float]] = deque()  # [when it ends, loss]
+
+    @property
+    def total(self) -> float:
+        """Seconds that may be lost in `WINDOW` seconds."""
+        return self.price * WINDOW
+
+    @property
+    def left(self) -> float:
+        """Seconds that may be lost now."""
+        return self.total - self.recent
+
+    def work(self, seconds: float) -> None:
+        """Record that the engine has computed for this long."""
+        self.worked += seconds
+        slots = self._slots
+        while slots and slots[0][0] <= self.worked - WINDOW:
+            self.recent -= slots.popleft()[1]
+        if not slots:
+            self.recent = 0.0  # without what rounding left
+
+    def spend(self, seconds: float) -> None:
+        """Record a loss."""
+        self.spent += seconds
+        self.recent += seconds
+        if not self._slots or self._slots[-1][0] <= self.worked:
+            self._slots.append([self.worked + _SLOT, 0.0])
+        self._slots[-1][1] += seconds
+
+
+class Hold(NamedTuple):
+    """A step with holds.
+
+    Attributes:
+        beside: how many of the jobs that may be held run all the same, most urgent first.
+        loss: engine seconds that the step loses.
+    """
+
+    beside: int
+    loss: float
 
 
 class Protection:
     """Decides which jobs are held and for how long.
 
     Attributes:
-        knobs: may be replaced.
+        knobs: may be replaced by `adopt`.
         unsafe: whether this engine cannot hold requests.
         held: jobs held in the present step, and the time since when.
-        closed: whether the gate keeps less urgent jobs from being admitted.
+        budget: what holds have cost.
         steps: steps with holds so far.
-        tokens_forgone: tokens that held decodes would have got.
+        tokens_forgone: tokens that held requests would have got.
     """
 
     def __init__(self, knobs: Protect) -> None:
         self.knobs = knobs
         self.unsafe = False
         self.held: dict[Job, float] = {}
-        self.closed = False
+        self.budget = Budget(knobs.price)
         self.steps = 0
         self.tokens_forgone = 0
-        self._credit = knobs.longest_hold
-        self._saved = 0.0  # seconds for prefills
-        self._pausing = False
         self._futile = False
         self._last: float | None = None
+
+    def adopt(self, knobs: Protect) -> None:
+        """Switch to other knobs; what has been spent stays spent."""
+        self.knobs = knobs
+        self.budget.price = knobs.price
 
     @property
     def enabled(self) -> bool:
         """Whether any job may be protected."""
-        return self.knobs.level is not None and self.knobs.share > 0 and not self.unsafe
+        return self.knobs.level is not None and self.knobs.price > 0 and not self.unsafe
 
     def protects(self, job: Job) -> bool:
         """Whether others are held for a job: by its own level, not by one gained by waiting nor by
@@ -75,88 +130,63 @@ class Protection:
         not."""
         return self.knobs.level is not None and job.effective_level > self.knobs.level
 
-    def admits(self, job: Job) -> bool:
-        """Whether the gate lets a waiting job pass."""
-        return not self.closed or not self.yields(job)
+    def begin_step(self, now: float, busy: bool) -> bool:
+        """Account for the step that is over; whether jobs may be held in the coming one.
 
-    def begin_step(self, now: float) -> bool:
-        """Account for the step that is over; whether jobs may be held in the coming one."""
-        knobs = self.knobs
-        elapsed = 0.0 if self._last is None else max(0.0, now - self._last)
+        Args:
+            busy: whether the engine has computed since the last call.
+        """
+        if busy and self._last is not None:
+            self.budget.work(max(0.0, now - self._last))
         self._last = now
-        if self.held:
-            self._credit -= elapsed
-        elif self.closed:
-            # The engine may have been idle since then.
-            self._credit -= min(elapsed, knobs.longest_hold)
-        else:
-            earned = elapsed * knobs.share / (1.0 - knobs.share)
-            self._credit = min(knobs.longest_hold, self._credit + earned)
-        if self._credit <= 0:
-            self._pausing = True
-        elif self._credit >= knobs.longest_hold / 2:
-            self._pausing = False
         futile, self._futile = self._futile, False
-        return not self._pausing and not futile
+        return not futile and self.budget.left > 0
 
     def achieved_nothing(self) -> None:
         """The step with holds computed no token: hold nobody in the next one."""
         self._futile = bool(self.held)
 
-    def share_step(
+    def choose(
         self,
-        protected: Iterable[Job],
-        others: Iterable[Job],
-        prefilling: Collection[Job],
-        newcomer: Job | None,
+        certain: Batch,
+        others: Sequence[Job],
+        worth: Sequence[float],
+        gaining: float,
+        losing: float,
         profile: EngineProfile,
-        min_prefill_tokens: int,
-    ) -> Sharing:
-        """Choose who runs beside the protected jobs. O(running jobs).
+    ) -> Hold | None:
+        """Choose the best step with holds; None if a step without them is as good. O(others).
 
         Args:
-            protected: running jobs that others are held for.
-            others: running jobs that yield, most urgent first.
-            prefilling: running jobs in prefill, protected or not.
-            newcomer: a protected job that starts in this step.
-            min_prefill_tokens: smaller prefills are not worth a step.
+            certain: decoding sequences that run in any case.
+            others: decoding jobs that may be held, most urgent first.
+            worth: worth of a second that a request gains, by level.
+            gaining: the same for all requests in the step that run in any case.
+            losing: worth of a second that all requests lose, running and waiting.
         """
-        alone = Batch()
-        decodes_alone = newcomer is None
-        for job in protected:
-            if job in prefilling:
-                alone.add_prefill(job.computed, job.tokens)
-                decodes_alone = False
-            else:
-                alone.add_decode(job.tokens)
-        if newcomer is not None:
-            alone.add_prefill(newcomer.computed, newcomer.tokens)
-        allowance = (self.knobs.slowdown - 1.0) * profile.step(alone)
-        left = (1.0 - _PREFILLS) * allowance
-        terms = profile.batch_terms
-        held: list[Job] = []
-        held_prefills: list[Job] = []
-        for job in others:
-            if job in prefilling:
-                held_prefills.append(job)
-                continue
-            cost = terms.per_sequence + terms.per_context_token * job.tokens
-            if cost > left:
-                held.append(job)
-            else:
-                left -= cost
-        decodes = len(held)
-        left += _PREFILLS * allowance
-        worthwhile = profile.prefill(0, min_prefill_tokens)
-        # More must not be saved: it would be spent in one step.
-        self._saved = min(self._saved + left, max(worthwhile, left))
-        tokens = 0
-        # Prefills of protected jobs take what they need; a limit would count them too.
-        if decodes_alone and self._saved >= worthwhile:
-            tokens = max(min_prefill_tokens, profile.prefill_tokens_within(self._saved))
-            self._saved = 0.0
-        else:
-            held += held_prefills
-        self.steps += bool(held)
-        self.tokens_forgone += decodes
-        return Sharing(held, tokens)
+        left = self.budget.left
+        count = certain.decodes + len(others)
+        context = certain.context + sum(job.tokens for job in others)
+        full = profile.step_decode(Batch(decodes=count, context=context))
+        loss_worth = losing * self.budget.total / left
+        best, most = None, 0.0
+        held = 0
+        gaining += sum(worth[job.level] for job in others)
+        while held < len(others):
+            before, held = held, min(2 * held or 1, len(others))  # the least urgent 1, 2, 4, ...
+            for job in others[len(others) - held : len(others) - before]:
+                context -= job.tokens
+                gaining -= worth[job.level]
+            decodes = count - held
+            seconds = profile.step_decode(Batch(decodes=decodes, context=context))
+            loss = max(0.0, seconds - full * decodes / count)
+            value = gaining * (full - seconds) - loss_worth * loss
+            if value > most and loss <= left:
+                best, most = Hold(len(others) - held, loss), value
+        return best
+
+    def record(self, hold: Hold, held: int) -> None:
+        """Record a step with holds; `held`: how many requests."""
+        self.budget.spend(hold.loss)
+        self.steps += 1
+        self.tokens_forgone += held

@@ -1,4 +1,4 @@
-"""Stage awareness: keeps less urgent prefills from delaying an urgent decode (paper, Alg. 2)."""
+"""Stage awareness: the paper's gate for prefills, and which prefills make way for a newcomer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,28 +15,19 @@ class StageLimits:
 
     Attributes:
         held: running prefills that get no token in this step.
-        prefill_tokens: most prefill tokens in the step; None: no limit.
-        each: most prefill tokens of one request; None: no limit.
+        gated: whether no other prefill gets any either.
     """
 
     held: tuple[Job, ...] = ()
-    prefill_tokens: int | None = None
-    each: int | None = None
+    gated: bool = False
 
 
 NO_LIMITS = StageLimits()
 
 
-def prefill_token_limit(
-    decoding_level: float | None,
-    prefill_level: float | None,
-    stage: Stage,
-    profile: EngineProfile,
-) -> int | None:
-    """Most prefill tokens in this step; None: no limit.
-
-    The limit applies if the most urgent decoding job is protected and all prefills are less
-    urgent. A prefill at least as urgent as the decode (p* of Alg. 2) is not limited.
+def gates_prefills(decoding_level: float | None, prefill_level: float | None, stage: Stage) -> bool:
+    """Whether this step has no prefills (paper, Alg. 2): the most urgent decoding job is protected
+    and all prefills are less urgent.
 
     Args:
         decoding_level: effective level of the most urgent decoding job; None without one.
@@ -45,13 +35,8 @@ def prefill_token_limit(
             one.
     """
     if stage.mode == "off" or decoding_level is None or prefill_level is None:
-        return None
-    if decoding_level > stage.protected_level or prefill_level <= decoding_level:
-        return None
-    if stage.mode == "gate":
-        return 0
-    affordable = profile.prefill_tokens_within(stage.max_slowdown * profile.gamma2)
-    return max(affordable, stage.min_prefill_tokens)
+        return False
+    return decoding_level <= stage.protected_level and prefill_level > decoding_level
 
 
 def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: int) -> list[Job]:
