@@ -12,7 +12,6 @@ from vllm_semantic_sched.policy.order.protection import WINDOW
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 
-
 PROFILE = load_profile("a100-qwen1.5-4b").model_copy(
     update={"batch": BatchTerms(step=0.01, per_sequence=0.01)}
 )

@@ -388,6 +388,8 @@ class SemanticScheduler(HookedScheduler):
         }
         self.counters.raise_to("hold_steps", core.protection.steps)
         self.counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
+        if core.protection.enabled:
+            gauges["hold_cost"] = core.protection.budget.share
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges

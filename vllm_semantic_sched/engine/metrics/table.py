@@ -209,6 +209,10 @@ GAUGES = {
         "a step), sequence (what each sequence adds) and load.",
         ("kind",),
     ),
+    "hold_cost": Metric(
+        "Share of the last minute of engine time that holds cost; at most `protect.price`. Absent "
+        "where the policy holds nobody."
+    ),
     "length_ratio": Metric(
         "Observed by expected output tokens over about the last hundred answers."
     ),
