@@ -125,6 +125,8 @@ class Fairness:
             self.promotions.wait(job)
         if self._policy.deadlines.enabled:
             self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
+        if self._policy.kv_peak.enabled:
+            self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
@@ -188,7 +190,7 @@ class Fairness:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
-        return list(dict.fromkeys(moved))
+        return list(dict.fromkeys(moved)) if moved else moved
 
     # Derived state
 
@@ -252,6 +254,9 @@ class Fairness:
     def _admits(self, job: Job) -> bool:
         return (
             self._gate(job)
-            and self.tenant_caps.admits(job)
-            and self.reservation.admits(job.level, job.tokens + AHEAD)
+            and (not self.tenant_caps.limits or self.tenant_caps.admits(job))
+            and (
+                not self.reservation.has_hard
+                or self.reservation.admits(job.level, job.tokens + AHEAD)
+            )
         )
