@@ -209,7 +209,7 @@ class SchedulingCore:
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
             queue.buffer(job)
         elif seconds is not None:
-            queue.push(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
+            queue.add(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
             return
@@ -406,9 +406,12 @@ class SchedulingCore:
     def has_protected(self) -> bool:
         """Whether a job that others may be held for runs or waits. O(levels)."""
         level = self.policy.protect.level
-        return level is not None and any(
-            self.holdings.level(at).seats or self.lifecycle.waiting(at) for at in range(level + 1)
-        )
+        if level is None:
+            return False
+        for at in range(level + 1):
+            if self.holdings.level(at).seats or self.lifecycle.waiting(at):
+                return True
+        return False
 
     def worth_of_all(self) -> float:
         """Worth of a second of all requests, running and waiting. O(levels)."""

@@ -136,7 +136,10 @@ class VictimEligibility:
     def wants_room(self) -> bool:
         """Whether any waiting job may preempt a running one. O(levels)."""
         waiting = self._fairness.waiting
-        if self._some_may_take_seats or any(map(self._level_may_preempt, waiting.levels)):
+        if self._some_may_take_seats:
+            return True
+        worst = self._preemptible
+        if worst is not None and any(self._outranks(at, worst) for at in waiting.levels):
             return True
         head = waiting.peek() if self._policy.preemption.shorter is not None else None
         return head is not None and self._is_much_shorter(head)
@@ -263,14 +266,25 @@ class VictimEligibility:
         return bool(self._fairness.deadlines.may_take_seats) and self._policy.preemption.enabled
 
     def _level_may_preempt(self, level: int) -> bool:
-        worst = self._running.least_urgent()
-        limits = self._policy.preemption
-        if not limits.enabled or not self._policy.uses_urgency or worst is None:
-            return False
+        worst = self._preemptible
+        return worst is not None and self._outranks(level, worst)
+
+    @property
+    def _preemptible(self) -> Job | None:
+        """The least urgent running job, if urgency gives a right to preempt."""
+        if not self._policy.preemption.enabled or not self._policy.uses_urgency:
+            return None
+        return self._running.least_urgent()
+
+    def _outranks(self, level: int, worst: Job) -> bool:
+        """Whether jobs of a level may preempt the least urgent running job."""
         gap = worst.effective_level - self._fairness.preempting_level(level)
-        if gap > 0 and self._fairness.reservation.lent(level):
+        if gap <= 0:
+            return False
+        if self._fairness.reservation.lent(level):
             return True
         # Weighted levels are one level: a seat that a short request got is not taken back at once.
+        limits = self._policy.preemption
         return gap >= limits.min_level_gap and not self._policy.weighted_levels.weighs(level)
 
     def _is_much_shorter(self, job: Job) -> bool:

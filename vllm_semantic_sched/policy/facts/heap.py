@@ -48,15 +48,18 @@ class AddressableHeap(Generic[T]):
         """The key of `item`. KeyError if it is not stored."""
         return self._live[item][0]
 
-    def push(self, item: T, key: Any) -> None:
-        """Store `item` under `key`, or change its key."""
-        live = self._live
+    def push(self, item: T, key: Any) -> bool:
+        """Store `item` under `key`, or change its key. False only if `peek` returns the same item
+        under the same key as before."""
+        live, entries = self._live, self._entries
         entry = (key, self._tick(), item)
         moved = item in live
         live[item] = entry
-        _heappush(self._entries, entry)
+        _heappush(entries, entry)
         if moved:
             self._compact_if_sparse()
+            return True
+        return entries[0] is entry or live.get(entries[0][2]) is not entries[0]
 
     def discard(self, item: T) -> bool:
         """Remove `item`; False if it was not stored."""

@@ -122,6 +122,8 @@ class Fairness:
             self.promotions.wait(job)
         if self._policy.deadlines.enabled:
             self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
+        if self._policy.kv_peak.enabled:
+            self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
@@ -185,7 +187,7 @@ class Fairness:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
-        return list(dict.fromkeys(moved))
+        return list(dict.fromkeys(moved)) if moved else moved
 
     # Derived state
 
@@ -247,6 +249,6 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return self.tenant_caps.admits(job) and self.reservation.admits(
-            job.level, job.tokens + AHEAD
+        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
+            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
         )

@@ -42,11 +42,13 @@ class TenantQueue:
         """Append a new job without a prediction to the buffer."""
         self._buffer[job] = None
 
-    def push(self, job: Job, rank: Rank) -> None:
-        """Put a job into the heap, or move it to its new rank."""
-        if self._buffer:
-            self._buffer.pop(job, None)
-        self._heap.push(job, rank)
+    def push(self, job: Job, rank: Rank) -> bool:
+        """Put a job into the heap, or move it to its new rank; whether `peek` may return something
+        else now."""
+        if self._buffer and self._buffer.pop(job, self) is not self:
+            self._heap.push(job, rank)
+            return True
+        return self._heap.push(job, rank)
 
     def remove(self, job: Job) -> None:
         """Remove a job."""
@@ -101,11 +103,17 @@ class LevelQueue:
         """Whether a job of this level is in a buffer."""
         return self._queues[self.tenant_of(job)].is_buffered(job)
 
-    def push(self, job: Job, rank: Rank) -> None:
-        """Queue a job, or move it to its new rank."""
-        self._queue_of(job).push(job, rank)
+    def push(self, job: Job, rank: Rank) -> bool:
+        """Queue a job, or move it to its new rank; whether another job, or this one under another
+        rank, may be the next one now."""
+        queue = self._queues.get(job.tenant if self._by_tenant else ANONYMOUS)
+        if queue is None:
+            queue = self._queue_of(job)
+        head_changed = queue.push(job, rank)
         if job.aged and job.overdue:
             self.overdue.push(job, job.sequence)
+            return True
+        return head_changed
 
     def buffer(self, job: Job) -> None:
         """Append a new job without a prediction to its tenant's buffer."""
