@@ -163,7 +163,8 @@ class WaitingQueue:
             yield first
             if len(self) == 1:
                 return
-        for _, job in heapq.merge(*map(self._keyed, self._levels.values()), key=_first):
+        levels = [self._keyed(queue) for queue in self._levels.values() if queue]
+        for _, job in heapq.merge(*levels, key=_first) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
 
@@ -181,30 +182,32 @@ class WaitingQueue:
     def _choose_anew(self) -> tuple[Job | None, bool]:
         if not self._places:
             return None, False
-        admits = self._rules.admits
-        nexts = (queue.peek(self._rules.tenant_may_go) for queue in self._levels.values())
-        heads = [head for head in nexts if head is not None and admits(head[1])]
-        best = min(
-            ((self._key(rank, job, aged=False), job) for rank, job in heads),
-            key=_first,
-            default=None,
-        )
-        overtaking = self._rules.overtaking
+        rules = self._rules
+        admits = rules.admits
+        heads = []
+        for queue in self._levels.values():
+            head = queue.peek(rules.tenant_may_go)
+            if head is not None and admits(head[1]):
+                heads.append(head)
+        best = self._best(heads, aged=False)
+        overtaking = rules.overtaking
         if overtaking is None or not overtaking.allowed:
-            return (best[1] if best else None), False
+            return best, False
         oldest = self._oldest_overdue()
         if oldest is not None:
             # While it is not admitted no other job overtakes, so that it gets the next seat.
             aged = oldest if admits(oldest) else None
         else:
-            aged = min(
-                ((self._key(rank, job, aged=True), job) for rank, job in heads),
-                key=_first,
-                default=(None, None),
-            )[1]
-        if aged is None or (best is not None and aged is best[1]):
-            return (best[1] if best else None), False
+            aged = self._best(heads, aged=True)
+        if aged is None or aged is best:
+            return best, False
         return aged, True
+
+    def _best(self, heads: list[tuple[Rank, Job]], aged: bool) -> Job | None:
+        if len(heads) < 2:
+            return heads[0][1] if heads else None
+        # Keys differ in the sequence number, so that jobs are not compared.
+        return min([(self._key(rank, job, aged), job) for rank, job in heads])[1]
 
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):
@@ -221,7 +224,9 @@ class WaitingQueue:
 
     def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
         level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
-        return weighted(Rank(level, rank.remaining, rank.sequence), self._rules.weights)
+        if level != rank.level:
+            rank = Rank(level, rank.remaining, rank.sequence)
+        return weighted(rank, self._rules.weights)
 
     def _level(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""
