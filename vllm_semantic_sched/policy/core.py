@@ -371,7 +371,7 @@ class SchedulingCore:
             Running jobs with a new rank (after outliving their estimate or a change of policy) and
             waiting jobs that a new policy puts at another level.
         """
-        running, waiting = self._rerank_some()
+        running, waiting = self._rerank_some() if self._outdated else ([], [])
         running = [*self.running.outlived(), *running]
         for job in running:
             observe(job)

@@ -343,9 +343,9 @@ class Engine:
         limit = math.inf if limits.prefill_tokens is None else limits.prefill_tokens
         each = limit if limits.each is None else limits.each
         budget = min(self._token_budget - len(self._decoding), limit)
-        ordered = sorted(self._prefilling, key=self.core.running.order) if self._prefilling else ()
-        for job in ordered:
-            if job not in limits.held and job not in self._held and budget > 0:
+        prefilling, held = self._prefilling, self._held
+        for job in self.running if prefilling else ():
+            if job in prefilling and job not in limits.held and job not in held and budget > 0:
                 budget -= self._schedule(job, min(budget, each))
         if not preempted:
             self._admit(budget, max(1, each))
@@ -401,8 +401,8 @@ class Engine:
             saved=self._swapped_out,
         )
         for job, tokens in self._chunks.items():
-            run = self._runs[job]
-            work.chunks.append(Chunk(job.computed, job.computed + tokens, run.loading))
+            run, start = self._runs[job], job.computed
+            work.chunks.append(Chunk(start, start + tokens, run.loading))
             run.loading = 0
         return work
 
