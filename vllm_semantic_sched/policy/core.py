@@ -386,6 +386,15 @@ class SchedulingCore:
             self.version += 1
         return [*running, *waiting]
 
+    def may_revise(self, now: float) -> bool:
+        """Whether `revise` may do anything in the step that begins now, after its `tick`."""
+        return (
+            bool(self._outdated)
+            or self.running.may_outlive
+            or self.fairness.kv_peak.may_outlive
+            or self.fairness.may_move(now)
+        )
+
     def uneventful_steps(self) -> int:
         """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
         goes or is predicted."""

@@ -124,6 +124,10 @@ class Engine:
         self._now = now
         if not self.running and not len(self.core.waiting):
             return None
+        if self._repeats():
+            self.step.repeat(self)
+            self._grow()
+            return self._cost.seconds(self._step_work())
         self._swapped_out = []
         self._chunks = {}
         self._limits = NO_LIMITS
@@ -136,6 +140,15 @@ class Engine:
         else:
             self._arrange()
         return self._cost.seconds(self._step_work())
+
+    def _repeats(self) -> bool:
+        """Whether the coming step does what the last one did, with the next tokens."""
+        if self._predictions or self._held or self._limits.held or not self.step.repeats(self):
+            return False
+        for job, tokens in self._chunks.items():
+            if job not in self._prefilling or job.tokens - job.computed < tokens:
+                return False
+        return self._decoding.growth(1) <= self.pool.free
 
     def end_step(self, now: float) -> list[Run]:
         """The step is over; the requests that are complete by it."""

@@ -95,13 +95,15 @@ class AddressableHeap(Generic[T]):
         del self._live[item]
         return item
 
+    def may_reach(self, key: Any) -> bool:
+        """Whether an item may be stored under a key up to `key`. The key of a dead entry is a
+        lower bound as well."""
+        return bool(self._entries) and bool(self._entries[0][0] <= key)
+
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
         """Remove and yield at most `most` items under keys up to `key`; the heap may change
         during the iteration."""
-        # Fast path for most steps. The key of a dead entry is a lower bound as well.
-        if not self._entries or self._entries[0][0] > key:
-            return iter(())
-        return self._pop_until(key, most)
+        return self._pop_until(key, most) if self.may_reach(key) else iter(())  # most steps: none
 
     def _pop_until(self, key: Any, most: int) -> Iterator[T]:
         for _ in range(most):

@@ -189,6 +189,10 @@ class Fairness:
             self.waiting.changed()
         return list(dict.fromkeys(moved))
 
+    def may_move(self, now: float) -> bool:
+        """Whether `step` may do anything."""
+        return self._metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
+
     # Derived state
 
     def preempting_level(self, level: int) -> float:
