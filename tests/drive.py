@@ -35,6 +35,8 @@ def hold_by(engine: Engine, choose: Choose, place: int | None = None) -> None:
     parts = list(engine.step.parts)
     parts.insert(len(parts) if place is None else place, ("holding", part))
     engine.step.parts = tuple(parts)
+    # No step repeats the last one here: what the part decides is no change to the core.
+    engine.step.repeats = lambda view: False  # type: ignore[method-assign]
 
 
 def drive(

@@ -375,7 +375,7 @@ class SchedulingCore:
             Running jobs with a new rank (after outliving their estimate or a change of policy) and
             waiting jobs that a new policy puts at another level.
         """
-        running, waiting = self._rerank_some()
+        running, waiting = self._rerank_some() if self._outdated else ([], [])
         running = [*self.running.outlived(), *running]
         for job in running:
             observe(job)
@@ -389,6 +389,15 @@ class SchedulingCore:
         if running or waiting or moved:
             self.version += 1
         return [*running, *waiting]
+
+    def may_revise(self, now: float) -> bool:
+        """Whether `revise` may do anything in the step that begins now, after its `tick`."""
+        return (
+            bool(self._outdated)
+            or self.running.may_outlive
+            or self.fairness.kv_peak.may_outlive
+            or self.fairness.may_move(now)
+        )
 
     def uneventful_steps(self) -> int:
         """Number of coming steps in which `tick` and `revise` only count, unless a job comes,

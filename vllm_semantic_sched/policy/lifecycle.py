@@ -113,13 +113,15 @@ class Lifecycle:
         job.move_to(state, now)
         if before is not JobState.RUNNING:
             self._at(job.level).discard(job)
-        if state in (JobState.WAITING, JobState.SWAPPED):
+        if state is JobState.RUNNING:
+            if job.first_token is None:
+                self.starting[job] = None
+        elif state is JobState.WAITING or state is JobState.SWAPPED:
             self._at(job.level).in_order[job] = None
-        if state is JobState.RUNNING and job.first_token is None:
-            self.starting[job] = None
-        elif state.is_end:
+        else:
             self.starting.pop(job, None)
-        self._tell(job, before, now, reason, plan)
+        if self.listeners or self.later_listeners:
+            self._tell(job, before, now, reason, plan)
 
     def first_token(self, job: Job) -> None:
         """Record the time of a job's first token."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
@@ -23,8 +23,7 @@ from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class _Charge:
+class _Charge(NamedTuple):
     """Record of an admission, to undo it."""
 
     level: int
@@ -188,6 +187,10 @@ class Fairness:
         if metered:
             self.waiting.changed()
         return list(dict.fromkeys(moved)) if moved else moved
+
+    def may_move(self, now: float) -> bool:
+        """Whether `step` may do anything."""
+        return self._metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
 
     # Derived state
 

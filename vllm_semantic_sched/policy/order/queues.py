@@ -57,8 +57,7 @@ class TenantQueue:
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The best job of heap and buffer with its rank, or None."""
-        best = self._heap.peek()
-        head = None if best is None else (self._heap.key(best), best)
+        head = self._heap.first()
         if not self._buffer:
             return head
         oldest = next(iter(self._buffer))
@@ -67,7 +66,9 @@ class TenantQueue:
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
         """The jobs by rank, lazily; the queue must not change during the iteration."""
-        ranked = ((self._heap.key(job), job) for job in self._heap.ordered())
+        ranked = self._heap.ordered_pairs()
+        if not self._buffer:
+            return ranked
         buffered = ((self._default_rank(job), job) for job in self._buffer)
         return heapq.merge(ranked, buffered, key=lambda pair: pair[0])
 
@@ -145,6 +146,11 @@ class LevelQueue:
         Args:
             cost: engine seconds that a job's admission adds to its tenant's counter.
         """
+        if len(self._queues) == 1:
+            return next(iter(self._queues.values())).ordered()
+        return self._in_turns(cost)
+
+    def _in_turns(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
         queues: dict[str, Iterator[tuple[Rank, Job]]] = {}
         turns: list[tuple[float, int, str]] = []
         tenants = self.counters.ordered()

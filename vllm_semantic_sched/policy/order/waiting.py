@@ -171,7 +171,8 @@ class WaitingQueue:
             yield first
             if len(self) == 1:
                 return
-        for _, job in heapq.merge(*map(self._keyed, self._levels.values()), key=_first):
+        levels = [self._keyed(queue) for queue in self._levels.values() if queue]
+        for _, job in heapq.merge(*levels, key=_first) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
 
@@ -189,7 +190,8 @@ class WaitingQueue:
     def _choose_anew(self) -> tuple[Job | None, bool]:
         if not self._places:
             return None, False
-        admits, may_go = self._rules.admits, self._rules.tenant_may_go
+        rules = self._rules
+        admits, may_go = rules.admits, rules.tenant_may_go
         heads: list[tuple[Rank, Job]] = []
         best: tuple[Rank, Job] | None = None
         for queue in self._levels.values():
@@ -200,7 +202,7 @@ class WaitingQueue:
             key = self._key(head[0], head[1], aged=False)
             if best is None or key < best[0]:
                 best = (key, head[1])
-        overtaking = self._rules.overtaking
+        overtaking = rules.overtaking
         if overtaking is None or not overtaking.allowed:
             return (best[1] if best else None), False
         oldest = self._oldest_overdue()
@@ -208,14 +210,16 @@ class WaitingQueue:
             # While it is not admitted no other job overtakes, so that it gets the next seat.
             aged = oldest if admits(oldest) else None
         else:
-            aged = min(
-                ((self._key(rank, job, aged=True), job) for rank, job in heads),
-                key=_first,
-                default=(None, None),
-            )[1]
+            aged = self._best(heads, aged=True)
         if aged is None or (best is not None and aged is best[1]):
             return (best[1] if best else None), False
         return aged, True
+
+    def _best(self, heads: list[tuple[Rank, Job]], aged: bool) -> Job | None:
+        if len(heads) < 2:
+            return heads[0][1] if heads else None
+        # Keys differ in the sequence number, so that jobs are not compared.
+        return min([(self._key(rank, job, aged), job) for rank, job in heads])[1]
 
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):
@@ -232,9 +236,10 @@ class WaitingQueue:
 
     def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
         level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
-        key = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
+        if level != rank.level:
+            rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
         weights = self._rules.weights
-        return key if weights.factor is None else weighted(key, weights)
+        return rank if weights.factor is None else weighted(rank, weights)
 
     def _level(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""
