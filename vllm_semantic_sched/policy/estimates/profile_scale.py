@@ -1,9 +1,9 @@
 """Corrects an engine profile by measured steps of the running engine.
 
 The time of a decode step by its number of sequences is measured: one level each for steps of 1, 2,
-4, 8 ... sequences, as a factor on the given profile. Prefills and copies have one factor each, which
-explains what the levels leave of a step. The speed, a factor on all levels and on prefills, follows
-every step, so that levels keep their ratio while only some of them are visited.
+4, 8 ... sequences, as a factor on the given profile. Prefills and copies have one factor each, for
+what the levels leave of a step. The speed, a factor on all levels and on prefills, follows every
+step, so that levels keep their ratio while only some of them are visited.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ _FIRST, _SOME = 5, 3
 # by at most 6 %, and one that is well known by 1 %.
 _LARGEST_SURPRISE = 0.3
 # Most measurements that a factor is a mean of.
-_LEVEL_MEMORY, _PREFILL_MEMORY, _LOAD_MEMORY = 200, 40, 20
-# Variance of the speed, in that of a step: a memory of about 30 steps.
-_SPEED = 0.035
+_LEVEL_MEMORY, _PREFILL_MEMORY, _LOAD_MEMORY = 1000, 40, 20
+# Variance of the speed, in that of a step: a memory of about 17 steps.
+_SPEED = 0.06
+# Measurements that a later step counts for: the time of all kinds of work drifts together, so that
+# most of a surprise is the speed's.
+_CERTAINTY = 2
 # After so many steps without a measurement, a factor is half as certain.
 _STALE = 1000
 # Part of a step that a kind of work must have for a first measurement: beside work of known and of
@@ -204,23 +207,26 @@ class ProfileScale:
         self._follow(parts, expected, seconds)
         self._apply()
 
-    def _follow(
-        self, parts: list[tuple[_Factor, float]], expected: float, seconds: float
-    ) -> None:
+    def _follow(self, parts: list[tuple[_Factor, float]], expected: float, seconds: float) -> None:
         """A Kalman filter without covariances: what is least certain moves most."""
         shares = [(factor, part / expected) for factor, part in parts]
         variances = [factor.variance(self._step) for factor, _ in shares]
         speed = 0.0
         if all(factor.known for factor, _ in shares):
             speed = _SPEED * sum(share for factor, share in shares if factor is not self._load)
-        total = 1.0 + speed + sum(
-            share * share * variance for (_, share), variance in zip(shares, variances, strict=True)
+        total = (
+            1.0
+            + speed
+            + sum(
+                share * share * variance
+                for (_, share), variance in zip(shares, variances, strict=True)
+            )
         )
         surprise = math.log(seconds / expected)
         surprise = max(-_LARGEST_SURPRISE, min(surprise, _LARGEST_SURPRISE)) / total
         self._speed = _bounded(self._speed + speed * surprise)
         for (factor, share), variance in zip(shares, variances, strict=True):
-            factor.move(share * variance * surprise, share * share)
+            factor.move(share * variance * surprise, _CERTAINTY * share * share)
 
     def _grow(self, count: int) -> None:
         """Have so many levels."""
@@ -231,23 +237,23 @@ class ProfileScale:
             self._fill()
 
     def _fill(self) -> None:
-        """Give levels without a measurement the factor of the nearest ones with."""
-        measured = [number for number, level in enumerate(self._levels) if level.measured]
+        """Guess levels without a measurement: on a straight line between those with one, and beyond
+        them with the factor of the nearest."""
+        levels, given = self._levels, self._given_steps
+        measured = [number for number, level in enumerate(levels) if level.measured]
         if not measured:
             return
-        for number, level in enumerate(self._levels):
+        for number, level in enumerate(levels):
             if level.measured:
                 continue
-            below = [other for other in measured if other < number]
-            above = [other for other in measured if other > number]
-            if below and above:
-                low, high = below[-1], above[0]
-                # Linear in the sequences, as times are.
-                weight = ((1 << number) - (1 << low)) / ((1 << high) - (1 << low))
-                first, last = (math.exp(self._levels[at].log) for at in (low, high))
-                level.log = math.log((1 - weight) * first + weight * last)
-            else:
-                level.log = self._levels[below[-1] if below else above[0]].log
+            low = max((other for other in measured if other < number), default=measured[0])
+            high = min((other for other in measured if other > number), default=measured[-1])
+            if low == high:
+                level.log = levels[low].log
+                continue
+            weight = ((1 << number) - (1 << low)) / ((1 << high) - (1 << low))
+            first, last = (given[at] * math.exp(levels[at].log) for at in (low, high))
+            level.log = math.log(((1 - weight) * first + weight * last) / given[number])
 
     def _logs(self) -> list[float]:
         """Logarithms of the factors on prefills, copies and steps of 1, 2, 4 ... sequences."""
@@ -278,8 +284,10 @@ class ProfileScale:
         """
         given, levels = self.given.batch_terms, self._levels
         best = max(range(len(levels)), key=lambda number: levels[number].count)
-        per_token = given.per_context_token * factors[best]
-        per_sequence = levels[best].context / (1 << best)
+        # Most is known of the time of context where there is most of it.
+        longest = max(range(len(levels)), key=lambda n: levels[n].measured * levels[n].context)
+        per_token = given.per_context_token * factors[longest]
+        per_sequence = levels[longest].context / (1 << longest)
         steps = []
         for number, (level, factor) in enumerate(zip(levels, factors, strict=True)):
             # A factor was found at the mean context; there the time stays the same.
