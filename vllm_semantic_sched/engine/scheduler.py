@@ -383,7 +383,7 @@ class SemanticScheduler(HookedScheduler):
         gauges["profile_scale"] = {
             "prefill": scale.prefill,
             "decode": scale.decode,
-            "sequence": scale.sequence,
+            "batch": scale.batch,
             "load": scale.load,
         }
         self.counters.raise_to("hold_steps", core.protection.steps)
