@@ -307,8 +307,8 @@ class SchedulingStep:
         """Running jobs to hold for those that are protected, if one of these gets a token in this
         step: else the step could be empty."""
         core, protection = self._core, self._core.protection
-        newcomer = core.waiting.peek()
-        if newcomer is None or self._can_start(newcomer, view):
+        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
+        if newcomer is not None and self._can_start(newcomer, view):
             return []
         prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
         certain, gaining, found = Batch(), 0.0, False
