@@ -433,14 +433,15 @@ class SchedulingCore:
         """Record which running jobs sit out the coming step.
 
         Returns:
-            Jobs with a new place among the running ones: those that are not held any more.
+            Jobs with a new place among the running ones: those that are not held any more, and
+            those that were promoted for being held.
         """
         held = self.protection.held
         if not jobs and not held:
             return []
         wanted = set(jobs)
-        released = [job for job in held if job not in wanted]
-        for job in released:
+        moved = [job for job in held if job not in wanted]
+        for job in moved:
             self._release(job, now)
             if self.fairness.waited(job):
                 self._store_running(job)
@@ -448,8 +449,11 @@ class SchedulingCore:
             if job not in held:
                 held[job] = now
                 self.running.hold(job)
+            elif self.fairness.waited(job, now - held[job]):
+                self._store_running(job)
+                moved.append(job)
         self.fairness.meter.idle = len(held)
-        return released
+        return moved
 
     def _release(self, job: Job, now: float) -> None:
         seconds = now - self.protection.held.pop(job)

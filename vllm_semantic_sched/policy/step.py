@@ -271,9 +271,9 @@ class SchedulingStep:
             self._watches_holds = core.has_protected and len(core.waiting) > 0
             if may_hold and self._watches_holds:
                 held = self._held_for_protected(view)
-        released = core.hold(held, now)
-        if released:
-            view.reposition(released)
+        moved = core.hold(held, now)
+        if moved:
+            view.reposition(moved)
         if held:
             view.hold(held)
 

@@ -171,10 +171,10 @@ class Fairness:
         if job in self.waiting:
             self._start_timers(job)
 
-    def waited(self, job: Job) -> bool:
-        """Count time that a running job was held, which is in `job.waited`; whether it was
-        promoted for it."""
-        return self.promotions.earn(job, job.waited)
+    def waited(self, job: Job, held: float = 0.0) -> bool:
+        """Count time that a running job was held: what is in `job.waited`, and the `held` seconds
+        of a hold that goes on; whether it was promoted for it."""
+        return self.promotions.earn(job, job.waited + held)
 
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
         """Begin an engine step; returns waiting jobs whose rank changed."""
