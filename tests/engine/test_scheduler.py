@@ -460,6 +460,7 @@ def test_exceptions_are_counted_and_all_requests_served(policy, monkeypatch, own
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 4), st.integers(1, 150), st.integers(1, 40)),
+        st.tuples(st.just("burst"), st.integers(4, 9), st.integers(1, 60), st.integers(2, 40)),
         st.tuples(st.just("abort"), st.integers(0, 100)),
         st.tuples(st.just("step"), st.integers(1, 6)),
         st.tuples(st.just("reset")),
@@ -501,6 +502,16 @@ def test_random_traffic_frees_everything(tmp_path_factory, events, ahead, mode, 
                 prompt_tokens=prompt,
                 output_tokens=output,
             )
+        elif kind == "burst":
+            count, prompt, output = values
+            for level in range(count):  # more than there are seats
+                add(
+                    scheduler,
+                    f"{number} {level}",
+                    urgency=level % 5,
+                    prompt_tokens=prompt,
+                    output_tokens=output,
+                )
         elif kind == "abort" and scheduler.requests:
             names = list(scheduler.requests)
             name = names[values[0] % len(names)]
