@@ -6,7 +6,7 @@ from typing import Any
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.step import EngineView
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
@@ -35,6 +35,8 @@ def hold_by(engine: Engine, choose: Choose, place: int | None = None) -> None:
     parts = list(engine.step.parts)
     parts.insert(len(parts) if place is None else place, ("holding", part))
     engine.step.parts = tuple(parts)
+    # No step repeats the last one here: what the part decides is no change to the core.
+    engine.step.repeats = lambda view: False  # type: ignore[method-assign]
 
 
 def drive(
@@ -43,15 +45,16 @@ def drive(
     before_step: Callable[[Engine, float], None] | None = None,
     until: float = float("inf"),
     choose: Choose | None = None,
+    profile: EngineProfile = PROFILE,
     **engine: Any,
 ) -> list[Run]:
     """Run requests, in order of arrival, whose clients state their levels; until all are done, or
     the clock passes `until`. For `choose` see `hold_by`."""
     now = 0.0
     core = SchedulingCore(
-        parse_policy({"predictor": {"enabled": False}} | policy), PROFILE, clock=lambda: now
+        parse_policy({"predictor": {"enabled": False}} | policy), profile, clock=lambda: now
     )
-    simulated = make_engine(core, EngineModel(**engine), PROFILE, keep_seats=True)
+    simulated = make_engine(core, EngineModel(**engine), profile, keep_seats=True)
     if choose is not None:
         hold_by(simulated, choose)
     runs: list[Run] = []

@@ -1,25 +1,39 @@
-"""Errors of derived profiles: beside Vidur's kernel timings, and beside measured CPU profiles.
+"""Errors of derived profiles: beside Vidur's kernel timings, measured CPU profiles, and a real
+engine's steps.
 
 The timings, from the data folder (SEMSCHED_DATA), cover all kernels of a Llama layer but attention
 on A100 and H100, by number of tokens and of tensor-parallel devices. Each is compared with the step
 time by the derived profile less the fixed time of a step: of a decode batch up to 256 tokens, of a
 prefill beyond. The CPU profiles are compared with profiles derived on this machine, by a benchmark
-of two seconds. Errors are derived / measured - 1.
+of half a second. Errors are derived / measured - 1.
+
+With `--engine`, a vLLM engine serves a random model of this shape on the processor. After a minute
+of more requests than seats, steps of 1, 2, 4 ... sequences are compared with the profile that the
+engine started with, with the corrected one of that moment, and with the one that is in use before
+each step. Give one shape per call.
 
 OMP_NUM_THREADS=1 .venv/bin/python scripts/studies/roofline.py
+OMP_NUM_THREADS=1 .venv/bin/python scripts/studies/roofline.py --engine 384,1024,4,6
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
+import os
+import random
 import statistics
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from common import main
 
-from vllm_semantic_sched.bench.tiny_model import SIZES
+from vllm_semantic_sched.bench.tiny_model import SIZES, TinyModelConfig, make_model
 from vllm_semantic_sched.datasets import data_root
 from vllm_semantic_sched.policy.estimates.roofline import (
     Device,
@@ -112,6 +126,156 @@ def tiny_shape(size: str) -> ModelShape:
     return ModelShape.from_config(size, shape, dtype="float32")
 
 
+class Steps(NamedTuple):
+    """Decode steps with their measured seconds, and the profiles that are compared with them.
+
+    Attributes:
+        derived, both_ends, corrected: profile at the start, after five steps of one sequence and
+            five of all seats, and after the traffic.
+        live: seconds of each step by the profile in use.
+    """
+
+    measured: Sequence[tuple[Batch, float]]
+    live: Sequence[float]
+    derived: EngineProfile
+    both_ends: EngineProfile
+    corrected: EngineProfile
+
+
+def step_errors(steps: Steps) -> Iterator[tuple[int, float, list[float]]]:
+    """Sequences, median measured seconds, and median absolute errors: of the derived and the
+    corrected profile, and of the one in use."""
+    for size in sorted({batch.sequences for batch, _ in steps.measured}):
+        found = [
+            (steps.derived.step(batch), steps.corrected.step(batch), live, seconds)
+            for (batch, seconds), live in zip(steps.measured, steps.live, strict=True)
+            if batch.sequences == size
+        ]
+        *believed, measured = zip(*found, strict=True)
+        errors = [
+            statistics.median(abs(a / b - 1) for a, b in zip(one, measured, strict=True))
+            for one in believed
+        ]
+        yield size, statistics.median(measured), errors
+
+
+def growth(steps: Steps, profile: EngineProfile | None = None) -> float:
+    """Median step with the most sequences by that with one: measured, or by a profile."""
+    sizes = [batch.sequences for batch, _ in steps.measured]
+    ends = (
+        statistics.median(
+            profile.step(batch) if profile else seconds
+            for batch, seconds in steps.measured
+            if batch.sequences == size
+        )
+        for size in (max(sizes), min(sizes))
+    )
+    most, one = ends
+    return most / one
+
+
+def measure_engine(config: TinyModelConfig, seats: int, seconds: float, folder: Path) -> Steps:
+    """Serve more requests than seats for so long, then measure steps of each size."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm import LLM, SamplingParams
+
+    make_model(folder / "model", config)
+    policy = folder / "policy.yaml"
+    policy.write_text("predictor: {enabled: false}\n")
+    engine: Any = LLM(
+        str(folder / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=seats,
+        max_model_len=1024,
+        gpu_memory_utilization=0.7,
+        kv_cache_memory_bytes=2**28,
+        num_gpu_blocks_override=544,
+        block_size=32,
+        scheduler_cls="vllm_semantic_sched.SemanticScheduler",
+        additional_config={"semantic_sched": {"policy": str(policy)}},
+    ).llm_engine
+    estimates = engine.engine_core.engine_core.scheduler.core.estimates
+    found: list[tuple[Batch, float, float]] = []
+    learn, rng = estimates.observe_step, random.Random(0)
+    seen = Counter[int]()
+    derived, both_ends = estimates.profile, None
+
+    def observe(batch: Batch, took: float) -> None:
+        nonlocal both_ends
+        believed = estimates.profile.step(batch)
+        learn(batch, took)
+        if not batch.prefills:
+            found.append((batch, took, believed))
+            seen[batch.sequences] += 1
+            if both_ends is None and min(seen[1], seen[seats]) >= 5:
+                both_ends = estimates.profile
+
+    estimates.observe_step = observe
+    numbers = itertools.count()
+
+    def add(prompt: int, output: int) -> None:
+        tokens = [rng.randrange(3, _VOCABULARY) for _ in range(prompt)]
+        params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
+        engine.add_request(str(next(numbers)), {"prompt_token_ids": tokens}, params)
+
+    add(20, 20)  # what a client sends to see whether the server works
+    while engine.has_unfinished_requests():
+        engine.step()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        while engine.get_num_unfinished_requests() < seats + 4:
+            add(rng.randint(16, 300), rng.randint(30, 200))
+        engine.step()
+    corrected = estimates.profile
+    while engine.has_unfinished_requests():
+        engine.step()
+    found.clear()
+    for _ in range(3):  # in turn, because the machine's speed drifts
+        for size in [2**power for power in range(seats.bit_length())]:
+            for _ in range(min(size, seats)):
+                add(rng.randint(100, 250), 25)
+            while engine.has_unfinished_requests():
+                engine.step()
+    assert both_ends is not None
+    sizes = {min(2**power, seats) for power in range(seats.bit_length())}
+    kept = [one for one in found if one[0].sequences in sizes]
+    measured, live = [one[:2] for one in kept], [one[2] for one in kept]
+    return Steps(measured, live, derived, both_ends, corrected)
+
+
+def _print_engine(args: argparse.Namespace) -> int:
+    hidden, inner, layers, heads = (int(number) for number in args.engine.split(","))
+    config = TinyModelConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=min(2, heads),
+    )
+    with TemporaryDirectory() as folder:
+        steps = measure_engine(config, args.seats, args.seconds, Path(folder))
+    print("\n| sequences | measured ms | error at the start | after the traffic | in use |")
+    print("|---|---|---|---|---|")
+    for size, seconds, errors in step_errors(steps):
+        print(f"| {size} | {seconds * 1e3:.2f} |", " | ".join(f"{e:.1%}" for e in errors), "|")
+    measured = growth(steps)
+    print(f"\nstep({args.seats}) / step(1): measured {measured:.2f}", end="")
+    for name, profile in (
+        ("at the start", steps.derived),
+        ("after five steps of both", steps.both_ends),
+        ("after the traffic", steps.corrected),
+    ):
+        ratio = growth(steps, profile)
+        print(f", {name} {ratio:.2f} ({ratio / measured - 1:+.0%})", end="")
+    print()
+    return 0
+
+
 def _print_timings(path: Path, device: Device) -> None:
     with path.open(encoding="utf-8", newline="") as file:
         found = errors(csv.DictReader(file), device)
@@ -134,6 +298,8 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.engine is not None:
+        return _print_engine(args)
     from vllm_semantic_sched.engine.device_benchmark import measure_device
 
     root = args.data or data_root()
@@ -156,6 +322,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
+    parser.add_argument("--engine", help="hidden size, inner size, layers, heads: 384,1024,4,6")
+    parser.add_argument("--seats", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of traffic")
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class ScriptedPredictor:
         self.pending = self.cached = self.restarts = 0
         self.up = True
 
-    def start(self) -> LengthBuckets:
+    def start(self, known: LengthBuckets | None = None) -> LengthBuckets:
         return BUCKETS
 
     def submit(self, request_id: str, text: str, level: int) -> bool:

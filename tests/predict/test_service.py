@@ -10,6 +10,7 @@ import time
 import pytest
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict.process import PredictorProcess
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
@@ -60,7 +61,9 @@ def start(monkeypatch):
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch)
 
-    def build(worker: str = WORKER, first_backoff: float = 0.05, **settings) -> PredictionService:
+    def build(
+        worker: str = WORKER, first_backoff: float = 0.05, known=None, **settings
+    ) -> PredictionService:
         service = PredictionService(
             Predictor(**settings),
             logging.getLogger("test"),
@@ -68,7 +71,7 @@ def start(monkeypatch):
             first_backoff=first_backoff,
         )
         services.append(service)
-        service.buckets = service.start()
+        service.buckets = service.start(known)
         return service
 
     yield build
@@ -340,6 +343,30 @@ def test_passes_are_limited_in_seconds_when_immediate(start) -> None:
 def test_start_reports_a_model_that_cannot_be_loaded(start, worker, message) -> None:
     with pytest.raises(PredictorError, match=message):
         start(worker)
+
+
+def test_start_with_known_buckets_does_not_wait_for_the_model(tmp_path, start) -> None:
+    flag, known = tmp_path / "loaded", LengthBuckets((10,), (5.0, 50.0))
+    loading = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\n"
+    service = start(loading + WORKER, known=known)
+    assert service.buckets is known and not service.up
+    assert service.submit("a", "help")
+    assert service.drain() == []
+    flag.touch()
+    assert wait_for(service, 1)["a"].urgency == (1.0, 0.0)
+    assert service.up and service.restarts == 0
+
+
+def test_model_that_fails_to_load_beside_the_engine_is_started_again(tmp_path, start) -> None:
+    flag = tmp_path / "failed"
+    failing = (
+        f"import os, sys\nif not os.path.exists({str(flag)!r}):\n"
+        f"    open({str(flag)!r}, 'w')\n    sys.exit(9)\n"
+    )
+    service = start(failing + WORKER, known=LengthBuckets((10,), (5.0, 50.0)))
+    service.submit("a", "help")
+    assert wait_for(service, 1)["a"].urgency == (1.0, 0.0)
+    assert service.restarts == 1
 
 
 STRANGE = {

@@ -49,7 +49,7 @@ def random_policy(rng: random.Random, levels: int, seats: int) -> dict[str, Any]
             "min_level_gap": rng.randint(1, 2),
             "max_per_request": rng.choice([0, 1, 3]),
         },
-        "stage": {"mode": rng.choice(["cap", "gate", "off"])},
+        "stage": {"mode": rng.choice(["gate", "off"])},
         "tenants": {"fair": rng.random() < 0.5},
         "fair_share": {"enabled": rng.random() < 0.3, "max_levels": rng.choice([1.0, 3.0])},
         "deadlines": {"enabled": rng.random() < 0.3, "levels": rng.choice([0.5, 2.0])},
@@ -72,7 +72,8 @@ def longest_admission_gap(runs: list[Run]) -> float:
     longest = 0.0
     for before, after in zip([0.0, *starts], starts, strict=False):
         since = [r.request.arrival for r in runs if r.request.arrival <= after <= r.started]
-        longest = max(longest, after - max(before, min(since)))
+        # Only preempted requests may have been waiting.
+        longest = max(longest, after - max(before, min(since, default=after)))
     return longest
 
 

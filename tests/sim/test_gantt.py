@@ -46,7 +46,9 @@ def test_one_request_with_too_many_bars_is_cut() -> None:
 
 def test_simulator_says_when_requests_were_held() -> None:
     """Its holds lie within their seats and last as long as the seats say."""
-    (scenario,) = parse_scenarios(SMALL | {"engine": SMALL["engine"] | {"seats": 8}})
+    (scenario,) = parse_scenarios(
+        SMALL | {"engine": SMALL["engine"] | {"profile": "cpu-2core-small"}}
+    )
     outcome = run_task(tasks_of([scenario])[0])
     seats = [span for span in outcome.spans if span.end_kind != HELD]
     holds = [span for span in outcome.spans if span.end_kind == HELD]

@@ -135,6 +135,8 @@ class Figures:
         window: seconds over which increases are counted; None: since the server started.
         tiers: most urgent first.
         preemptions: in the window, by kind.
+        hold_cost: share of the last minute of engine time that holds cost, the largest of the
+            engines; None where nobody is held.
         kv_use, host_pool_use: share in use, 0 to 1, mean over engines; None if not reported.
         predictor_up: None where the policy wants no predictor.
         predictor_queue: prompts that wait for the predictor.
@@ -144,6 +146,7 @@ class Figures:
     window: float | None
     tiers: tuple[TierFigures, ...]
     preemptions: Mapping[str, int]
+    hold_cost: float | None
     kv_use: float | None
     host_pool_use: float | None
     predictor_up: bool | None
@@ -179,6 +182,7 @@ class Figures:
                 for tier in self.tiers
             ],
             "preemptions": dict(self.preemptions),
+            "hold_cost": self.hold_cost,
             "kv_use": self.kv_use,
             "host_pool_use": self.host_pool_use,
             "predictor_up": self.predictor_up,
@@ -232,6 +236,7 @@ def compute(now: Reading, before: Reading | None) -> Figures:
             kind: int(count)
             for (kind,), count in sorted(increase("preemptions_total", "kind").items())
         },
+        hold_cost=max(page.values("hold_cost"), default=None),
         kv_use=_mean(page.values(_KV_USE)),
         host_pool_use=_mean(page.values("host_pool_usage")),
         predictor_up=all(up) if up else None,
@@ -254,6 +259,7 @@ def combine(each: Sequence[Figures]) -> Figures:
         window=max(windows) if windows and len(windows) == len(each) else None,
         tiers=_in_order(map(_add_up, groups.values())),
         preemptions=dict(preemptions),
+        hold_cost=max((o.hold_cost for o in each if o.hold_cost is not None), default=None),
         kv_use=_mean(one.kv_use for one in each if one.kv_use is not None),
         host_pool_use=_mean(one.host_pool_use for one in each if one.host_pool_use is not None),
         predictor_up=all(up) if up else None,

@@ -120,6 +120,9 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
         kinds = ", ".join(f"{kind} {count}" for kind, count in total.preemptions.items() if count)
         lines += [gap, _tier_table(total, window)] if total.tiers else []
         lines += [gap, Text(f"preemptions, {window}: {kinds or 'none'}")]
+        if total.hold_cost is not None:
+            share = f"{100 * total.hold_cost:.1f} %"
+            lines.append(Text(f"holds, last minute of work: {share} of the engine's time"))
     if messages is not None:
         lines += [gap, *(Text(f"{url}: {message}") for url, message in messages.items())]
         lines += [Text(_keys(states), "dim")]

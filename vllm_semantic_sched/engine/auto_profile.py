@@ -1,6 +1,6 @@
 """The profile `auto`: derived at the start of the engine from its model and device.
 
-A device that is not in devices.yaml is measured with torch: about two seconds, before the engine
+A device that is not in devices.yaml is measured with torch: about half a second, before the engine
 serves. Whatever goes wrong is logged, and a profile is found in any case.
 """
 

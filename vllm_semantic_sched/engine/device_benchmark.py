@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.estimates.roofline import Device, ModelShape
 if TYPE_CHECKING:
     import torch
 
-_SECONDS = 0.4  # for each of the four parts of the benchmark
+_SECONDS = 0.1  # for each of the four parts of the benchmark
 _TOKENS = 512  # of the matrix product
 _LARGEST = 2**28  # bytes of the weights that are read
 _COPIED = 2**26  # bytes

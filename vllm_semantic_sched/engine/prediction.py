@@ -16,6 +16,7 @@ from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
+from vllm_semantic_sched.predict.stored import stored_buckets
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
@@ -51,7 +52,8 @@ class PredictionFeed:
         tokenizer: the served model's; None if the engine has none.
 
     Raises:
-        PredictorError: the configured model cannot be loaded.
+        PredictorError: the configured model cannot be loaded. A stored network that turns out to
+            be damaged while it loads is logged instead.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class PredictionFeed:
             )
             return
         self.service = PredictionService(policy.predictor, logger=logger, group=group)
-        core.estimates.buckets = buckets = self.service.start()
+        # A model whose files look complete loads beside the start of the engine.
+        known = stored_buckets(policy.predictor.model)
+        core.estimates.buckets = buckets = self.service.start(known)
         if policy.predictor.instant.enabled:
             self.instant = self._load_instant(policy.predictor.model, buckets)
 

@@ -383,11 +383,13 @@ class SemanticScheduler(HookedScheduler):
         gauges["profile_scale"] = {
             "prefill": scale.prefill,
             "decode": scale.decode,
-            "sequence": scale.sequence,
+            "batch": scale.batch,
             "load": scale.load,
         }
         self.counters.raise_to("hold_steps", core.protection.steps)
         self.counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
+        if core.protection.enabled:
+            gauges["hold_cost"] = core.protection.budget.share
         if core.estimates.length_ratio is not None:
             gauges["length_ratio"] = core.estimates.length_ratio
         return gauges

@@ -209,7 +209,7 @@ class SchedulingCore:
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
             queue.buffer(job)
         elif seconds is not None:
-            queue.push(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
+            queue.add(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
             return
@@ -375,7 +375,7 @@ class SchedulingCore:
             Running jobs with a new rank (after outliving their estimate or a change of policy) and
             waiting jobs that a new policy puts at another level.
         """
-        running, waiting = self._rerank_some()
+        running, waiting = self._rerank_some() if self._outdated else ([], [])
         running = [*self.running.outlived(), *running]
         for job in running:
             observe(job)
@@ -389,6 +389,15 @@ class SchedulingCore:
         if running or waiting or moved:
             self.version += 1
         return [*running, *waiting]
+
+    def may_revise(self, now: float) -> bool:
+        """Whether `revise` may do anything in the step that begins now, after its `tick`."""
+        return (
+            bool(self._outdated)
+            or self.running.may_outlive
+            or self.fairness.kv_peak.may_outlive
+            or self.fairness.may_move(now)
+        )
 
     def uneventful_steps(self) -> int:
         """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
@@ -406,9 +415,12 @@ class SchedulingCore:
     def has_protected(self) -> bool:
         """Whether a job that others may be held for runs or waits. O(levels)."""
         level = self.policy.protect.level
-        return level is not None and any(
-            self.holdings.level(at).seats or self.lifecycle.waiting(at) for at in range(level + 1)
-        )
+        if level is None:
+            return False
+        for at in range(level + 1):
+            if self.holdings.level(at).seats or self.lifecycle.waiting(at):
+                return True
+        return False
 
     def worth_of_all(self) -> float:
         """Worth of a second of all requests, running and waiting. O(levels)."""

@@ -43,6 +43,36 @@ class Listener(Protocol):
         """Called when a running job was held for this long and gets tokens again, or ends."""
 
 
+class _Waiting:
+    """Jobs of one level that wait for a seat.
+
+    Attributes:
+        in_order: those that entered at this level, oldest first: most jobs, at the price of a dict.
+        moved: those that came from another level.
+    """
+
+    __slots__ = ("in_order", "moved")
+
+    def __init__(self) -> None:
+        self.in_order: dict[Job, None] = {}
+        self.moved: AddressableHeap[Job] = AddressableHeap()
+
+    def __len__(self) -> int:
+        return len(self.in_order) + len(self.moved)
+
+    @property
+    def oldest(self) -> Job | None:
+        """The job that has waited longest; None without any."""
+        first, moved = next(iter(self.in_order), None), self.moved.peek()
+        if first is None or moved is None:
+            return first or moved
+        return min(first, moved, key=lambda job: job.entered)
+
+    def discard(self, job: Job) -> bool:
+        """Remove a job; False if it was not there."""
+        return self.in_order.pop(job, self) is not self or self.moved.discard(job)
+
+
 class Lifecycle:
     """Moves jobs through their states. O(log n) per move.
 
@@ -59,15 +89,15 @@ class Lifecycle:
         self.later_listeners: list[Listener] = []
         self.starting: dict[Job, None] = {}
         self.clock = clock
-        self._waiting: dict[int, AddressableHeap[Job]] = {}
+        self._waiting: dict[int, _Waiting] = {}
 
     def arrive(self, job: Job) -> None:
         """Record that a new job waits."""
         job.entered = job.arrival
-        heap = self._waiting.get(job.level)
-        if heap is None:
-            heap = self._heap(job.level)
-        heap.push(job, (job.arrival, job.sequence))
+        waiting = self._waiting.get(job.level)
+        if waiting is None:
+            waiting = self._at(job.level)
+        waiting.in_order[job] = None
         if self.listeners:
             transition = Transition(job, None, job.state, job.arrival)
             for listener in self.listeners:
@@ -82,14 +112,16 @@ class Lifecycle:
         before, now = job.state, self.clock()
         job.move_to(state, now)
         if before is not JobState.RUNNING:
-            self._heap(job.level).discard(job)
-        if state in (JobState.WAITING, JobState.SWAPPED):
-            self._push(job)
-        if state is JobState.RUNNING and job.first_token is None:
-            self.starting[job] = None
-        elif state.is_end:
+            self._at(job.level).discard(job)
+        if state is JobState.RUNNING:
+            if job.first_token is None:
+                self.starting[job] = None
+        elif state is JobState.WAITING or state is JobState.SWAPPED:
+            self._at(job.level).in_order[job] = None
+        else:
             self.starting.pop(job, None)
-        self._tell(job, before, now, reason, plan)
+        if self.listeners or self.later_listeners:
+            self._tell(job, before, now, reason, plan)
 
     def first_token(self, job: Job) -> None:
         """Record the time of a job's first token."""
@@ -106,27 +138,25 @@ class Lifecycle:
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a waiting job from level `before` to `job.level`."""
-        if self._heap(before).discard(job):
-            self._push(job)
+        if self._at(before).discard(job):
+            self._at(job.level).moved.push(job, (job.entered, job.sequence))
 
     def waiting(self, level: int) -> int:
         """Number of jobs of a level that wait for a seat, swapped ones included."""
-        return len(self._waiting[level]) if level in self._waiting else 0
+        waiting = self._waiting.get(level)
+        return 0 if waiting is None else len(waiting)
 
     def longest_wait(self, level: int) -> float:
         """Longest time in seconds that a waiting job of a level has been without a seat; 0 if
         none waits."""
-        oldest = self._waiting[level].peek() if level in self._waiting else None
+        oldest = self._waiting[level].oldest if level in self._waiting else None
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
-    def _heap(self, level: int) -> AddressableHeap[Job]:
-        heap = self._waiting.get(level)
-        if heap is None:
-            heap = self._waiting[level] = AddressableHeap()
-        return heap
-
-    def _push(self, job: Job) -> None:
-        self._heap(job.level).push(job, (job.entered, job.sequence))
+    def _at(self, level: int) -> _Waiting:
+        waiting = self._waiting.get(level)
+        if waiting is None:
+            waiting = self._waiting[level] = _Waiting()
+        return waiting
 
     def _tell(self, job: Job, before: JobState, now: float, reason: str, plan: str) -> None:
         transition = Transition(job, before, job.state, now, reason, plan)

@@ -139,6 +139,8 @@ class SchedulingStep:
         self._overload = overload
         self._on_error = on_error
         self._quiet_version = -1  # of the core, when a step found nothing to decide
+        self._begun_version = -1  # of the core, when the last step began
+        self._settled_version = -1  # of the core, when `repeats` found it settled
         self._watches_holds = False
         self.protected_prefill = False
         self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
@@ -154,6 +156,7 @@ class SchedulingStep:
 
     def run(self, view: EngineView) -> None:
         """Take every decision before a step; the engine then runs it."""
+        self._begun_version = self._core.version
         for doing, part in self.parts:
             try:
                 part(view)
@@ -186,6 +189,32 @@ class SchedulingStep:
         """Whether the last step had nothing to decide about seats, holds and prefills, and no job
         has come, gone or moved since, so that the next one has not either."""
         return self._core.version == self._quiet_version and not self._watches_holds
+
+    def repeats(self, view: EngineView) -> bool:
+        """Whether the coming step has to decide what the last one decided: no job has come, gone
+        or moved since that began, no timer has expired, and none wants room. Then free blocks can
+        only get fewer and estimates of remaining time smaller: nobody starts, nobody preempts. The
+        engine may call `repeat` in place of `run` if the same prefills go on and none ended."""
+        core = self._core
+        version = core.version
+        if version != self._begun_version or self._overload is not None:
+            return False
+        if core.may_revise(view.now()):
+            return False
+        if version != self._settled_version:
+            # A step without prefills could find that the engine has become quiet.
+            starts = view.free_seats() > 0 and core.waiting.peek() is not None
+            same = self.is_quiet or starts or view.prefilling()
+            if not same or self._watches_holds or core.eviction.wants_room:
+                return False
+            self._settled_version = version
+        return True
+
+    def repeat(self, view: EngineView) -> None:
+        """Begin a step that decides what the last one did."""
+        self._core.tick()
+        if self._core.protection.enabled:
+            self._core.protection.begin_step(view.now(), busy=True)
 
     # Parts
 
@@ -278,8 +307,8 @@ class SchedulingStep:
         """Running jobs to hold for those that are protected, if one of these gets a token in this
         step: else the step could be empty."""
         core, protection = self._core, self._core.protection
-        newcomer = core.waiting.peek()
-        if newcomer is None or self._can_start(newcomer, view):
+        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
+        if newcomer is not None and self._can_start(newcomer, view):
             return []
         prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
         certain, gaining, found = Batch(), 0.0, False

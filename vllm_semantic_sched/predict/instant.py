@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.readable import unreadable
+from vllm_semantic_sched.predict.stored import buckets_of
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
 
 INSTANT_FILE = "instant.npz"
@@ -155,13 +156,13 @@ class InstantReader:
         if table is None:
             return None
         settings = json.loads((folder / "config.json").read_text("utf-8"))
-        means = settings["length_bucket_means"]
+        buckets = buckets_of(settings)
+        means = buckets.means
         if len(table.bias) != table.levels + len(means):
             raise ValueError(
                 f"{folder / INSTANT_FILE}: {len(table.bias)} outputs for {table.levels} levels and "
                 f"{len(means)} length buckets"
             )
-        buckets = LengthBuckets(tuple(settings["length_bucket_edges"]), tuple(means))
         return cls(FeatureReader.load(folder), table, buckets)
 
     @classmethod

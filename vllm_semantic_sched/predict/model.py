@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
 from vllm_semantic_sched.predict.network import has_bfloat16
 from vllm_semantic_sched.predict.readable import unreadable
+from vllm_semantic_sched.predict.stored import buckets_of
 from vllm_semantic_sched.predict.text import WindowTokenizer, opening_of
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
@@ -87,14 +88,11 @@ class TextPredictor:
         # Int8 products are no faster on full batches and move texts to other levels.
         if has_bfloat16():
             network.distilbert.to(torch.bfloat16)
-        buckets = LengthBuckets(
-            tuple(settings["length_bucket_edges"]), tuple(settings["length_bucket_means"])
-        )
         return cls(
             network,
             WindowTokenizer(tokenizer, int(settings.get("window", DEFAULT_WINDOW))),
             network.config.num_labels,
-            buckets,
+            buckets_of(settings),
             float(settings.get("temperature", 1.0)),
             float(settings.get("length_temperature", 1.0)),
             unreadable,

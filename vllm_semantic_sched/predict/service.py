@@ -67,6 +67,8 @@ class PredictionService:
         self.cached = 0
         self.restarts = 0
         self._process: PredictorProcess | None = None
+        self._starting: PredictorProcess | None = None
+        self._loaded = False  # the process has said that it is ready
         self._changed = threading.Condition()
         # These four are guarded by _changed.
         self._queue: AddressableHeap[str] = AddressableHeap()
@@ -80,8 +82,12 @@ class PredictionService:
 
     # For the scheduler; only `start`, `close` and `join` wait.
 
-    def start(self) -> LengthBuckets | None:
+    def start(self, known: LengthBuckets | None = None) -> LengthBuckets | None:
         """Start the process and wait until its model is loaded.
+
+        Args:
+            known: the model's length buckets, if its files tell them. Then nothing waits: prompts
+                stay in the queue until the model is loaded, and a failure is logged and retried.
 
         Returns:
             The model's length buckets, None if it predicts no lengths.
@@ -89,9 +95,14 @@ class PredictionService:
         Raises:
             PredictorError: the model cannot be loaded; says why.
         """
-        buckets = self._launch()
-        self._thread.start()
-        return buckets
+        process = self._spawn()
+        if known is None:
+            known = self._wait_for(process)
+            self._thread.start()
+        else:
+            self._starting = process
+            self._thread.start()
+        return known
 
     def submit(self, request_id: str, text: str, level: float = 0) -> bool:
         """Queue a prompt, or answer it from memory; False if the queue is full.
@@ -138,9 +149,9 @@ class PredictionService:
 
     @property
     def up(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process runs and has loaded its model."""
         process = self._process  # the service's thread may replace it meanwhile
-        return process is not None and process.up
+        return process is not None and self._loaded and process.up
 
     @property
     def process_id(self) -> int | None:
@@ -174,6 +185,14 @@ class PredictionService:
 
     def _run(self) -> None:
         backoff = self._first_backoff
+        if self._starting is not None:
+            try:
+                self._wait_for(self._starting)
+            except Exception as error:
+                if self._closing:
+                    return
+                self._logger.warning("The urgency predictor does not start: %s", error)
+                backoff = self._relaunch(backoff)
         while batch := self._next_batch():
             try:
                 predictions = self._predict(list(batch.values()))
@@ -259,17 +278,23 @@ class PredictionService:
 
     # The process
 
-    def _launch(self) -> LengthBuckets | None:
+    def _spawn(self) -> PredictorProcess:
+        self._loaded = False
         process = PredictorProcess(self._command)
         with self._changed:
             self._process = process
             closing = self._closing
         if closing:  # close() may have run before this process existed
             self._stop_process()
+        return process
+
+    def _wait_for(self, process: PredictorProcess) -> LengthBuckets | None:
+        """Wait until a new process has loaded its model; returns its length buckets."""
         first = process.read(_START_TIMEOUT)
         if "failed" in first:
             raise PredictorError(f"predictor.model: {first['failed']}")
         buckets = first["ready"]["length_buckets"]
+        self._loaded = True
         if buckets is None:
             return None
         return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"]))
@@ -281,7 +306,7 @@ class PredictionService:
             self.restarts += 1
             try:
                 self._stop_process()
-                self._launch()
+                self._wait_for(self._spawn())
             except Exception as error:
                 if not self._closing:
                     self._logger.warning("The urgency predictor does not start: %s", error)

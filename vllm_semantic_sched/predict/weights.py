@@ -14,15 +14,12 @@ from torch import Tensor
 from transformers import DistilBertConfig
 
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.stored import WEIGHTS_FILES, weights_file
 
 Precision = Literal["int8", "fp16"]
 """The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move
 by less than half a step of int8."""
 
-_WEIGHTS_FILES: dict[Precision, str] = {
-    "int8": "model.int8.safetensors",
-    "fp16": "model.fp16.safetensors",
-}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SCALE = ".row_scale"
 
@@ -53,7 +50,7 @@ def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def is_stored_network(folder: Path) -> bool:
     """Whether `folder` holds a network in this form."""
-    return _weights_file(folder) is not None
+    return weights_file(folder) is not None
 
 
 def save_network(
@@ -72,10 +69,10 @@ def save_network(
             name: (value.half() if value.dim() == 2 else value).contiguous()
             for name, value in state.items()
         }
-    save_file(stored, folder / _WEIGHTS_FILES[precision])
+    save_file(stored, folder / WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
-    for other in _WEIGHTS_FILES.keys() - {precision}:
-        (folder / _WEIGHTS_FILES[other]).unlink(missing_ok=True)
+    for other in WEIGHTS_FILES.keys() - {precision}:
+        (folder / WEIGHTS_FILES[other]).unlink(missing_ok=True)
     config = network.config.to_diff_dict()
     config["architectures"] = [type(network).__name__]
     text = json.dumps(config, indent=2, sort_keys=True)
@@ -89,14 +86,9 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     """The network stored in `folder`, in fp32 and evaluation mode."""
     config = DistilBertConfig.from_json_file(folder / "config.json")
     network = UrgencyLengthClassifier(config)
-    path = _weights_file(folder)
+    path = weights_file(folder)
     if path is None:
-        raise FileNotFoundError(f"no weights in {folder}: {' or '.join(_WEIGHTS_FILES.values())}")
+        raise FileNotFoundError(f"no weights in {folder}: {' or '.join(WEIGHTS_FILES.values())}")
     network.load_state_dict(dequantised(load_file(path)))
     network.eval()
     return network
-
-
-def _weights_file(folder: Path) -> Path | None:
-    paths = (folder / name for name in _WEIGHTS_FILES.values())
-    return next((path for path in paths if path.is_file()), None)

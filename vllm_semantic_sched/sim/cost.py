@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A step computes the tokens `start` to `end` of a sequence after loading the KV of `loaded`
     tokens from the host."""
 
@@ -91,12 +90,13 @@ class SumOfTokens:
 
     def seconds(self, work: StepWork) -> float:
         batch = Batch(decodes=work.decodes, context=work.context)
-        for chunk in work.chunks:
-            if chunk.is_decode:
-                batch.add_decode(chunk.end)
+        for start, end, loaded in work.chunks:
+            if start > 0 and end - start == 1:  # as in `Chunk.is_decode`
+                batch.add_decode(end)
             else:
-                batch.add_prefill(chunk.start, chunk.end)
-            batch.add_load(chunk.loaded)
+                batch.add_prefill(start, end)
+            if loaded:
+                batch.add_load(loaded)
         for tokens in work.saved:
             batch.add_save(tokens)
         return self._profile.step(batch)

@@ -124,6 +124,10 @@ class Engine:
         self._now = now
         if not self.running and not len(self.core.waiting):
             return None
+        if self._repeats():
+            self.step.repeat(self)
+            self._grow()
+            return self._cost.seconds(self._step_work())
         self._swapped_out = []
         self._chunks = {}
         self._limits = NO_LIMITS
@@ -136,6 +140,15 @@ class Engine:
         else:
             self._arrange()
         return self._cost.seconds(self._step_work())
+
+    def _repeats(self) -> bool:
+        """Whether the coming step does what the last one did, with the next tokens."""
+        if self._predictions or self._held or self._limits.held or not self.step.repeats(self):
+            return False
+        for job, tokens in self._chunks.items():
+            if job not in self._prefilling or job.tokens - job.computed < tokens:
+                return False
+        return self._decoding.growth(1) <= self.pool.free
 
     def end_step(self, now: float) -> list[Run]:
         """The step is over; the requests that are complete by it."""
@@ -341,9 +354,9 @@ class Engine:
         preempted = self._grow()
         limits = self._limits
         budget = 0.0 if limits.gated else self._token_budget - len(self._decoding)
-        ordered = sorted(self._prefilling, key=self.core.running.order) if self._prefilling else ()
-        for job in ordered:
-            if job not in limits.held and job not in self._held and budget > 0:
+        prefilling, held = self._prefilling, self._held
+        for job in self.running if prefilling else ():
+            if job in prefilling and job not in limits.held and job not in held and budget > 0:
                 budget -= self._schedule(job, budget)
         if not preempted:
             self._admit(budget)
@@ -399,8 +412,8 @@ class Engine:
             saved=self._swapped_out,
         )
         for job, tokens in self._chunks.items():
-            run = self._runs[job]
-            work.chunks.append(Chunk(job.computed, job.computed + tokens, run.loading))
+            run, start = self._runs[job], job.computed
+            work.chunks.append(Chunk(start, start + tokens, run.loading))
             run.loading = 0
         return work
 

@@ -40,7 +40,7 @@ def test_documented_policies_are_shipped() -> None:
         ({"levels": 2, "default_level": 1, "stage": {"protected_level": 2}}, ["protected_level"]),
         ({"hints": 3}, ["hints", "3"]),
         ({"preemption": {"enabled": 1}}, ["preemption.enabled", "boolean"]),
-        ({"stage": {"mode": True}}, ["stage.mode", "'cap', 'gate' or 'off'"]),
+        ({"stage": {"mode": True}}, ["stage.mode", "'gate' or 'off'"]),
         ({"levels": 1, "default_level": 0, "tiers": [{"nme": "a"}]}, ["tiers.0.nme", "'name'"]),
         ({"tiers": [{"name": "a", "slo": {"tft": 1}}]}, ["tiers.0.slo.tft", "'ttft'"]),
         ({"tiers": [{"name": "a"}]}, ["1 entries", "levels: 5"]),

@@ -1,5 +1,6 @@
 """Online correction: it finds the engine's speed despite outliers."""
 
+import itertools
 import math
 import random
 
@@ -12,7 +13,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.facts.profile import Batch, load_profile
+from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, EngineProfile, load_profile
 
 PROFILE = load_profile("a100-qwen1.5-7b")
 
@@ -68,19 +69,100 @@ def test_scale_stops_at_its_bound() -> None:
     for _ in range(1000):
         scale.observe_step(Batch(decodes=1, context=10), 1e9)
     assert scale.decode == pytest.approx(100, rel=0.06)
-    assert scale.prefill == scale.load == 1.0
+    assert scale.load == 1.0
 
 
-def test_cost_of_a_sequence_is_found_where_batches_differ() -> None:
-    given = load_profile("cpu-2core-tiny")
-    truth, scale = given.scaled(2.0, 3.0, 1.0, 0.5), ProfileScale(given)
-    rng = random.Random(0)
-    for _ in range(5000):
-        batch = Batch(decodes=rng.choice([1, 4, 16]))
-        batch.context = 150 * batch.decodes
-        scale.observe_step(batch, truth.step(batch) * rng.gauss(1, 0.05))
-    assert scale.decode == pytest.approx(3.0, rel=0.15)
-    assert scale.sequence == pytest.approx(0.5, rel=0.3)
+TINY = load_profile("cpu-2core-tiny")
+SEATS = 16
+
+
+def engine(ratio: float, step: float, prefill: float) -> EngineProfile:
+    """An engine whose step takes `step` seconds with one sequence, and `ratio` times as long with
+    all seats."""
+    slope = step * (ratio - 1) / (SEATS - 1)
+    terms = BatchTerms(step=step - slope, per_sequence=slope, per_context_token=step * 1e-4)
+    return TINY.model_copy(update={"batch": terms, "alpha2": prefill})
+
+
+def ratio_of(profile: EngineProfile) -> float:
+    one, all_seats = (Batch(decodes=n, context=200 * n) for n in (1, SEATS))
+    return profile.step(all_seats) / profile.step(one)
+
+
+def saturated(rng: random.Random, count: int) -> list[Batch]:
+    """A warm-up of single requests, then always full but for a drained queue now and then."""
+    found = [Batch(decodes=1, context=20 + at) for at in range(12)]
+    while len(found) < count:
+        few = len(found) % 700 < 12
+        batch = Batch(decodes=rng.choice([1, 2, 3, 6]) if few else SEATS)
+        batch.context = batch.decodes * rng.randint(100, 300)
+        if rng.random() < 0.15:
+            batch.decodes = max(0, batch.decodes - 1)
+            batch.add_prefill(0, rng.randint(16, 128))
+        found.append(batch)
+    return found
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from([1.2, 1.45, 2.4, 6.0]),
+    st.floats(1.0, 6.0),
+    st.floats(1e-3, 0.03),
+    st.floats(1e-5, 1e-3),
+    st.integers(0, 999),
+)
+def test_measured_steps_are_believed_on_a_full_drifting_engine(
+    ratio, believed, step, prefill, seed
+) -> None:
+    rng = random.Random(seed)
+    truth, scale = engine(ratio, step, prefill), ProfileScale(engine(believed, 5e-3, 1e-4))
+    wanted = ratio_of(truth)
+    errors: dict[int, list[float]] = {}
+    seen = {1: 0, SEATS: 0}
+    worst = 0.0
+    for number, batch in enumerate(saturated(rng, 2000)):
+        speed = 2.0 ** math.sin(number / 300)  # half to twice as fast
+        expected = speed * truth.step(batch)
+        if batch.sequences in seen and not batch.prefills:
+            seen[batch.sequences] += 1
+        if number > 500:
+            error = abs(scale.profile.step(batch) / expected - 1)
+            errors.setdefault(batch.sequences, []).append(error)
+        outlier = 20 if rng.random() < 0.02 else 1
+        scale.observe_step(batch, expected * outlier * rng.lognormvariate(0, 0.08))
+        if min(seen.values()) >= 10:
+            worst = max(worst, abs(ratio_of(scale.profile) / wanted - 1))
+    assert worst < 0.2
+    assert abs(ratio_of(scale.profile) / wanted - 1) < 0.15
+    for sequences, found in errors.items():
+        if len(found) > 20:
+            assert sorted(found)[len(found) // 2] < 0.1, sequences
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 300), st.floats(1e-4, 10)), max_size=60)
+)
+def test_steps_grow_with_the_batch_and_no_faster_than_it(observed) -> None:
+    scale = ProfileScale(TINY)
+    for decodes, context, seconds in observed * 4:
+        scale.observe_step(Batch(decodes=decodes, context=context * decodes), seconds)
+    steps = scale.profile.batch_terms.steps
+    for few, many in itertools.pairwise(steps):
+        assert 0 < few <= many <= 2 * few * (1 + 1e-9)
+    terms = scale.profile.batch_terms
+    times = [terms.sequences(count) for count in range(1, 200)]
+    assert times == sorted(times)
+
+
+def test_sizes_without_a_measurement_lie_between_those_with() -> None:
+    truth, scale = engine(2.4, 0.01, 1e-4), ProfileScale(engine(1.0, 0.01, 1e-4))
+    for _ in range(20):
+        for count in (1, SEATS):
+            scale.observe_step(Batch(decodes=count), truth.step(Batch(decodes=count)))
+    for count in range(1, SEATS + 1):
+        assert scale.profile.step(Batch(decodes=count)) == pytest.approx(
+            truth.step(Batch(decodes=count)), rel=0.01
+        )
 
 
 def test_one_interrupted_step_hardly_changes_the_scale() -> None:

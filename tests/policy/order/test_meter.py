@@ -44,7 +44,7 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
         assert least - 1e-9 <= charged[job] <= most
 
 
-def test_running_jobs_share_the_fixed_time_of_a_step() -> None:
+def test_running_jobs_share_the_time_of_a_step() -> None:
     charged = {}
     meter = Meter(lambda: PROFILE, charged.__setitem__, lambda job, tokens: None)
     first, second = make_job(computed=100), make_job(computed=100)
@@ -53,7 +53,8 @@ def test_running_jobs_share_the_fixed_time_of_a_step() -> None:
     first.generated = second.generated = 10
     meter.stop(first)
     meter.stop(second)
-    assert charged[second] - charged[first] == pytest.approx(10 * PROFILE.gamma2 / 2)
+    alone, shared = (PROFILE.batch_terms.sequences(count) / count for count in (1, 2))
+    assert charged[second] - charged[first] == pytest.approx(10 * (alone - shared))
 
 
 def test_interrupted_prefill_is_charged_in_part() -> None:
@@ -82,6 +83,8 @@ def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     meter.start(job)
     job.generated = 10
     meter.stop(job)
-    price = profile.gamma1 * job.tokens + profile.gamma2
-    assert sum(charged) == pytest.approx(10 * price)
-    assert price == pytest.approx(2 * (PROFILE.gamma1 * job.tokens + PROFILE.gamma2))
+    before, after = (
+        each.gamma1 * job.tokens + each.batch_terms.sequences(1) for each in (PROFILE, profile)
+    )
+    assert sum(charged) == pytest.approx(10 * after)
+    assert after == pytest.approx(2 * before)

@@ -1,4 +1,4 @@
-"""Who is held beside protected jobs, and for how long at most."""
+"""Who is held beside protected jobs, and what it may cost."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config.order import Protect
-from vllm_semantic_sched.policy.facts.profile import BatchTerms, EngineProfile
-from vllm_semantic_sched.policy.order.protection import Protection
+from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, EngineProfile
+from vllm_semantic_sched.policy.order.protection import WINDOW, Budget, Protection
 
 PROFILE = EngineProfile(
     hardware="",
@@ -18,9 +18,12 @@ PROFILE = EngineProfile(
     beta_load=1e-6,
     beta_save=1e-6,
     gamma1=0.0,
-    gamma2=0.009,
-    batch=BatchTerms(step=0.009, per_sequence=0.001),
+    gamma2=0.010,
+    batch=BatchTerms(step=0.010, per_sequence=0.001),
 )
+"""A step takes 10 ms, and 1 ms more for each sequence."""
+
+WORTH = (72.0, 6.0, 1.0, 1.0, 1.0)
 
 
 def decoding(name: str, level: int):
@@ -29,45 +32,46 @@ def decoding(name: str, level: int):
     return job
 
 
-def held(slowdown: float, urgent: int, others: int, prefilling=(), newcomer=None):
-    protection = Protection(Protect(level=0, slowdown=slowdown))
-    running = [decoding(f"o{n}", 3) for n in range(others)]
-    protected = [decoding(f"u{n}", 0) for n in range(urgent)]
-    jobs, tokens = protection.share_step(
-        protected, [*running, *prefilling], prefilling, newcomer, PROFILE, 5
-    )
-    return [job.request_id for job in jobs], tokens
+def choose(protection: Protection, urgent: int, levels, waiting: float = 0.0):
+    """The hold beside `urgent` level-0 decodes, with others of these levels."""
+    others = [decoding(f"o{n}", level) for n, level in enumerate(levels)]
+    losing = urgent * WORTH[0] + sum(WORTH[level] for level in levels) + waiting
+    certain = Batch(decodes=urgent, context=10 * urgent)
+    return protection.choose(certain, others, WORTH, urgent * WORTH[0], losing, PROFILE)
 
 
-@pytest.mark.parametrize(("slowdown", "beside"), [(1.0, 0), (1.3, 2), (1.42, 3), (9.0, 6)])
-def test_as_many_run_beside_as_the_step_allows(slowdown, beside) -> None:
-    """A step takes 10 ms with the protected job alone, and 1 ms more for each other; a quarter of
-    what is allowed beyond that is kept for prefills."""
-    jobs, _ = held(slowdown, urgent=1, others=6)
-    assert jobs == [f"o{n}" for n in range(beside, 6)]
+def test_everybody_is_held_where_nobody_loses_much() -> None:
+    """One of 16 requests gains 15 ms, and all lose 10 ms less what its token costs in a full step:
+    11 - 26 / 16 = 9.4 ms."""
+    hold = choose(Protection(Protect(level=0)), urgent=1, levels=[4] * 15)
+    assert hold is not None and hold.beside == 0
+    assert hold.loss == pytest.approx(0.011 - 0.026 / 16)
 
 
-def test_protected_jobs_share_one_allowance() -> None:
-    assert len(held(1.3, urgent=1, others=6)[0]) == 4
-    assert len(held(1.36, urgent=3, others=6)[0]) == 3  # 0.75 x 0.36 x 12 ms
+def test_nobody_is_held_under_a_queue_that_loses_more() -> None:
+    protection = Protection(Protect(level=0))
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is not None
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=60) is None
+    assert choose(protection, urgent=4, levels=[4] * 15, waiting=60) is not None
 
 
-def test_prefills_get_what_is_left_or_wait_until_it_suffices() -> None:
-    prompt = make_job(3, request_id="prompt", prompt_tokens=100)
-    assert held(1.55, urgent=1, others=0, prefilling=[prompt]) == ([], 5)
-    assert held(1.45, urgent=1, others=0, prefilling=[prompt]) == (["prompt"], 0)
-    protection = Protection(Protect(level=0, slowdown=1.2))
-    steps = [
-        protection.share_step([decoding("u", 0)], [prompt], [prompt], None, PROFILE, 5)
-        for _ in range(6)
-    ]
-    assert [tokens for _, tokens in steps] == [0, 0, 5, 0, 0, 5]  # 2 ms more each step
+def test_more_urgent_others_run_beside() -> None:
+    hold = choose(Protection(Protect(level=0)), urgent=1, levels=[1] * 7 + [4] * 8, waiting=30)
+    assert hold is not None and hold.beside == 7
 
 
-def test_nobody_is_admitted_beside_a_prefill_that_is_protected() -> None:
-    newcomer = make_job(0, request_id="urgent", prompt_tokens=100)
-    jobs, tokens = held(9.0, urgent=0, others=2, newcomer=newcomer)
-    assert jobs == [] and tokens == 0
+def test_the_less_of_the_budget_is_left_the_more_a_step_must_be_worth() -> None:
+    protection = Protection(Protect(level=0))
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is not None
+    protection.budget.spend(0.9 * protection.budget.total)
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is None
+    assert choose(protection, urgent=9, levels=[4] * 90) is None
+
+
+def test_a_step_that_costs_more_than_is_left_is_not_held() -> None:
+    protection = Protection(Protect(level=0))
+    protection.budget.spend(protection.budget.total - 0.001)
+    assert choose(protection, urgent=50, levels=[4] * 50) is None
 
 
 def test_only_the_own_level_protects_and_age_keeps_from_being_held() -> None:
@@ -76,44 +80,57 @@ def test_only_the_own_level_protects_and_age_keeps_from_being_held() -> None:
     aged.aged = 2.0
     assert not protection.protects(aged) and not protection.yields(aged)
     assert protection.protects(make_job(1, request_id="urgent"))
-    protection.closed = True
-    assert protection.admits(aged) and not protection.admits(make_job(2, request_id="other"))
 
 
-@pytest.mark.parametrize("knobs", [Protect(), Protect(level=0, share=0.0)])
-def test_off_without_a_level_or_a_share(knobs) -> None:
+@pytest.mark.parametrize("knobs", [Protect(), Protect(level=0, price=0.0)])
+def test_off_without_a_level_or_a_price(knobs) -> None:
     assert not Protection(knobs).enabled
 
 
 def test_a_step_without_tokens_is_followed_by_one_without_holds() -> None:
     protection = Protection(Protect(level=0))
-    assert protection.begin_step(0.0)
+    assert protection.begin_step(0.0, busy=False)
     protection.held[make_job(3, request_id="held")] = 0.0
     protection.achieved_nothing()
-    assert not protection.begin_step(0.001)
-    assert protection.begin_step(0.002)
+    assert not protection.begin_step(0.001, busy=True)
+    assert protection.begin_step(0.002, busy=True)
+
+
+def test_idle_time_earns_nothing() -> None:
+    protection = Protection(Protect(level=0))
+    protection.begin_step(0.0, busy=False)
+    protection.budget.spend(protection.budget.total)
+    assert not protection.begin_step(10 * WINDOW, busy=False)
+    assert protection.begin_step(11.1 * WINDOW, busy=True)
+
+
+def test_another_price_counts_what_was_spent_before() -> None:
+    protection = Protection(Protect(level=0, price=0.1))
+    protection.budget.spend(0.04 * WINDOW)
+    protection.adopt(Protect(level=0, price=0.05))
+    assert protection.budget.left == pytest.approx(0.01 * WINDOW)
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(0.001, 0.3), st.booleans()), min_size=1, max_size=100),
-    st.floats(0.05, 3.0),
-    st.floats(0.05, 0.95),
+    st.lists(st.tuples(st.floats(0.001, 9.0), st.floats(0.0, 2.0)), min_size=1, max_size=150),
+    st.floats(0.01, 0.5),
 )
-def test_held_time_in_any_window_is_bounded(steps, longest, share) -> None:
-    protection = Protection(Protect(level=0, longest_hold=longest, share=share))
-    job = make_job(3, request_id="held")
-    now, times, spent = 0.0, [0.0], [0.0]  # when steps begin, seconds held until then
-    for seconds, urgent in steps:
-        may = protection.begin_step(now)
-        protection.held.clear()
-        if urgent and may:
-            protection.held[job] = now
-        now += seconds
-        times.append(now)
-        spent.append(spent[-1] + (seconds if urgent and may else 0.0))
-    slack = max(seconds for seconds, _ in steps)
+def test_the_loss_in_any_window_stays_within_the_price(steps, price) -> None:
+    """Steps of some seconds, each of which wants to lose some."""
+    budget = Budget(price)
+    times, losses = [], []
+    for seconds, wanted in steps:
+        loss = wanted if wanted <= budget.left else 0.0
+        if loss:
+            budget.spend(loss)
+        times.append(budget.worked)
+        losses.append(loss)
+        budget.work(seconds)
     for first in range(len(times)):
-        for last in range(first + 1, len(times)):
-            bound = longest + share * (times[last] - times[first]) + slack
-            assert spent[last] - spent[first] <= bound + 1e-9
+        within = sum(
+            loss
+            for time, loss in zip(times[first:], losses[first:], strict=True)
+            if time < times[first] + WINDOW
+        )
+        assert within <= price * WINDOW + 1e-6

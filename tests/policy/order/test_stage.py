@@ -1,18 +1,15 @@
-"""The stage gate (paper, Alg. 2)."""
+"""The gate for prefills (paper, Alg. 2), and who makes way for a newcomer."""
 
 import pytest
+from jobs import make_job
 
 from vllm_semantic_sched.policy.config.order import Stage
-from vllm_semantic_sched.policy.facts.profile import load_profile
-from vllm_semantic_sched.policy.order.stage import prefill_token_limit
-
-PROFILE = load_profile("a100-qwen1.5-4b")
+from vllm_semantic_sched.policy.order.stage import gates_prefills, prefills_that_yield
 
 
 @pytest.mark.parametrize(
-    ("decoding", "prefill", "mode", "limited"),
+    ("decoding", "prefill", "mode", "gated"),
     [
-        (0, 3, "cap", True),
         (0, 3, "gate", True),
         (0, 3, "off", False),
         (0, 0, "gate", False),  # an equally urgent prefill is p* itself
@@ -22,17 +19,13 @@ PROFILE = load_profile("a100-qwen1.5-4b")
         (0, None, "gate", False),
     ],
 )
-def test_steps_are_limited_beside_a_protected_decode_only(decoding, prefill, mode, limited) -> None:
-    limit = prefill_token_limit(decoding, prefill, Stage(mode=mode), PROFILE)
-    assert (limit is not None) == limited
-    if mode == "gate" and limited:
-        assert limit == 0
+def test_prefills_wait_beside_a_protected_decode_only(decoding, prefill, mode, gated) -> None:
+    assert gates_prefills(decoding, prefill, Stage(mode=mode)) == gated
 
 
-def test_cap_keeps_the_step_within_max_slowdown() -> None:
-    stage = Stage(max_slowdown=2.0, min_prefill_tokens=1)
-    limit = prefill_token_limit(0, 4, stage, PROFILE)
-    assert limit is not None
-    assert PROFILE.prefill(0, limit) <= 2.01 * PROFILE.gamma2 < PROFILE.prefill(0, limit + 2) * 1.01
-    floor = prefill_token_limit(0, 4, Stage(max_slowdown=0.01, min_prefill_tokens=32), PROFILE)
-    assert floor == 32
+def test_less_urgent_prefills_yield_if_the_newcomer_does_not_fit() -> None:
+    newcomer = make_job(0, request_id="urgent", prompt_tokens=100)
+    equal = make_job(0, request_id="equal", prompt_tokens=50)
+    other = make_job(3, request_id="other", prompt_tokens=50)
+    assert prefills_that_yield(newcomer, [equal, other], 199) == [other]
+    assert prefills_that_yield(newcomer, [equal, other], 200) == []

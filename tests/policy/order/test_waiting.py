@@ -119,3 +119,22 @@ def test_weighted_order_is_total_and_keeps_the_order_within_a_level(jobs) -> Non
         assert same == sorted(same, key=lambda job: (seconds[job], job.sequence))
     first = [job.level for job in taken if job.level <= 1]
     assert first == sorted(first) == [job.level for job in taken[: len(first)]]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "pop"]), st.integers(0, 4), st.floats(0, 10)),
+        max_size=60,
+    )
+)
+def test_choice_kept_when_a_job_is_added_is_the_one_made_anew(steps) -> None:
+    queue = WaitingQueue(default_rank)
+    for kind, level, remaining in steps:
+        if kind == "add":
+            job = make_job(level)
+            queue.add(job, Rank(level, remaining, job.sequence))
+        elif len(queue):
+            queue.pop()
+        kept = queue.peek()
+        queue.changed()
+        assert queue.peek() is kept

@@ -205,9 +205,13 @@ GAUGES = {
         "A number that depends on every value of the policy in force; equal where it is the same."
     ),
     "profile_scale": Metric(
-        "Time observed by that of the engine profile, for prefill, decode (the fixed time of "
-        "a step), sequence (what each sequence adds) and load.",
+        "Time observed by that of the engine profile, for prefill, decode (a step of one "
+        "sequence), batch (a step of the largest batch so far) and load.",
         ("kind",),
+    ),
+    "hold_cost": Metric(
+        "Share of the last minute of engine time that holds cost; at most `protect.price`. Absent "
+        "where the policy holds nobody."
     ),
     "length_ratio": Metric(
         "Observed by expected output tokens over about the last hundred answers."

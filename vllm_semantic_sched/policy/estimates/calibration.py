@@ -84,7 +84,9 @@ class LengthCalibration:
         if end is AnswerEnd.ABORTED or tokens < 1:
             return
         means = self.buckets.means
-        expected = sum(p * mean for p, mean in zip(probabilities, means, strict=True))
+        if len(probabilities) != len(means):
+            raise ValueError(f"{len(probabilities)} probabilities for {len(means)} buckets")
+        expected: float = sum(map(operator.mul, probabilities, means))
         if not (math.isfinite(expected) and expected > 0):
             return
         self._observed = _REMEMBERED * self._observed + tokens
@@ -99,11 +101,12 @@ class LengthCalibration:
         self._longest = max(self._longest, tokens)
         old = self.buckets.means
         count = len(old)
-        direction = [(p + 1 / count) * mean for p, mean in zip(probabilities, old, strict=True)]
-        effect = sum(p * part for p, part in zip(probabilities, direction, strict=True))
+        more, longest = 1 / count, self._longest
+        direction = [(p + more) * mean for p, mean in zip(probabilities, old, strict=True)]
+        effect: float = sum(map(operator.mul, probabilities, direction))
         scale = step * error / (effect + _STEADINESS * sum(old) / count)
         moved = [mean + scale * part for mean, part in zip(old, direction, strict=True)]
-        means = [min(max(mean, _SHORTEST), self._longest) for mean in nearest_non_decreasing(moved)]
+        means = [min(max(mean, _SHORTEST), longest) for mean in nearest_non_decreasing(moved)]
         self.buckets = LengthBuckets(self._edges_between(means), tuple(means))
 
     def _edges_between(self, means: list[float]) -> tuple[int, ...]:

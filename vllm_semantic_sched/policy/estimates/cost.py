@@ -12,15 +12,12 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
     Args:
         expected_output: total output tokens, above `job.generated`.
     """
+    tokens = job.tokens
     in_place = job.computed + job.swapped
     # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
-    pending = job.tokens - in_place
-    prefill = profile.prefill(in_place, job.tokens) if pending > 1 else 0.0
-    return (
-        profile.load(job.swapped)
-        + prefill
-        + profile.decode(job.tokens, expected_output - job.generated)
-    )
+    prefill = profile.prefill(in_place, tokens) if tokens - in_place > 1 else 0.0
+    decode = profile.decode(tokens, expected_output - job.generated)
+    return profile.load(job.swapped) + prefill + decode if job.swapped else prefill + decode
 
 
 def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:

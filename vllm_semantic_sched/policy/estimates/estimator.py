@@ -55,16 +55,16 @@ class Estimator:
 
     def output_tokens(self, job: Job) -> float:
         """Expected total output tokens, above those generated so far."""
-        length = self._policy.length
-        buckets = self.buckets
+        length, generated = self._policy.length, job.generated
         # At least one more token will come.
-        limit = max(job.max_output_tokens, job.generated + 1)
+        limit = max(job.max_output_tokens, generated + 1)
         shortest = min(job.stated.shortest, limit)
-        if job.prediction is None or job.prediction.length is None or buckets is None:
-            expected = expected_without_prediction(length.default_tokens, job.generated)
+        predicted = job.prediction.length if job.prediction is not None else None
+        if predicted is None or (buckets := self.buckets) is None:
+            expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
         return expected_output_tokens(
-            job.prediction.length, buckets, job.generated, length.estimate, limit, shortest
+            predicted, buckets, generated, length.estimate, limit, shortest
         )
 
     def tokens_within(self, job: Job, share: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import operator
 import sys
 from collections.abc import Sequence
 
@@ -50,14 +49,17 @@ def expected_output_tokens(
         return float(limit)
     reached = generated if generated >= shortest else 0
     alive = bisect.bisect_right(buckets.edges, reached)
-    total = sum(probabilities[alive:])
+    expected = total = 0.0
+    for index in range(alive, len(probabilities)):
+        if probability := probabilities[index]:
+            length: float = buckets.means[index]
+            if length <= reached:
+                length = _length_within(index, buckets, reached)
+            length = limit if length > limit else shortest if length < shortest else length
+            total += probability
+            expected += probability * length
     if total <= 0:  # it has outlived all predicted lengths
         return min(_length_within(alive, buckets, reached), float(limit))
-    lengths = [
-        min(max(_length_within(index, buckets, reached), shortest), limit)
-        for index in range(alive, len(probabilities))
-    ]
-    expected: float = sum(map(operator.mul, probabilities[alive:], lengths))
     return expected / total
 
 

@@ -57,14 +57,17 @@ def choose_victims(
         candidates = _cheapest_first(candidates, preemption_seconds)
     chosen: list[tuple[Job, int]] = []
     blocks = 0
+    seats, missing_blocks, max_per_request = need.seats, need.blocks, limits.max_per_request
+    far = level + limits.min_level_gap
     for job in candidates:
-        if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
+        if (len(chosen) >= seats and blocks >= missing_blocks) or len(chosen) == max_victims:
             break
-        near = job.effective_level < level + limits.min_level_gap
-        above = job.effective_level < level or (job.effective_level == level and not among_equals)
+        its_level = job.effective_level
+        near = its_level < far
+        above = its_level < level or (its_level == level and not among_equals)
         if above or (near and gives_way is None):
             break  # all others are at least as urgent
-        protected = near or job.preemptions >= limits.max_per_request
+        protected = near or job.preemptions >= max_per_request
         if protected and (gives_way is None or not gives_way(job)):
             continue
         freed = freeable_blocks(job)
@@ -72,7 +75,7 @@ def choose_victims(
             continue
         chosen.append((job, freed))
         blocks += freed
-    if len(chosen) < need.seats or blocks < need.blocks:
+    if len(chosen) < seats or blocks < missing_blocks:
         return []
     return _without_spare(chosen, blocks, need)
 
@@ -136,7 +139,13 @@ class VictimEligibility:
     def wants_room(self) -> bool:
         """Whether any waiting job may preempt a running one. O(levels)."""
         waiting = self._fairness.waiting
-        if self._some_may_take_seats or any(map(self._level_may_preempt, waiting.levels)):
+        if self._some_may_take_seats:
+            return True
+        worst = self._running.least_urgent()
+        if worst is None:
+            return False
+        level = worst.effective_level
+        if any(self._may_preempt(above, level) for above in waiting.levels):
             return True
         head = waiting.peek() if self._policy.preemption.shorter is not None else None
         return head is not None and self._is_much_shorter(head)
@@ -264,14 +273,21 @@ class VictimEligibility:
 
     def _level_may_preempt(self, level: int) -> bool:
         worst = self._running.least_urgent()
-        limits = self._policy.preemption
-        if not limits.enabled or not self._policy.uses_urgency or worst is None:
+        return worst is not None and self._may_preempt(level, worst.effective_level)
+
+    def _may_preempt(self, level: int, worst: float) -> bool:
+        """Whether jobs of `level` may preempt one of the effective level `worst`."""
+        policy = self._policy
+        limits = policy.preemption
+        if not limits.enabled or not policy.uses_urgency:
             return False
-        gap = worst.effective_level - self._fairness.preempting_level(level)
-        if gap > 0 and self._fairness.reservation.lent(level):
+        gap = worst - self._fairness.preempting_level(level)
+        if gap <= 0:
+            return False
+        if self._fairness.reservation.lent(level):
             return True
         # Weighted levels are one level: a seat that a short request got is not taken back at once.
-        return gap >= limits.min_level_gap and not self._policy.weighted_levels.weighs(level)
+        return gap >= limits.min_level_gap and not policy.weighted_levels.weighs(level)
 
     def _is_much_shorter(self, job: Job) -> bool:
         worst = self._running.least_urgent()

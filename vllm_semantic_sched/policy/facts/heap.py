@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T", bound=Hashable)
-_heappush = heapq.heappush  # each new request is pushed several times
+_heappush, _heappop = heapq.heappush, heapq.heappop  # called several times per request
 _heaps: WeakSet[AddressableHeap[Any]] = WeakSet()
 
 
@@ -48,21 +48,27 @@ class AddressableHeap(Generic[T]):
         """The key of `item`. KeyError if it is not stored."""
         return self._live[item][0]
 
-    def push(self, item: T, key: Any) -> None:
-        """Store `item` under `key`, or change its key."""
-        live = self._live
+    def push(self, item: T, key: Any) -> bool:
+        """Store `item` under `key`, or change its key. False only if `peek` returns the same item
+        under the same key as before."""
+        live, entries = self._live, self._entries
         entry = (key, self._tick(), item)
         moved = item in live
         live[item] = entry
-        _heappush(self._entries, entry)
+        _heappush(entries, entry)
         if moved:
-            self._compact_if_sparse()
+            if len(entries) > 2 * len(live) + self._SLACK:
+                self._compact()
+            return True
+        return entries[0] is entry or live.get(entries[0][2]) is not entries[0]
 
     def discard(self, item: T) -> bool:
         """Remove `item`; False if it was not stored."""
-        if self._live.pop(item, None) is None:
+        live = self._live
+        if live.pop(item, None) is None:
             return False
-        self._compact_if_sparse()
+        if len(self._entries) > 2 * len(live) + self._SLACK:
+            self._compact()
         return True
 
     def peek(self) -> T | None:
@@ -74,6 +80,18 @@ class AddressableHeap(Generic[T]):
             self._drop_dead_top()
         return entries[0][2] if entries else None
 
+    def first(self) -> tuple[Any, T] | None:
+        """The smallest key and its item; None if empty."""
+        entries = self._entries
+        if not entries:
+            return None
+        if self._live.get(entries[0][2]) is not entries[0]:
+            self._drop_dead_top()
+            if not entries:
+                return None
+        key, _, item = entries[0]
+        return key, item
+
     def pop(self) -> T:
         """Remove and return the item under the smallest key. IndexError if empty."""
         self._drop_dead_top()
@@ -81,13 +99,15 @@ class AddressableHeap(Generic[T]):
         del self._live[item]
         return item
 
+    def may_reach(self, key: Any) -> bool:
+        """Whether an item may be stored under a key up to `key`. The key of a dead entry is a
+        lower bound as well."""
+        return bool(self._entries) and bool(self._entries[0][0] <= key)
+
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
         """Remove and yield at most `most` items under keys up to `key`; the heap may change
         during the iteration."""
-        # Fast path for most steps. The key of a dead entry is a lower bound as well.
-        if not self._entries or self._entries[0][0] > key:
-            return iter(())
-        return self._pop_until(key, most)
+        return self._pop_until(key, most) if self.may_reach(key) else iter(())  # most steps: none
 
     def _pop_until(self, key: Any, most: int) -> Iterator[T]:
         for _ in range(most):
@@ -99,22 +119,27 @@ class AddressableHeap(Generic[T]):
     def ordered(self) -> Iterator[T]:
         """Yield the items by rising key: the first k cost O(k log k). The heap must not change
         during the iteration."""
-        entries = self._entries
+        return (item for _, item in self.ordered_pairs())
+
+    def ordered_pairs(self) -> Iterator[tuple[Any, T]]:
+        """Like `ordered`, with the keys."""
+        entries, live = self._entries, self._live
         frontier = [(entries[0], 0)] if entries else []
         while frontier:
-            entry, index = heapq.heappop(frontier)
-            if self._live.get(entry[2]) is entry:
-                yield entry[2]
-            for child in (2 * index + 1, 2 * index + 2):
-                if child < len(entries):
-                    heapq.heappush(frontier, (entries[child], child))
+            entry, index = _heappop(frontier)
+            key, _, item = entry
+            if live.get(item) is entry:
+                yield key, item
+            child = 2 * index + 1
+            for below in entries[child : child + 2]:
+                _heappush(frontier, (below, child))
+                child += 1
 
     def _drop_dead_top(self) -> None:
         entries = self._entries
         while entries and self._live.get(entries[0][2]) is not entries[0]:
             heapq.heappop(entries)
 
-    def _compact_if_sparse(self) -> None:
-        if len(self._entries) > 2 * len(self._live) + self._SLACK:
-            self._entries = list(self._live.values())
-            heapq.heapify(self._entries)
+    def _compact(self) -> None:
+        self._entries = list(self._live.values())
+        heapq.heapify(self._entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 
@@ -38,5 +39,5 @@ class LengthBuckets:
                 f"{len(self.edges)} inner edges make {len(self.edges) + 1} buckets, "
                 f"but {len(self.means)} mean lengths are given"
             )
-        if any(low >= high for low, high in zip(self.edges, self.edges[1:], strict=False)):
+        if any(map(operator.ge, self.edges, self.edges[1:])):
             raise ValueError(f"bucket edges must increase: {self.edges}")

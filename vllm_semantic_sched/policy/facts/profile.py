@@ -28,6 +28,23 @@ class BatchTerms(Section):
     per_context_token: float = Field(
         0.0, ge=0, description="Seconds per context token of all decoding sequences."
     )
+    steps: tuple[float, ...] = Field(
+        (),
+        description="Seconds of a step of 1, 2, 4, 8 ... sequences without their context; used in "
+        "place of `step` and `per_sequence`.",
+    )
+
+    def sequences(self, count: int) -> float:
+        """Seconds of a step of so many sequences, without context and prefilled tokens: linear
+        between the entries of `steps`, and beyond the last one."""
+        steps = self.steps
+        if not steps or not count:
+            return self.step + self.per_sequence * count
+        if len(steps) == 1:
+            return steps[0] + self.per_sequence * (count - 1)
+        lower = min(count.bit_length(), len(steps) - 1) - 1
+        start = 1 << lower
+        return steps[lower] + (count - start) * (steps[lower + 1] - steps[lower]) / start
 
 
 @dataclass(slots=True)
@@ -171,12 +188,8 @@ class EngineProfile(Section):
 
     def step_decode(self, batch: Batch) -> float:
         """The part of `step` for the step itself, its sequences and their context."""
-        return self.batch_terms.step + self.step_sequences(batch)
-
-    def step_sequences(self, batch: Batch) -> float:
-        """The part of `step_decode` that grows with the sequences and their context."""
         terms = self.batch_terms
-        return terms.per_sequence * batch.sequences + terms.per_context_token * batch.context
+        return terms.sequences(batch.sequences) + terms.per_context_token * batch.context
 
     def step_transfer(self, batch: Batch) -> float:
         """The part of `step` for copies between device and host."""
@@ -193,8 +206,7 @@ class EngineProfile(Section):
         if token_budget is None:
             token_budget = self.environment.token_budget if self.environment else tokens
         steps = -(-tokens // token_budget)
-        terms = self.batch_terms
-        each = terms.step + terms.per_sequence + terms.per_prefill
+        each = self.batch_terms.sequences(1) + self.batch_terms.per_prefill
         return steps * each + self.prefill(0, tokens)
 
     def prefill_tokens_within(self, seconds: float) -> int:
@@ -202,18 +214,18 @@ class EngineProfile(Section):
         return int(seconds / self.alpha2)
 
     def scaled(
-        self, prefill: float, decode: float, load: float, sequence: float | None = None
+        self, prefill: float, decode: float, load: float, batch: BatchTerms | None = None
     ) -> EngineProfile:
-        """A copy with the times of each kind of work multiplied; `sequence`: the part of a step
-        that grows with its sequences, by default like `decode`."""
-        if sequence is None:
-            sequence = decode
-        batch = self.batch and BatchTerms(
-            step=self.batch.step * decode,
-            per_sequence=self.batch.per_sequence * sequence,
-            per_prefill=self.batch.per_prefill * prefill,
-            per_context_token=self.batch.per_context_token * sequence,
-        )
+        """A copy with the times of each kind of work multiplied; `batch`: the terms of a step, in
+        place of multiplied ones."""
+        if batch is None and self.batch is not None:
+            batch = BatchTerms(
+                step=self.batch.step * decode,
+                per_sequence=self.batch.per_sequence * decode,
+                per_prefill=self.batch.per_prefill * prefill,
+                per_context_token=self.batch.per_context_token * decode,
+                steps=tuple(seconds * decode for seconds in self.batch.steps),
+            )
         return self.model_copy(
             update={
                 "alpha1": self.alpha1 * prefill,

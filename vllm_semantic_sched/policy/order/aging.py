@@ -55,6 +55,10 @@ class Promotions:
         """Stop a job's timer; it keeps its promotions."""
         self._timers.discard(job)
 
+    def may_be_due(self, now: float) -> bool:
+        """Whether a timer may have expired."""
+        return self._timers.may_reach(now)
+
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose timers have expired, and return them."""
         promoted: list[Job] = []

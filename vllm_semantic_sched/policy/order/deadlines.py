@@ -46,6 +46,10 @@ class DeadlineWatch:
         self._takes_seats.pop(job, None)
         self.may_take_seats.discard(job)
 
+    def may_be_due(self, now: float) -> bool:
+        """Whether a timer may have expired."""
+        return self._timers.may_reach(now)
+
     def due(self, now: float) -> list[Job]:
         """Raise the jobs whose timers have expired, lower those past their deadline, and return
         both."""

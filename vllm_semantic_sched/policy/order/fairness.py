@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
@@ -23,8 +23,7 @@ from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class _Charge:
+class _Charge(NamedTuple):
     """Record of an admission, to undo it."""
 
     level: int
@@ -122,6 +121,8 @@ class Fairness:
             self.promotions.wait(job)
         if self._policy.deadlines.enabled:
             self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
+        if self._policy.kv_peak.enabled:
+            self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
@@ -185,7 +186,11 @@ class Fairness:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
-        return list(dict.fromkeys(moved))
+        return list(dict.fromkeys(moved)) if moved else moved
+
+    def may_move(self, now: float) -> bool:
+        """Whether `step` may do anything."""
+        return self._metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
 
     # Derived state
 
@@ -247,6 +252,6 @@ class Fairness:
         return self.fair_share.offsets[level]
 
     def _admits(self, job: Job) -> bool:
-        return self.tenant_caps.admits(job) and self.reservation.admits(
-            job.level, job.tokens + AHEAD
+        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
+            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
         )

@@ -105,6 +105,11 @@ class KvPeak:
         job = self._ends.peek()
         return max(0, int(self._ends.key(job)) - self._step) if job is not None else 1 << 62
 
+    @property
+    def may_outlive(self) -> bool:
+        """Whether a job may have outlived its estimate in the next step."""
+        return self._ends.may_reach(self._step + 1)
+
     def revise(self, observe: Callable[[Job], None]) -> bool:
         """Estimate jobs again that have outlived their estimate; whether there was one.
 

@@ -96,8 +96,8 @@ class Meter:
         self._due.push(job, self._step + max(1, AHEAD // self.tokens_per_step))
 
     def _decode_seconds(self, job: Job, stint: _Stint) -> float:
-        # Running jobs share the fixed time of a decode step.
+        # Running jobs share the time of a decode step.
         sharing = max(1, len(self._stints) - self.idle)
         profile = self._profile()
-        price = profile.gamma1 * job.tokens + profile.gamma2 / sharing
+        price = profile.gamma1 * job.tokens + profile.batch_terms.sequences(sharing) / sharing
         return (job.tokens - stint.charged) * price

@@ -8,13 +8,12 @@ arrived last tells the cause. Requests that never get a seat are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.facts.job import Job, PassCause
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstSeat:
+class _FirstSeat(NamedTuple):
     """A first seat: its place among all of them, and the job as it was known then.
 
     Attributes:

@@ -52,6 +52,11 @@ class Budget:
         return self.price * WINDOW
 
     @property
+    def share(self) -> float:
+        """Share of the last `WINDOW` seconds of engine time that was lost, 0 to 1."""
+        return self.recent / WINDOW
+
+    @property
     def left(self) -> float:
         """Seconds that may be lost now."""
         return self.total - self.recent

@@ -42,11 +42,13 @@ class TenantQueue:
         """Append a new job without a prediction to the buffer."""
         self._buffer[job] = None
 
-    def push(self, job: Job, rank: Rank) -> None:
-        """Put a job into the heap, or move it to its new rank."""
-        if self._buffer:
-            self._buffer.pop(job, None)
-        self._heap.push(job, rank)
+    def push(self, job: Job, rank: Rank) -> bool:
+        """Put a job into the heap, or move it to its new rank; whether `peek` may return something
+        else now."""
+        if self._buffer and self._buffer.pop(job, self) is not self:
+            self._heap.push(job, rank)
+            return True
+        return self._heap.push(job, rank)
 
     def remove(self, job: Job) -> None:
         """Remove a job."""
@@ -55,8 +57,7 @@ class TenantQueue:
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The best job of heap and buffer with its rank, or None."""
-        best = self._heap.peek()
-        head = None if best is None else (self._heap.key(best), best)
+        head = self._heap.first()
         if not self._buffer:
             return head
         oldest = next(iter(self._buffer))
@@ -65,7 +66,9 @@ class TenantQueue:
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
         """The jobs by rank, lazily; the queue must not change during the iteration."""
-        ranked = ((self._heap.key(job), job) for job in self._heap.ordered())
+        ranked = self._heap.ordered_pairs()
+        if not self._buffer:
+            return ranked
         buffered = ((self._default_rank(job), job) for job in self._buffer)
         return heapq.merge(ranked, buffered, key=lambda pair: pair[0])
 
@@ -101,11 +104,17 @@ class LevelQueue:
         """Whether a job of this level is in a buffer."""
         return self._queues[self.tenant_of(job)].is_buffered(job)
 
-    def push(self, job: Job, rank: Rank) -> None:
-        """Queue a job, or move it to its new rank."""
-        self._queue_of(job).push(job, rank)
+    def push(self, job: Job, rank: Rank) -> bool:
+        """Queue a job, or move it to its new rank; whether another job, or this one under another
+        rank, may be the next one now."""
+        queue = self._queues.get(job.tenant if self._by_tenant else ANONYMOUS)
+        if queue is None:
+            queue = self._queue_of(job)
+        head_changed = queue.push(job, rank)
         if job.aged and job.overdue:
             self.overdue.push(job, job.sequence)
+            return True
+        return head_changed
 
     def buffer(self, job: Job) -> None:
         """Append a new job without a prediction to its tenant's buffer."""
@@ -137,6 +146,11 @@ class LevelQueue:
         Args:
             cost: engine seconds that a job's admission adds to its tenant's counter.
         """
+        if len(self._queues) == 1:
+            return next(iter(self._queues.values())).ordered()
+        return self._in_turns(cost)
+
+    def _in_turns(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
         queues: dict[str, Iterator[tuple[Rank, Job]]] = {}
         turns: list[tuple[float, int, str]] = []
         tenants = self.counters.ordered()

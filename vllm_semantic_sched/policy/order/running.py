@@ -99,6 +99,11 @@ class RunningSet:
             return sys.maxsize
         return max(0, int((self._due.key(job) - self._now) / self._step_seconds) - 1)
 
+    @property
+    def may_outlive(self) -> bool:
+        """Whether `outlived` may return a job after the next `tick`."""
+        return self._due.may_reach(self._now + self._step_seconds)
+
     def skip(self, steps: int) -> None:
         """Advance by at most `steps_to_outlived` engine steps."""
         self._now += steps * self._step_seconds

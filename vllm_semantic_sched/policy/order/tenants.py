@@ -195,8 +195,15 @@ class TenantCaps:
         self.knobs = knobs
         self._holdings = holdings
 
+    @property
+    def limits(self) -> bool:
+        """Whether there is any limit; else `admits` is always True."""
+        return self.knobs.seats < 1.0 or self.knobs.kv < 1.0
+
     def admits(self, job: Job) -> bool:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
+        if self.knobs.seats >= 1.0 and self.knobs.kv >= 1.0:
+            return True
         held, capacity = self._holdings.tenant(job.tenant), self._holdings.capacity
         if held is None or capacity is None:
             return True

@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.order.aging import Overtaking
 from vllm_semantic_sched.policy.order.queues import LevelQueue
 
 _UNWEIGHTED = WeightedLevels()
+_new_tuple = tuple.__new__
 
 
 @dataclass(slots=True)
@@ -100,11 +101,18 @@ class WaitingQueue:
         place = self._places.get(job)
         if place is not None and place != job.level:
             self._levels[place].remove(job)
-        self._places[job] = job.level
-        queue = self._levels.get(job.level)
+        self.add(job, rank)
+
+    def add(self, job: Job, rank: Rank) -> None:
+        """Queue a new job by rank. The cached choice stays valid unless the job is the first of
+        its level, which few are."""
+        level = job.level
+        self._places[job] = level
+        queue = self._levels.get(level)
         if queue is None:
-            queue = self.queue(job.level)
-        queue.push(job, rank)
+            queue = self.queue(level)
+        if queue.push(job, rank):
+            self._next = None
 
     def rerank(self, job: Job, rank: Rank) -> None:
         """Give a queued job a new rank; a buffered one stays buffered unless its level changed."""
@@ -163,7 +171,8 @@ class WaitingQueue:
             yield first
             if len(self) == 1:
                 return
-        for _, job in heapq.merge(*map(self._keyed, self._levels.values()), key=_first):
+        levels = [self._keyed(queue) for queue in self._levels.values() if queue]
+        for _, job in heapq.merge(*levels, key=_first) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
 
@@ -181,15 +190,19 @@ class WaitingQueue:
     def _choose_anew(self) -> tuple[Job | None, bool]:
         if not self._places:
             return None, False
-        admits = self._rules.admits
-        nexts = (queue.peek(self._rules.tenant_may_go) for queue in self._levels.values())
-        heads = [head for head in nexts if head is not None and admits(head[1])]
-        best = min(
-            ((self._key(rank, job, aged=False), job) for rank, job in heads),
-            key=_first,
-            default=None,
-        )
-        overtaking = self._rules.overtaking
+        rules = self._rules
+        admits, may_go = rules.admits, rules.tenant_may_go
+        heads: list[tuple[Rank, Job]] = []
+        best: tuple[Rank, Job] | None = None
+        for queue in self._levels.values():
+            head = queue.peek(may_go)
+            if head is None or not admits(head[1]):
+                continue
+            heads.append(head)
+            key = self._key(head[0], head[1], aged=False)
+            if best is None or key < best[0]:
+                best = (key, head[1])
+        overtaking = rules.overtaking
         if overtaking is None or not overtaking.allowed:
             return (best[1] if best else None), False
         oldest = self._oldest_overdue()
@@ -197,14 +210,16 @@ class WaitingQueue:
             # While it is not admitted no other job overtakes, so that it gets the next seat.
             aged = oldest if admits(oldest) else None
         else:
-            aged = min(
-                ((self._key(rank, job, aged=True), job) for rank, job in heads),
-                key=_first,
-                default=(None, None),
-            )[1]
+            aged = self._best(heads, aged=True)
         if aged is None or (best is not None and aged is best[1]):
             return (best[1] if best else None), False
         return aged, True
+
+    def _best(self, heads: list[tuple[Rank, Job]], aged: bool) -> Job | None:
+        if len(heads) < 2:
+            return heads[0][1] if heads else None
+        # Keys differ in the sequence number, so that jobs are not compared.
+        return min([(self._key(rank, job, aged), job) for rank, job in heads])[1]
 
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):
@@ -221,7 +236,10 @@ class WaitingQueue:
 
     def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
         level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
-        return weighted(Rank(level, rank.remaining, rank.sequence), self._rules.weights)
+        if level != rank.level:
+            rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
+        weights = self._rules.weights
+        return rank if weights.factor is None else weighted(rank, weights)
 
     def _level(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""

@@ -70,14 +70,15 @@ class QueueAccount:
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
         """Add a request, as the newest of its level."""
         self._entries[job] = entry
-        level = self._levels[entry.level]
+        at, tokens, name, _ = entry
+        level = self._levels[at]
         level.jobs[job] = None
-        tenant = self._tenants.get(entry.tenant)
+        tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[entry.tenant] = Amount()
+            tenant = self._tenants[name] = Amount()
         for amount in (self.all, level.amount, tenant):
             amount.requests += 1
-            amount.tokens += entry.tokens
+            amount.tokens += tokens
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 

@@ -200,4 +200,5 @@ class LoadMonitor:
 
     def _rate_by_profile(self) -> float:
         """Tokens per second by the profile, with all seats decoding."""
-        return self._seats / max(self._estimates.profile.gamma2, 1e-6)
+        seconds = self._estimates.profile.batch_terms.sequences(self._seats)
+        return self._seats / max(seconds, 1e-6)
