@@ -24,14 +24,12 @@ import aiohttp
 import numpy as np
 import psutil
 from common import main
-from holds import excess_hold, logged_holds
 
 from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
 from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
 from vllm_semantic_sched.bench.texts import write_message
-from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.trace.event_log import log_parts
+from vllm_semantic_sched.policy.config import load_policy
 
 BASE_POLICY = """\
 tiers:
@@ -46,7 +44,7 @@ aging: {enabled: true, interval: 2}
 deadlines: {enabled: true}
 fair_share: {enabled: true}
 shedding: {enabled: true}
-protect: {level: 0, slowdown: 1.0, longest_hold: 1, share: 0.3}
+protect: {level: 0, price: 0.02, worth: 10000}
 """
 """The part of the policy that stays the same: every feature is on."""
 
@@ -60,7 +58,8 @@ _ZERO_WHEN_IDLE = (
 )
 _ANSWER_SECONDS = 120.0  # a request that takes longer hangs
 
-_STEP_SECONDS = 0.5  # the longest step, on a busy machine
+_HOLD_COST = "semsched:hold_cost"
+_ROUNDING = 1e-6  # of sums of losses
 _UNDISTURBED_AT_A_TIME = 4
 INVALID_HINTS: tuple[object, ...] = ("abc", 99, -1, 1.5, "0x1", "", [1, 2])
 INVALID_POLICIES = (
@@ -118,10 +117,11 @@ class Answer:
 
 @dataclass
 class Report:
-    """Outcomes of requests, disturbances, and violated guarantees."""
+    """Outcomes of requests, disturbances, what holds cost now and then, and violated guarantees."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     disturbances: Counter[str] = field(default_factory=Counter)
+    hold_costs: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -165,6 +165,7 @@ class Chaos:
         policy: the server's policy file.
         base: the part of the policy that cannot change while the server runs.
         kill_predictor: kills the predictor process and returns True; False if there is none.
+        hold_cost: share of the last minute of engine time that holds cost.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Chaos:
         policy: Path,
         base: str,
         kill_predictor: Callable[[], bool],
+        hold_cost: Callable[[], float],
         api_key: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -180,6 +182,7 @@ class Chaos:
         self._policy = policy
         self._base = base
         self._kill_predictor = kill_predictor
+        self._hold_cost = hold_cost
         self._admin = AdminClient(url, api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._random = random.Random(seed + 2)
@@ -209,6 +212,7 @@ class Chaos:
                     (self._reload, 0.7),
                     (self._kill, 6.0),
                     (self._pause, 5.0),
+                    (self._watch_holds, 1.0),
                 )
             ]
             answers = await self._send_all(session, cases, visits, at_a_time)
@@ -288,6 +292,9 @@ class Chaos:
     async def _kill(self) -> None:
         if self._kill_predictor():
             self.report.disturbances["predictor kills"] += 1
+
+    async def _watch_holds(self) -> None:
+        self.report.hold_costs.append(await asyncio.to_thread(self._hold_cost))
 
     async def _pause(self) -> None:
         mode = self._random.choice(("wait", "keep"))
@@ -381,7 +388,15 @@ def disturb(
         at_a_time, pace: see `Chaos.run`.
     """
     base = policy.read_text()
-    chaos = Chaos(server.url, policy, base, lambda: kill_predictor(server), api_key, seed)
+    chaos = Chaos(
+        server.url,
+        policy,
+        base,
+        lambda: kill_predictor(server),
+        lambda: _metric(server, _HOLD_COST),
+        api_key,
+        seed,
+    )
     distinct = make_cases(cases, seed)
     visits = make_visits(requests, cases, seed)
 
@@ -398,25 +413,16 @@ def disturb(
     errors = _metric(server, "semsched:policy_errors_total") - errors_before
     if errors:
         chaos.report.problems.append(f"{errors:g} guarded errors; see {server.config.log}")
+    chaos.report.problems += overspent(chaos.report.hold_costs, load_policy(policy).protect.price)
     return chaos.report
 
 
-def overlong_holds(log: Path, policy: Policy) -> list[str]:
-    """Requests that were held longer than the policy's bound, according to the event log.
-
-    A hold ends with a step, so that it may be one step (`_STEP_SECONDS`) over.
-    """
-    protect = policy.protect
-    lines = (line for part in log_parts(log) for line in part.read_text().splitlines())
-    holds: dict[str, list[tuple[float, float]]] = {}
-    for request, begin, end in logged_holds(json.loads(line) for line in lines if line):
-        holds.setdefault(request, []).append((begin, end))
-    bound = protect.longest_hold + _STEP_SECONDS
-    return [
-        f"request {request} was held {excess:.2f} s more than a share of {protect.share:g}"
-        for request, times in holds.items()
-        if (excess := excess_hold(times, protect.share)) > bound
-    ]
+def overspent(hold_costs: Sequence[float], price: float) -> list[str]:
+    """The problem that holds cost more than `protect.price`, if they did."""
+    most = max(hold_costs, default=0.0)
+    if most <= price + _ROUNDING:
+        return []
+    return [f"holds cost {most:.4f} of a minute, the price is {price:g}"]
 
 
 def kill_predictor(server: VllmServer) -> bool:
@@ -459,6 +465,7 @@ def summary(report: Report) -> list[str]:
     """Return the lines to print."""
     lines = [f"{count:6d}  {name}" for name, count in sorted(report.outcomes.items())]
     lines += [f"{count:6d}  {name}" for name, count in sorted(report.disturbances.items())]
+    lines.append(f"holds cost at most {max(report.hold_costs, default=0.0):.2%} of a minute")
     shown = [f"problem: {problem}" for problem in itertools.islice(report.problems, 20)]
     return [*lines, *shown, f"{len(report.problems)} problems"]
 
@@ -497,7 +504,6 @@ def run(args: argparse.Namespace) -> int:
     )
     with VllmServer(config) as server:
         report = disturb(server, policy, args.requests, args.cases, args.at_a_time, args.seed)
-    report.problems += overlong_holds(log, load_policy(policy))
     print("\n".join(summary(report)))
     return 1 if report.problems else 0
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CONTEXT = 1000  # tokens, about, of each piece of a long prompt
 _LONG_ANSWER = 16
 _FIRST_URGENT = 1.0  # seconds after the long prompts
-_MODES = ("off", "cap", "gate")
+_MODES = ("off", "gate")
 
 
 def schedulers(output: Path) -> list[SchedulerSpec]:

@@ -1,7 +1,5 @@
 """Running requests that are held for a protected one, on vLLM's real scheduler."""
 
-from itertools import pairwise
-
 import pytest
 
 from vllm_semantic_sched import SemanticScheduler
@@ -163,10 +161,10 @@ def test_holds_stay_within_their_price(build) -> None:
     lost_in_a_step = load_profile(PROFILE).batch_terms.step / 2
     steps = int(price * WINDOW / lost_in_a_step)
     assert steps == 13
+    assert len(held) > 2 * steps
     for first, last in zip(held, held[steps:], strict=False):
-        assert last - first > WINDOW - seconds
-    assert len(held) >= 2 * steps  # what was lost long ago may be lost again
-    assert max(late - early for early, late in pairwise(held)) > WINDOW / 2
+        # What was lost a window ago may be lost again, and no sooner.
+        assert WINDOW - seconds < last - first <= WINDOW + 3 * seconds
 
 
 @pytest.mark.parametrize("pace", ["null", 1])

@@ -114,7 +114,7 @@ class DecisionLog:
 
     def limited(self, limits: StageLimits) -> None:
         held = sorted(job.request_id for job in limits.held)
-        self._decisions.append(("limits", held, limits.prefill_tokens, limits.each))
+        self._decisions.append(("limits", held, limits.gated))
 
     def holds(self, jobs: Iterable[Job]) -> None:
         self._decisions.append(("hold", sorted(job.request_id for job in jobs)))

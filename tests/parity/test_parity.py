@@ -27,9 +27,11 @@ retention: {mode: MODE, max_stall: 100}
 correct_profile: false
 profile: PROFILE
 """
-# And holds the others while somebody urgent runs.
-HOLDING = f"{PREEMPTING}protect: {{level: 1, slowdown: 1.0, longest_hold: 30, share: 0.5}}\n"
-DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING}
+# And holds the others while somebody urgent runs, as long as the price allows.
+HOLDING = f"{PREEMPTING}protect: {{level: 1, price: 0.01, worth: 1.0e+6}}\n"
+# And has no prefills beside somebody urgent.
+GATING = f"{PREEMPTING}stage: {{mode: gate, protected_level: 1}}\n"
+DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING, "gating": GATING}
 
 # Each sequence lengthens a step, else nobody would be held.
 PROFILE = f"{CHEAP_COPIES}batch: {{step: 3.0e-3, per_sequence: 1.0e-4}}\n"
@@ -98,12 +100,14 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     """Else equal answers would say little."""
     counters = recordings[name].counters
     kind = "swap" if "swap" in name else "recompute"
-    # While others are held nobody else is admitted, so fewer are preempted.
-    least = 5 if "holding" in name else 10
     preempted = sum(counters[f"preemptions_{kind}_{why}"] for why in ("urgent", "kv_shortage"))
-    assert preempted > least
-    if "holding" in name:
-        assert counters["hold_steps"] > 20
+    decisions = [each for decisions in recordings[name].decisions for each in decisions]
+    holds = sum(each[0] == "hold" and bool(each[1]) for each in decisions)
+    gated = sum(each[0] == "limits" and each[2] for each in decisions)
+    # Beside somebody urgent nobody else starts under the gate, so fewer are preempted.
+    assert preempted > (5 if "gating" in name else 10)
+    assert holds > 20 or "holding" not in name
+    assert gated > 20 or "gating" not in name
 
 
 def test_recordings_hold_every_kind_of_decision(recordings) -> None:
@@ -120,19 +124,21 @@ def test_recordings_hold_every_kind_of_decision(recordings) -> None:
                 seen["provisional"] += any(state[2] == "instant" for state in decision[1])
                 seen["predicted"] += any(state[2] == "prediction" for state in decision[1])
     for kind in ("queued urgent", "queued kv_shortage", "limits", "promoted",
-                 "near a deadline", "predicted", "provisional",
+                 "hold", "near a deadline", "predicted", "provisional",
                  "refused queue_timeout", "refused superseded"):  # fmt: skip
         assert seen[kind], (kind, seen)
 
 
-PARTS = ["predictions", "revise", "end", "reservations", "room", "limits"]
+PARTS = ["tick", "predictions", "revise", "end", "reservations", "room", "hold", "limits"]
 
 
-@pytest.mark.parametrize("first", ["predictions", "end", "room"])
-def test_exchanging_two_parts_of_the_step_is_noticed(recordings, first) -> None:
-    place = 1 + PARTS.index(first)
-    second = len(PARTS) if first != "room" else 1
-    assert any(differs(recording, (place, second)) for recording in recordings.values())
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("predictions", "limits"), ("end", "limits"), ("predictions", "room"), ("room", "hold")],
+)
+def test_exchanging_two_parts_of_the_step_is_noticed(recordings, first, second) -> None:
+    places = PARTS.index(first), PARTS.index(second)
+    assert any(differs(recording, places) for recording in recordings.values())
 
 
 def differs(recording: Recording, exchanged: tuple[int, int]) -> bool:

@@ -1,8 +1,5 @@
 """Judgement of answers, and the requests and policies of the disturbed run."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 from chaos import (
     BASE_POLICY,
@@ -13,9 +10,8 @@ from chaos import (
     judge,
     make_cases,
     make_visits,
-    overlong_holds,
+    overspent,
 )
-from holds import excess_hold
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -75,32 +71,8 @@ def test_valid_policies_are_accepted_and_invalid_ones_refused(tmp_path) -> None:
             check_live_change(base, read(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("holds", "excess"),
-    [
-        ([], 0.0),
-        ([(0.0, 2.0)], 1.5),
-        ([(0.0, 1.0), (1.0, 2.0)], 1.5),
-        ([(0.0, 1.0), (2.0, 3.0)], 1.25),
-        ([(0.0, 1.0), (4.0, 5.0)], 0.75),  # each window of one hold
-        ([(0.0, 3.0), (100.0, 101.0)], 2.25),
-    ],
-)
-def test_excess_is_that_of_the_worst_window(holds, excess) -> None:
-    assert excess_hold(holds, share=0.25) == pytest.approx(excess)
-
-
-def test_overlong_hold_is_found_in_the_event_log(tmp_path) -> None:
-    log = tmp_path / "events.jsonl"
-    lines = [
-        {"time": 10.0, "request": "a", "held": 3.0},
-        {"time": 10.0, "request": "b", "held": 1.0},
-        {"time": 11.0, "request": "a", "state": "completed"},
-    ]
-    log.write_text("\n".join(map(json.dumps, lines)))
-
-    protect = SimpleNamespace(level=0, longest_hold=1.0, share=0.0)
-    (problem,) = overlong_holds(log, SimpleNamespace(protect=protect))
-    assert problem.startswith("request a was held 3.00 s")
-    protect.longest_hold = 3.0
-    assert overlong_holds(log, SimpleNamespace(protect=protect)) == []
+def test_holds_beyond_the_price_are_a_problem() -> None:
+    assert overspent([], 0.05) == []
+    assert overspent([0.0, 0.05, 0.03], 0.05) == []
+    (problem,) = overspent([0.0, 0.06, 0.03], 0.05)
+    assert problem == "holds cost 0.0600 of a minute, the price is 0.05"

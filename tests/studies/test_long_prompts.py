@@ -23,7 +23,7 @@ def test_rows_differ_in_holds_and_stage_alone(tmp_path) -> None:
     specs = {spec.name: spec for spec in schedulers(tmp_path)}
     ems = load_policy("ems")
     assert ems.protect.level == 0
-    for mode in ("off", "cap", "gate"):
+    for mode in ("off", "gate"):
         policy = load_policy(specs[f"no holds, stage {mode}"].policy)
         assert policy.protect.level is None and policy.stage.mode == mode
         same = {"protect": ems.protect, "stage": ems.stage}
