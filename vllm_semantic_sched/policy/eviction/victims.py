@@ -263,7 +263,9 @@ class VictimEligibility:
         """Engine time that a victim for `job` may cost."""
         levels = self._fairness.holdings.levels()
         lost = sum(worth * held.seats for worth, held in zip(self._worth.lost, levels, strict=True))
-        seats, blocks = (sum(getattr(held, name) for held in levels) for name in ("seats", "blocks"))
+        seats, blocks = (
+            sum(getattr(held, name) for held in levels) for name in ("seats", "blocks")
+        )
         # Running jobs that must end by themselves to make the room.
         ends = max(1.0, need.seats, need.blocks * seats / blocks if blocks else 0.0)
         return ends * self._gap * self._worth.gained[job.level] / max(lost, 1.0)
