@@ -225,7 +225,14 @@ class VllmServer:
             self.check()
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    pass
+                # 503 until the predictor has loaded its model; vLLM alone has no such path.
+                with urllib.request.urlopen(self.url + "/semsched/ready", timeout=2):
                     return
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    return
+                time.sleep(0.25)
             except (urllib.error.URLError, OSError):
                 time.sleep(0.25)
         raise ServerFailed(
