@@ -222,6 +222,7 @@ def test_abort_counts_as_cancelled_and_stop_string_as_completed(tmp_path) -> Non
 
 EVERYTHING = """
 predictor: {enabled: false}
+protect: {level: 0}
 tiers:
   - {name: a, slo: {ttft: 30}, share: 0.4, reserve: {seats: 1, mode: soft}}
   - {name: b}

@@ -33,6 +33,7 @@ tiers:
   - {name: non-urgent, queue: {requests: 6}}
 fair_share: {enabled: true}
 tenants: {fair: true}
+protect: {level: 0}
 events: {path: %s}
 """
 LEGAL = {
