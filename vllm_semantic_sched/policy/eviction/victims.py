@@ -188,8 +188,8 @@ class VictimEligibility:
         """See `choose_victims`.
 
         A victim must be worth its seat: the engine time that its preemption costs all running jobs
-        is worth less than the time that `job` would wait for a seat to come free. What a deadline
-        or a reservation entitles to is not weighed.
+        is worth less than the time that `job` would wait for room to come free. What a deadline or
+        a reservation entitles to is not weighed.
         """
         if job is self._unpaid:
             return []
@@ -207,8 +207,8 @@ class VictimEligibility:
             level = job.level  # it takes a seat by its deadline
         borrowed = self._fairness.reservation.borrowed_from(job.level)
         takes_seat = job in self._fairness.deadlines.may_take_seats
-        entitled = takes_seat or borrowed is not None
-        affordable = math.inf if entitled else self._affordable_seconds(job)
+        unweighed = takes_seat or borrowed is not None
+        affordable = math.inf if unweighed else self._affordable_seconds(job, need)
         limits = self._policy.preemption
         longer_than = self._much_longer_than(job)
 
@@ -259,13 +259,16 @@ class VictimEligibility:
         knobs = self._policy.predictor.instant
         return preempting_level(job.prediction.urgency, job.level, knobs)
 
-    def _affordable_seconds(self, job: Job) -> float:
+    def _affordable_seconds(self, job: Job, need: Need) -> float:
         """Engine time that a victim for `job` may cost."""
-        lost = sum(
-            worth * held.seats
-            for worth, held in zip(self._worth.lost, self._fairness.holdings.levels(), strict=True)
+        levels = self._fairness.holdings.levels()
+        lost = sum(worth * held.seats for worth, held in zip(self._worth.lost, levels, strict=True))
+        seats, blocks = (
+            sum(getattr(held, name) for held in levels) for name in ("seats", "blocks")
         )
-        return self._gap * self._worth.gained[job.level] / max(lost, 1.0)
+        # Running jobs that must end by themselves to make the room.
+        ends = max(1.0, need.seats, need.blocks * seats / blocks if blocks else 0.0)
+        return ends * self._gap * self._worth.gained[job.level] / max(lost, 1.0)
 
     @property
     def _some_may_take_seats(self) -> bool:

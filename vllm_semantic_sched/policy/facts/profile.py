@@ -209,10 +209,6 @@ class EngineProfile(Section):
         each = self.batch_terms.sequences(1) + self.batch_terms.per_prefill
         return steps * each + self.prefill(0, tokens)
 
-    def prefill_tokens_within(self, seconds: float) -> int:
-        """Tokens that a short prefill computes in about this time."""
-        return int(seconds / self.alpha2)
-
     def scaled(
         self, prefill: float, decode: float, load: float, batch: BatchTerms | None = None
     ) -> EngineProfile:
