@@ -27,8 +27,11 @@ retention: {mode: MODE, max_stall: 100}
 correct_profile: false
 profile: PROFILE
 """
-# And holds the others while somebody urgent runs, as long as the price allows.
-HOLDING = f"{PREEMPTING}protect: {{level: 1, price: 0.01, worth: 1.0e+6}}\n"
+# And holds the others while somebody urgent runs, within a price; a long hold promotes.
+HOLDING = f"""{PREEMPTING}
+protect: {{level: 1, price: 0.02, worth: 1.0e+6}}
+aging: {{enabled: true, interval: 10}}
+"""
 # And has no prefills beside somebody urgent.
 GATING = f"{PREEMPTING}stage: {{mode: gate, protected_level: 1}}\n"
 DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING, "gating": GATING}
