@@ -308,7 +308,7 @@ class SchedulingStep:
         step: else the step could be empty."""
         core, protection = self._core, self._core.protection
         newcomer = core.waiting.peek()  # none where a limit keeps all from starting
-        if newcomer is not None and self._can_start(newcomer, view):
+        if newcomer is not None and self._has_room(newcomer, view):
             return []
         prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
         certain, gaining, found = Batch(), 0.0, False
@@ -381,11 +381,10 @@ class SchedulingStep:
 
     def _can_start(self, newcomer: Job, view: EngineView) -> bool:
         """Whether the next waiting job gets a seat in this step."""
-        return (
-            view.free_seats() > 0
-            and view.is_ready(newcomer)
-            and view.needed_blocks(newcomer) <= view.free_blocks()
-        )
+        return view.is_ready(newcomer) and self._has_room(newcomer, view)
+
+    def _has_room(self, newcomer: Job, view: EngineView) -> bool:
+        return view.free_seats() > 0 and view.needed_blocks(newcomer) <= view.free_blocks()
 
     def _changed(self, view: EngineView, jobs: list[Job]) -> None:
         view.reposition(jobs)
