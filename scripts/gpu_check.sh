@@ -6,7 +6,7 @@ usage() {
     cat <<'USAGE'
 Usage: scripts/gpu_check.sh [--output DIR] [--model DIR] [--requests N]
 
-Run it in an environment that has vLLM and this project with the extras bench, profile and test.
+Run it in an environment that has vLLM and this project with the extras lab and test.
 Under ten minutes on a data-centre GPU; without one the same steps run on the CPU engine. Steps:
 
   versions      of driver, torch, vLLM and this package
@@ -82,7 +82,7 @@ measured() {
     "$python" - "$output" <<'PYTHON'
 import sys
 
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 derived, measured = (load_profile(f"{sys.argv[1]}/{name}.yaml") for name in ("derived", "measured"))
 print(f"{'':28}{'derived':>12}{'measured':>12}{'ratio':>8}")

@@ -42,7 +42,7 @@ vllm=${SEMSCHED_VLLM:-0.32.0}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${SEMSCHED_VENV:-$root/.venv}
 shown=${venv#"$root"/}
-extras=${SEMSCHED_EXTRAS:-cpu,test,bench,profile,train,conformance}
+extras=${SEMSCHED_EXTRAS:-cpu,test,lab,conformance}
 log=$venv/setup.log
 stamp=$venv/setup.stamp
 cd "$root"

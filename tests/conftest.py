@@ -84,7 +84,7 @@ def offline_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A small random-weight model with a real tokenizer."""
-    from vllm_semantic_sched.bench.tiny_model import make_model
+    from vllm_semantic_sched.lab.bench.tiny_model import make_model
 
     folder = tmp_path_factory.mktemp("model")
     make_model(folder)

@@ -6,7 +6,7 @@ from typing import Any
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 from vllm_semantic_sched.policy.step import EngineView
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine

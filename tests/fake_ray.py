@@ -1,4 +1,4 @@
-"""The parts of Ray 2.60 that `vllm_semantic_sched.ray` builds on, for tests without Ray.
+"""The parts of Ray 2.60 that `vllm_semantic_sched.fleet.ray` builds on, for tests without Ray.
 
 The router tests run on Ray's own class where Ray is installed.
 """
@@ -170,12 +170,12 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 
 
 def load(module: str, real: bool = False) -> ModuleType:
-    """Import a module of `vllm_semantic_sched.ray` on the stand-ins.
+    """Import a module of `vllm_semantic_sched.fleet.ray` on the stand-ins.
 
     Args:
         real: on Ray itself, if it is installed.
     """
-    name = f"vllm_semantic_sched.ray.{module}"
+    name = f"vllm_semantic_sched.fleet.ray.{module}"
     if real and HAS_RAY:
         return importlib.import_module(name)
     if module in ("answers", "server"):

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_semantic_sched.bench.client import Record
-from vllm_semantic_sched.bench.idle import idle_sample
-from vllm_semantic_sched.bench.results import Comparison
-from vllm_semantic_sched.bench.rounds import MixResult, Round
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec, parse_schedulers
-from vllm_semantic_sched.bench.texts import question_source
-from vllm_semantic_sched.bench.usage import Usage
-from vllm_semantic_sched.bench.workload import (
+from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.idle import idle_sample
+from vllm_semantic_sched.lab.bench.results import Comparison
+from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, parse_schedulers
+from vllm_semantic_sched.lab.bench.texts import question_source
+from vllm_semantic_sched.lab.bench.usage import Usage
+from vllm_semantic_sched.lab.bench.workload import (
     BenchRequest,
     Workload,
     WorkloadConfig,

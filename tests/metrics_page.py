@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from vllm_semantic_sched.bench.server import VllmServer
+from vllm_semantic_sched.lab.bench.server import VllmServer
 
 
 def page_value(server: VllmServer, name: str, **labels: str) -> float:

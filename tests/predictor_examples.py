@@ -1,7 +1,7 @@
 """A coded visit and a predictor of two levels, for tests of training and evaluation."""
 
-from vllm_semantic_sched.datasets import TriageVisit
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.sim.datasets import TriageVisit
 
 VISIT = TriageVisit(
     level=1,

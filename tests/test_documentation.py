@@ -17,7 +17,7 @@ from alerts import RULES
 import vllm_semantic_sched
 from vllm_semantic_sched.cli import parse
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
-from vllm_semantic_sched.engine.settings import EngineSettings
+from vllm_semantic_sched.engine.startup.settings import EngineSettings
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import keys_of, parse_section

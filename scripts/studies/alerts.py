@@ -25,11 +25,11 @@ import chaos
 import yaml
 from common import main
 
-from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, free_port
 from vllm_semantic_sched.cli.comparison import print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, free_port
 
-FOLDER = Path(__file__).parents[2] / "configs" / "monitoring"
+FOLDER = Path(__file__).parents[2] / "configs" / "deploy" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
 RULES = [
     rule

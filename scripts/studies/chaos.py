@@ -25,10 +25,10 @@ import numpy as np
 import psutil
 from common import main
 
-from vllm_semantic_sched.admin.client import AdminClient, AdminError
-from vllm_semantic_sched.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
-from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
-from vllm_semantic_sched.bench.texts import write_message
+from vllm_semantic_sched.lab.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
+from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, VllmServer
+from vllm_semantic_sched.lab.bench.texts import write_message
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.config import load_policy
 
 BASE_POLICY = """\

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.bench.client import LoadClient, Record
-from vllm_semantic_sched.bench.compare import SPARE_TOKENS, end_token
-from vllm_semantic_sched.bench.metrics import duration
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.server import VllmServer, prefer_client
-from vllm_semantic_sched.bench.workload import BenchRequest
 from vllm_semantic_sched.cli.comparison import make_server, run_command, show_progress
+from vllm_semantic_sched.lab.bench.client import LoadClient, Record
+from vllm_semantic_sched.lab.bench.compare import SPARE_TOKENS, end_token
+from vllm_semantic_sched.lab.bench.metrics import duration
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.server import VllmServer, prefer_client
+from vllm_semantic_sched.lab.bench.workload import BenchRequest
 
 
 def main(

@@ -25,18 +25,18 @@ from common import (
     write_json,
 )
 
-from vllm_semantic_sched.bench.compare import OTHER_SEED
-from vllm_semantic_sched.bench.metrics import latest_send
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.workload import BenchRequest, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.compare import OTHER_SEED
+from vllm_semantic_sched.lab.bench.metrics import latest_send
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.workload import BenchRequest, WorkloadConfig, make_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_semantic_sched.bench.client import Record
-    from vllm_semantic_sched.bench.server import VllmServer
+    from vllm_semantic_sched.lab.bench.client import Record
+    from vllm_semantic_sched.lab.bench.server import VllmServer
 
 _LEVEL_MIX = "0:1:0:0:0"  # both tenants have the same level: only fairness distinguishes them
 _RECOVERY = 5.0  # seconds after the flood in which service may still be slow

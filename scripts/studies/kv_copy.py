@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from common import main
 
-from vllm_semantic_sched.bench.server import has_gpu
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend
+from vllm_semantic_sched.lab.bench.server import has_gpu
 
 _REQUIRED = 0.7
 

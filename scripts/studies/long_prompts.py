@@ -18,15 +18,15 @@ import numpy as np
 import yaml
 from common import main, percentiles, serve, write_json
 
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.texts import write_context, write_message
-from vllm_semantic_sched.bench.workload import BenchRequest
 from vllm_semantic_sched.cli.comparison import add_server_arguments
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.texts import write_context, write_message
+from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.client import Record
+    from vllm_semantic_sched.lab.bench.client import Record
 
 _CONTEXT = 1000  # tokens, about, of each piece of a long prompt
 _LONG_ANSWER = 16

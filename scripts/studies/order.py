@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from common import main, write_json
 
-from vllm_semantic_sched.bench.workload import (
+from vllm_semantic_sched.cli.comparison import show_progress
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.workload import (
     LEVELS,
     MIXES,
     BenchRequest,
     WorkloadConfig,
     make_workload,
 )
-from vllm_semantic_sched.cli.comparison import show_progress
-from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 
 if TYPE_CHECKING:

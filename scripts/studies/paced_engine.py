@@ -21,8 +21,8 @@ import numpy as np
 from steady_clock import SteadyClock
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.facts.profile import EngineProfile
-    from vllm_semantic_sched.profiling.live_engine import Step
+    from vllm_semantic_sched.lab.profiling.live_engine import Step
+    from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # (sequences, prompt tokens, output tokens, steps between arrivals) of the batches for the fit of
 # costs.
@@ -85,7 +85,7 @@ class Costs:
 
 def fit_costs(base: EngineProfile, steps: Sequence[Step], arrivals: Sequence[float]) -> Costs:
     """Fit measured steps and arrivals; `base` gives the costs that were not measured."""
-    from vllm_semantic_sched.profiling.fit import fit_steps
+    from vllm_semantic_sched.lab.profiling.fit import fit_steps
 
     fit = fit_steps(steps)
     fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
@@ -122,7 +122,7 @@ class PacedEngine:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from vllm_semantic_sched.policy.facts.profile import load_profile
+        from vllm_semantic_sched.policy.profile.formula import load_profile
 
         parser: Any = FlexibleArgumentParser(prog="vLLM", add_help=False)  # type: ignore[no-untyped-call]
         EngineArgs.add_cli_args(parser)
@@ -215,7 +215,7 @@ class PacedEngine:
 
     def _step(self) -> tuple[list[Any], list[Step]]:
         """Run a step of the engine; returns its output and, if it computed anything, its cost."""
-        from vllm_semantic_sched.profiling.live_engine import Step
+        from vllm_semantic_sched.lab.profiling.live_engine import Step
 
         self._batches.clear()
         self.clock.adjust()
@@ -293,7 +293,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
 
 def _seconds_needed(engine: PacedEngine, costs: Costs, requests: Sequence[dict[str, Any]]) -> float:
     """Time that a full batch needs for all requests."""
-    from vllm_semantic_sched.policy.facts.profile import Batch
+    from vllm_semantic_sched.policy.profile.formula import Batch
 
     seats = engine.shape["seats"]
     decode = sum(request["output_tokens"] for request in requests) / seats

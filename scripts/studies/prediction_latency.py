@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from common import main, write_json
 
-from vllm_semantic_sched.bench.compare import compare
-from vllm_semantic_sched.bench.results import environment
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.workload import LEVELS
 from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.compare import compare
+from vllm_semantic_sched.lab.bench.results import environment
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.workload import LEVELS
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-    from vllm_semantic_sched.bench.rounds import MixResult
+    from vllm_semantic_sched.lab.bench.rounds import MixResult
 
 _MIX = "even"
 _METRIC = "normalized_waiting"

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING
 from common import main, percentiles, write_json
 from step_time import StepTimePlan, StepTimes, measure_step_times
 
-from vllm_semantic_sched.bench.results import environment
-from vllm_semantic_sched.bench.server import ServerConfig, prefer_client
-from vllm_semantic_sched.bench.targets import Target, missed
 from vllm_semantic_sched.cli.comparison import (
     add_nice_argument,
     print_problems,
@@ -29,6 +26,9 @@ from vllm_semantic_sched.cli.comparison import (
 )
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.cli.report import print_targets
+from vllm_semantic_sched.lab.bench.results import environment
+from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
+from vllm_semantic_sched.lab.bench.targets import Target, missed
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 
 if TYPE_CHECKING:

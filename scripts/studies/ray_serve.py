@@ -123,8 +123,8 @@ def application(args: argparse.Namespace, policy: Path) -> Iterator[None]:
     import ray
     from ray import serve
 
-    from vllm_semantic_sched.bench.tiny_model import make_model
-    from vllm_semantic_sched.ray import build_app
+    from vllm_semantic_sched.fleet.ray import build_app
+    from vllm_semantic_sched.lab.bench.tiny_model import make_model
 
     model = args.output / "model"
     make_model(model)

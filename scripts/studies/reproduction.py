@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from common import main
 
-from vllm_semantic_sched.bench.client import Progress
 from vllm_semantic_sched.cli.comparison import show_progress
+from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import load_scenarios
 

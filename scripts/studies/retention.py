@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import yaml
 from common import main
 
-from vllm_semantic_sched.bench.compare import compare
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec, swap_arguments
-from vllm_semantic_sched.bench.targets import Target, missed
 from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.bench.compare import compare
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, swap_arguments
+from vllm_semantic_sched.lab.bench.targets import Target, missed
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.rounds import MixResult
+    from vllm_semantic_sched.lab.bench.rounds import MixResult
 
 _MODES = "optimal,recompute,swap,paper"
 _FCFS = "fcfs"

@@ -33,15 +33,15 @@ from typing import Any, NamedTuple
 
 from common import main
 
-from vllm_semantic_sched.bench.tiny_model import SIZES, TinyModelConfig, make_model
-from vllm_semantic_sched.datasets import data_root
-from vllm_semantic_sched.policy.estimates.roofline import (
+from vllm_semantic_sched.lab.bench.tiny_model import SIZES, TinyModelConfig, make_model
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.roofline import (
     Device,
     ModelShape,
     Roofline,
     device_named,
 )
-from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile, load_profile
+from vllm_semantic_sched.sim.datasets import data_root
 
 # Kernels of a layer, and how often each of them runs.
 _KERNELS = {
@@ -300,7 +300,7 @@ def _cell(values: Sequence[float]) -> str:
 def _run(args: argparse.Namespace) -> int:
     if args.engine is not None:
         return _print_engine(args)
-    from vllm_semantic_sched.engine.device_benchmark import measure_device
+    from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 
     root = args.data or data_root()
     if root is None:

@@ -23,10 +23,10 @@ import numpy as np
 import psutil
 from common import main, write_json
 
-from vllm_semantic_sched.admin.client import AdminClient
-from vllm_semantic_sched.bench.server import ServerConfig, VllmServer, process_title
 from vllm_semantic_sched.cli.comparison import print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, process_title
+from vllm_semantic_sched.operate.client import AdminClient
 
 _LEAST_SAMPLES = 8
 _WARM_UP = 0.25  # share of the samples

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 from common import percentiles
 
-from vllm_semantic_sched.bench.client import Progress
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.server import PREDICTOR, ServerConfig, VllmServer
-from vllm_semantic_sched.bench.workload import LEVELS, WorkloadConfig, make_workload
+from vllm_semantic_sched.lab.bench.client import Progress
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, VllmServer
+from vllm_semantic_sched.lab.bench.workload import LEVELS, WorkloadConfig, make_workload
 
 CONDITIONS = ("none", "known", "new")
 

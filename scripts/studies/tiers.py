@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from common import capacity, main, percentiles, refusal_code, serve, write_json
 
-from vllm_semantic_sched.bench.compare import CAPACITY_ROUNDS, OTHER_SEED
-from vllm_semantic_sched.bench.metrics import latest_send
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
-from vllm_semantic_sched.bench.usage import read_counters
-from vllm_semantic_sched.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.compare import CAPACITY_ROUNDS, OTHER_SEED
+from vllm_semantic_sched.lab.bench.metrics import latest_send
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.usage import read_counters
+from vllm_semantic_sched.lab.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_semantic_sched.bench.client import LoadClient, Record
+    from vllm_semantic_sched.lab.bench.client import LoadClient, Record
     from vllm_semantic_sched.policy.config.order import Aging
 
 TIERS = ("premium", "standard", "background")

@@ -14,12 +14,12 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.bench.results import DecodeStep
-from vllm_semantic_sched.bench.rounds import Round
-from vllm_semantic_sched.bench.schedulers import NAMES, parse_schedulers
-from vllm_semantic_sched.bench.targets import Target, check_targets
-from vllm_semantic_sched.bench.usage import STEPS
 from vllm_semantic_sched.cli import comparison, main, report
+from vllm_semantic_sched.lab.bench.results import DecodeStep
+from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
+from vllm_semantic_sched.lab.bench.targets import Target, check_targets
+from vllm_semantic_sched.lab.bench.usage import STEPS
 
 WORKLOAD = fake_workload()
 

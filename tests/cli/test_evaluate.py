@@ -9,14 +9,13 @@ from html_pages import read_page
 from predictor_examples import TwoLevels
 
 from vllm_semantic_sched.cli import evaluate
-from vllm_semantic_sched.datasets import split_of
-from vllm_semantic_sched.predict.evaluation.baselines import (
+from vllm_semantic_sched.lab.evaluation.baselines import (
     MAJORITY,
     MEDIAN,
     TFIDF_LENGTHS,
     TFIDF_LEVELS,
 )
-from vllm_semantic_sched.predict.evaluation.measure import (
+from vllm_semantic_sched.lab.evaluation.measure import (
     CLAIMS,
     INSTANT,
     NO_CLAIM,
@@ -24,6 +23,7 @@ from vllm_semantic_sched.predict.evaluation.measure import (
 )
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.sim.datasets import split_of
 
 TABLE = (
     "text,level,output_tokens,kind\n"

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from vllm_semantic_sched.admin import maintenance
-from vllm_semantic_sched.admin.client import AdminError
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.cli import maintenance as command
+from vllm_semantic_sched.operate import maintenance
+from vllm_semantic_sched.operate.client import AdminError
 
 
 class Server:

@@ -76,13 +76,13 @@ def test_sweep_has_a_line_per_level(tmp_path) -> None:
 
 
 def test_without_bokeh_the_page_is_left_out(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "vllm_semantic_sched.html_report.charts", raising=False)
+    monkeypatch.delitem(sys.modules, "vllm_semantic_sched.lab.report.charts", raising=False)
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
     command = ["simulate", "--scenario", str(_write(tmp_path)), "--output", str(tmp_path)]
     assert main([*command, "--quiet", "--set", "workload.requests=8"]) == 0
     written = capsys.readouterr()
     assert "report.html: not written" in written.err
-    assert 'pip install "vllm-semantic-sched[bench]"' in written.err
+    assert 'pip install "vllm-semantic-sched[lab]"' in written.err
     assert "report.html" not in written.out and not (tmp_path / "report.html").exists()
     assert (tmp_path / "results.json").is_file()
 

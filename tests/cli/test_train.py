@@ -145,7 +145,7 @@ def server():
 
 
 def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
-    from vllm_semantic_sched.predict.evaluation.metrics import expected_tokens
+    from vllm_semantic_sched.lab.evaluation.metrics import expected_tokens
     from vllm_semantic_sched.predict.model import TextPredictor
 
     prompts = [f"explain matter {number} in depth" for number in range(50)]

@@ -9,7 +9,7 @@ def serve(model, tmp_path_factory):
     test of the module."""
     from contextlib import ExitStack
 
-    from vllm_semantic_sched.bench.server import ServerConfig, VllmServer
+    from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 
     with ExitStack() as servers:
 

@@ -8,8 +8,8 @@ from vllm.v1.core.sched.interface import PauseState
 
 import vllm_semantic_sched
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.clock import ServiceClock
+from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine
 

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
     run_step,
 )
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 pytestmark = pytest.mark.engine
 

@@ -8,10 +8,10 @@ import time
 import pytest
 from jobs import make_job
 
-from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
-from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
+from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.overhead import ALL_FEATURES
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.lab.bench.overhead import ALL_FEATURES
+from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,

@@ -3,15 +3,15 @@
 import pytest
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.engine.vllm_api import why_no_holds
+from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.vllm_api import why_no_holds
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.protection import WINDOW
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 # So much worth that all who may be held are held, until the price is paid.
 POLICY = "predictor: {enabled: false}\ncorrect_profile: false\n"

@@ -10,7 +10,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.vllm_api import (
     HOOKS,
@@ -20,6 +19,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     find_hooks,
 )
 from vllm_semantic_sched.engine.vllm_api.capabilities import REQUEST_ERROR
+from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
     model_output,

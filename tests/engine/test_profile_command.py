@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 pytestmark = pytest.mark.engine
 

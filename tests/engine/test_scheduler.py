@@ -13,14 +13,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
+from vllm_semantic_sched.engine.vllm_api.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
-from vllm_semantic_sched.engine.vllm_version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -307,7 +307,8 @@ def test_provisional_level_gives_a_seat_at_once_until_it_is_corrected(policy, mo
     with open(path, "w") as file:
         file.write("correct_profile: false\n")
     monkeypatch.setattr(
-        "vllm_semantic_sched.engine.prediction.PredictionService", lambda *args, **kwargs: None
+        "vllm_semantic_sched.engine.requests.prediction.PredictionService",
+        lambda *args, **kwargs: None,
     )
     scheduler = build({"policy": path}, max_num_seqs=1)
     feed = scheduler.predictions

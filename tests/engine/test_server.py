@@ -269,7 +269,7 @@ def test_server_survives_the_death_of_its_predictor(semantic) -> None:
 
 
 def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path) -> None:
-    from vllm_semantic_sched.bench.server import ServerConfig
+    from vllm_semantic_sched.lab.bench.server import ServerConfig
 
     path = tmp_path / "mine.yaml"
     path.write_text("preemption: {max_per_req: 1}\n")
@@ -292,7 +292,7 @@ def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path) -> Non
 @pytest.fixture(scope="module")
 def one_command(model, tmp_path_factory):
     """A server by `semsched serve`, with an event log."""
-    from vllm_semantic_sched.bench.server import ServerConfig, VllmServer
+    from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 
     class OneCommand(ServerConfig):
         def command(self, port: int) -> list[str]:

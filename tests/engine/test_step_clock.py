@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_semantic_sched.policy.facts.profile import Batch
+from vllm_semantic_sched.policy.profile.formula import Batch
 
 pytestmark = pytest.mark.engine
 

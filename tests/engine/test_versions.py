@@ -11,13 +11,13 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from vllm_semantic_sched import Refusal, SemanticScheduler, refusal_of
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.engine.vllm_api import call_engines, capabilities_of
+from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
     model_output,
     run_step,
 )
-from vllm_semantic_sched.engine.vllm_api import call_engines, capabilities_of
 from vllm_semantic_sched.policy.overload.refusal import Code
 
 pytestmark = pytest.mark.engine

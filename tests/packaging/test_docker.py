@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKER = ROOT / "configs" / "docker"
+DOCKER = ROOT / "configs" / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile*"))
 
 

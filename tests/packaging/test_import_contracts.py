@@ -37,7 +37,7 @@ def skeleton(tmp_path: Path) -> Path:
     (tmp_path / "__init__.py").unlink()
     # A contract on an external package needs somebody who imports it.
     (tmp_path / PACKAGE / "engine" / "__init__.py").write_text("import vllm\n")
-    (tmp_path / PACKAGE / "ray" / "__init__.py").write_text("import ray\n")
+    (tmp_path / PACKAGE / "fleet" / "ray" / "__init__.py").write_text("import ray\n")
     return tmp_path
 
 
@@ -60,13 +60,14 @@ def test_skeleton_keeps_every_contract(skeleton: Path):
     ("importer", "line", "contract"),
     [
         ("policy.core", "import vllm_semantic_sched.engine", "layers"),
-        ("policy.core", "import vllm_semantic_sched.datasets", "layers"),
+        ("policy.core", "import vllm_semantic_sched.sim.datasets", "layers"),
         ("sim", "import vllm_semantic_sched.engine", "layers"),
-        ("sim", "import vllm_semantic_sched.bench", "layers"),
+        ("sim", "import vllm_semantic_sched.lab.bench", "layers"),
         ("predict", "if TYPE_CHECKING: import vllm_semantic_sched.engine", "layers"),
-        ("bench", "def run(): import vllm_semantic_sched.cli", "cli"),
-        ("engine", "import vllm_semantic_sched.predict.training", "offline-predict"),
-        ("trace", "import vllm.config", "vllm"),
+        ("lab", "def run(): import vllm_semantic_sched.cli", "cli"),
+        ("engine", "import vllm_semantic_sched.lab.training", "lab"),
+        ("operate", "def run(): import vllm_semantic_sched.lab.report", "lab"),
+        ("operate", "import vllm.config", "vllm"),
         ("engine", "def run(): import ray.serve", "ray"),
         ("policy.order", "import torch", "pure"),
         ("policy.order", "import vllm_semantic_sched.policy.overload", "policy-layers"),
@@ -82,7 +83,7 @@ def test_contract_forbids(skeleton: Path, importer: str, line: str, contract: st
 
 def test_cycle_within_a_package_is_found(skeleton: Path):
     for importer, imported in (("reader", "writer"), ("writer", "reader")):
-        module = skeleton / PACKAGE / "trace" / f"{importer}.py"
-        module.write_text(f"import vllm_semantic_sched.trace.{imported}\n")
+        module = skeleton / PACKAGE / "operate" / f"{importer}.py"
+        module.write_text(f"import vllm_semantic_sched.operate.{imported}\n")
     (name,) = (c["name"] for c in CONTRACTS if c["id"] == "cycles")
     assert broken_contracts(skeleton) == {name}

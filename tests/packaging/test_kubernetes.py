@@ -22,7 +22,7 @@ from vllm_semantic_sched.engine.metrics.table import GAUGES
 from vllm_semantic_sched.policy.config import load_policy
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "configs" / "kubernetes"
+FOLDER = ROOT / "configs" / "deploy" / "kubernetes"
 ENGINES = {"base": 1, "data-parallel": 2}
 COMPONENTS = ("monitoring", "ingress")
 VERSIONS = ("1.30", "1.37")  # the oldest in which a pod can sleep before its end; the newest known
@@ -297,13 +297,15 @@ def test_ingress_forwards_completions_and_no_operator_endpoint(build) -> None:
 
 def test_rules_are_the_shipped_alerts(build) -> None:
     (rule,) = of_kind(build("base"), "PrometheusRule")
-    alerts = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())
-    assert rule["spec"] == alerts, "copy them: configs/kubernetes/monitoring/alerts.yaml says how"
+    alerts = yaml.safe_load(
+        (ROOT / "configs" / "deploy" / "monitoring" / "alerts.yaml").read_text()
+    )
+    assert rule["spec"] == alerts, "copy them: the first lines say how"
 
 
 def test_dashboard_is_the_shipped_one(build) -> None:
     maps = {one["metadata"]["name"]: one for one in of_kind(build("base"), "ConfigMap")}
-    shipped = (ROOT / "configs" / "monitoring" / "grafana.json").read_text()
+    shipped = (ROOT / "configs" / "deploy" / "monitoring" / "grafana.json").read_text()
     assert maps["dashboard"]["data"] == {"grafana.json": shipped}
     assert maps["dashboard"]["metadata"]["labels"]["grafana_dashboard"] == "1"
 

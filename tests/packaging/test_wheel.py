@@ -53,12 +53,12 @@ def files(wheel: Path) -> set[str]:
 
 def test_wheel_holds_every_shipped_config(files: set[str]):
     shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.*")}
-    assert {"configs/ems.yaml", "configs/monitoring/grafana.json"} <= shipped
+    assert {"configs/policies/ems.yaml", "configs/deploy/monitoring/grafana.json"} <= shipped
     assert {f"vllm_semantic_sched/{path}" for path in shipped} <= files
 
 
 def test_wheel_holds_the_template_of_pages(files: set[str]):
-    assert "vllm_semantic_sched/html_report/template.html" in files
+    assert "vllm_semantic_sched/lab/report/template.html" in files
 
 
 def test_wheel_holds_the_model_weights(files: set[str]):
@@ -69,7 +69,7 @@ def test_wheel_holds_the_model_weights(files: set[str]):
 
 
 def test_wheel_holds_the_texts_for_training(files: set[str]):
-    texts = ROOT / "vllm_semantic_sched" / "predict" / "training" / "texts"
+    texts = ROOT / "vllm_semantic_sched" / "lab" / "training" / "texts"
     shipped = {path.relative_to(ROOT).as_posix() for path in texts.rglob("*.*")}
     assert {path.rpartition(".")[2] for path in shipped} == {"csv", "yaml"}
     assert shipped <= files
@@ -96,7 +96,7 @@ def test_engine_and_torch_need_an_extra(metadata: Message):
     always = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert always
     assert not any(r.startswith(("torch", "vllm")) for r in always)
-    assert {"cpu", "cuda", "test", "bench", "train"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"cpu", "cuda", "test", "lab"} <= set(metadata.get_all("Provides-Extra", []))
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
@@ -117,7 +117,7 @@ def test_installed_package_finds_its_policies_by_name(wheel: Path, tmp_path: Pat
         text=True,
     ).stdout.split("\n")
     assert printed[0].startswith(str(target))
-    assert printed[1] == str(target / "vllm_semantic_sched" / "configs" / "ems.yaml")
+    assert printed[1] == str(target / "vllm_semantic_sched" / "configs" / "policies" / "ems.yaml")
 
 
 def test_metadata_package_names_the_engine_of_the_cpu_extra(tmp_path: Path):

@@ -15,12 +15,12 @@ from pathlib import Path
 from async_engine import schedule_asynchronously
 from vllm import LLM, SamplingParams
 
-import vllm_semantic_sched.engine.prediction
+import vllm_semantic_sched.engine.requests.prediction
 import vllm_semantic_sched.engine.scheduler
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.clock import ServiceClock
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.facts.profile import AUTO
+from vllm_semantic_sched.policy.profile.formula import AUTO
 
 from .recording import Recording, ScriptedInstant, ScriptedPredictor, VirtualTime, record
 
@@ -65,8 +65,8 @@ def main() -> None:
 
 def run_engine(model: str, case: EngineCase, out: Path) -> None:
     time = VirtualTime()
-    vllm_semantic_sched.engine.prediction.PredictionService = ScriptedPredictor
-    vllm_semantic_sched.engine.prediction.InstantReader = ScriptedInstant
+    vllm_semantic_sched.engine.requests.prediction.PredictionService = ScriptedPredictor
+    vllm_semantic_sched.engine.requests.prediction.InstantReader = ScriptedInstant
     vllm_semantic_sched.engine.scheduler.ServiceClock = lambda: ServiceClock(time)
     if case.asynchronous:
         schedule_asynchronously()

@@ -11,7 +11,6 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import (
     NEEDS_RESTART,
@@ -19,6 +18,7 @@ from vllm_semantic_sched.policy.live import (
     check_live_change,
     fingerprint,
 )
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
 BUCKETS = LengthBuckets(edges=(50,), means=(20.0, 400.0))

@@ -9,11 +9,11 @@ from statistics import median
 import numpy
 import pytest
 
+from vllm_semantic_sched.lab.evaluation.examples import read_examples
+from vllm_semantic_sched.lab.evaluation.metrics import level_figures
 from vllm_semantic_sched.policy.config.estimates import Decision, Instant
 from vllm_semantic_sched.policy.estimates.decision import decide_level, preempting_level
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
-from vllm_semantic_sched.predict.evaluation.examples import read_examples
-from vllm_semantic_sched.predict.evaluation.metrics import level_figures
 from vllm_semantic_sched.predict.instant import (
     INSTANT_FILE,
     FeatureReader,

@@ -6,7 +6,7 @@ import pstats
 import numpy as np
 import pytest
 
-from vllm_semantic_sched.bench.simulator import measure
+from vllm_semantic_sched.lab.bench.simulator import measure
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder

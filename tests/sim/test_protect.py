@@ -7,8 +7,8 @@ from drive import drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, load_profile
 from vllm_semantic_sched.policy.order.protection import WINDOW
+from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, load_profile
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 

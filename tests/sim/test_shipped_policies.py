@@ -13,9 +13,9 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.files import read_config, shipped_names
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.sim.predictor import draw_predictions
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate

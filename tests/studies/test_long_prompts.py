@@ -6,7 +6,7 @@ import pytest
 import yaml
 from long_prompts import make_load, schedulers, summarize
 
-from vllm_semantic_sched.bench.client import Record
+from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.policy.config import load_policy
 
 

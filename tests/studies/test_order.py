@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from order import compare, load_of, mean_of, simulated
 
-from vllm_semantic_sched.bench.workload import BenchRequest
+from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.sim.predictor import GivenPredictions
 

@@ -10,7 +10,7 @@ from fake_results import fake_records, fake_row, fake_workload
 from prediction_latency import Variant, variants
 from rich.console import Console
 
-from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
 
 WORKLOAD = fake_workload(10)

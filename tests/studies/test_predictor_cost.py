@@ -15,8 +15,8 @@ from predictor_cost import (
 )
 from step_time import CONDITIONS, Phase, StepTimePlan, StepTimes, pool_phases
 
-from vllm_semantic_sched.bench.server import ServerConfig
-from vllm_semantic_sched.bench.targets import missed
+from vllm_semantic_sched.lab.bench.server import ServerConfig
+from vllm_semantic_sched.lab.bench.targets import missed
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 
 

@@ -6,9 +6,9 @@ import statistics
 import pytest
 import roofline as study
 
-from vllm_semantic_sched.datasets import data_root
-from vllm_semantic_sched.policy.estimates.roofline import Roofline, device_named
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.profile.roofline import Roofline, device_named
+from vllm_semantic_sched.sim.datasets import data_root
 
 
 def row(tokens: int, milliseconds: float, devices: int = 1) -> dict[str, str]:

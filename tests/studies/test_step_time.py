@@ -7,9 +7,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.study]
 
 from step_time import StepTimePlan, measure_step_times  # noqa: E402
 
-from vllm_semantic_sched.bench.client import Progress  # noqa: E402
-from vllm_semantic_sched.bench.server import ServerConfig  # noqa: E402
-from vllm_semantic_sched.bench.tiny_model import make_model  # noqa: E402
+from vllm_semantic_sched.lab.bench.client import Progress  # noqa: E402
+from vllm_semantic_sched.lab.bench.server import ServerConfig  # noqa: E402
+from vllm_semantic_sched.lab.bench.tiny_model import make_model  # noqa: E402
 
 
 def test_only_new_prompts_use_the_predictor(tmp_path):

@@ -15,8 +15,8 @@ from validation import (
     prepare_load,
 )
 
-from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, load_profile
-from vllm_semantic_sched.profiling.live_engine import Step
+from vllm_semantic_sched.lab.profiling.live_engine import Step
+from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, load_profile
 from vllm_semantic_sched.sim.simulation import simulate
 
 TERMS = BatchTerms(step=5e-3, per_sequence=1e-4, per_prefill=1e-3, per_context_token=1e-7)

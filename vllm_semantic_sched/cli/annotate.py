@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from vllm_semantic_sched.cli.arguments import positive
-from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         from aiohttp import web
 
-        from vllm_semantic_sched.annotate.annotator import Annotator
-        from vllm_semantic_sched.annotate.server import make_app
+        from vllm_semantic_sched.fleet.annotate.annotator import Annotator
+        from vllm_semantic_sched.fleet.annotate.server import make_app
 
         app = make_app(Annotator.load(args.policy))
         web.run_app(app, host=args.host, port=args.port)

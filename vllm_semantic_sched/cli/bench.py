@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_semantic_sched.bench.simulator import SCENARIO
-from vllm_semantic_sched.bench.tiny_model import SIZES, make_model
-from vllm_semantic_sched.bench.workload import WorkloadConfig
 from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.lab.bench.simulator import SCENARIO
+from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
+from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
 from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.bench.overhead import StepTimes
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+    from vllm_semantic_sched.lab.bench.overhead import StepTimes
+    from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
 _SCHEDULERS = "fcfs,priority,semantic,semantic-true"
 _STOCK = "stock"
@@ -92,11 +92,11 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed, an output differs or a target is missed."""
-    from vllm_semantic_sched.bench.compare import compare
-    from vllm_semantic_sched.bench.page import comparison_page
-    from vllm_semantic_sched.bench.plots import draw_comparison
-    from vllm_semantic_sched.bench.schedulers import parse_schedulers
-    from vllm_semantic_sched.bench.targets import check_targets, missed
+    from vllm_semantic_sched.lab.bench.compare import compare
+    from vllm_semantic_sched.lab.bench.page import comparison_page
+    from vllm_semantic_sched.lab.bench.plots import draw_comparison
+    from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
+    from vllm_semantic_sched.lab.bench.targets import check_targets, missed
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     if args.engines > 1:
@@ -134,7 +134,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
 
 def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec]) -> int:
     """Return 1 if a request failed."""
-    from vllm_semantic_sched.bench import engines
+    from vllm_semantic_sched.lab.bench import engines
 
     scheduler = next((one for one in schedulers if one.kind.startswith("semantic")), None)
     if scheduler is None:
@@ -192,7 +192,7 @@ def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.bench.overhead import ALL_FEATURES, Case, measure, measure_urgent
+    from vllm_semantic_sched.lab.bench.overhead import ALL_FEATURES, Case, measure, measure_urgent
 
     sizes = [int(size) for size in args.waiting.split(",")]
     policies = {name.strip(): name.strip() for name in args.policies.split(",")}
@@ -320,7 +320,7 @@ def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_simulator(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.bench.simulator import measure
+    from vllm_semantic_sched.lab.bench.simulator import measure
 
     speeds = measure(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")

@@ -15,16 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.bench.server import ServerConfig
-from vllm_semantic_sched.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
-from vllm_semantic_sched.bench.workload import WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.lab.bench.server import ServerConfig
+from vllm_semantic_sched.lab.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
+from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload, parse_mix
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_semantic_sched.bench.client import Progress
-    from vllm_semantic_sched.bench.compare import RunPlan
-    from vllm_semantic_sched.bench.schedulers import SchedulerSpec
+    from vllm_semantic_sched.lab.bench.client import Progress
+    from vllm_semantic_sched.lab.bench.compare import RunPlan
+    from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
 # Options
 
@@ -126,7 +126,7 @@ def make_plan(
         ValueError: an option has an impossible value.
         FileNotFoundError: the model folder does not exist.
     """
-    from vllm_semantic_sched.bench.compare import RunPlan, end_token
+    from vllm_semantic_sched.lab.bench.compare import RunPlan, end_token
 
     for mix in mixes:
         parse_mix(mix)
@@ -173,7 +173,7 @@ def show_progress(quiet: bool = False) -> Progress:
     from rich.console import Console
     from rich.progress import Progress as Live
 
-    from vllm_semantic_sched.bench.client import Progress
+    from vllm_semantic_sched.lab.bench.client import Progress
 
     console = Console(highlight=False, soft_wrap=True)
 

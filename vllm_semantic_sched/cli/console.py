@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.html_report.page import FILE_NAME, write_page
+from vllm_semantic_sched.lab.report.page import FILE_NAME, write_page
 from vllm_semantic_sched.policy.facts.section import Section, keys_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_semantic_sched.html_report.content import Page
+    from vllm_semantic_sched.lab.report.content import Page
 
 _WIDTH = 160
 
@@ -38,20 +38,18 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
     return table
 
 
-def save_page(page: Page, folder: Path, extra: str = "bench") -> list[Path]:
+def save_page(page: Page, folder: Path) -> list[Path]:
     """Write report.html to a folder; its path, or none (see `save_pictures`).
 
     Raises:
         OSError: the file cannot be written.
     """
-    return save_pictures({folder / FILE_NAME: lambda path: write_page(page, path.parent)}, extra)
+    return save_pictures({folder / FILE_NAME: lambda path: write_page(page, path.parent)})
 
 
-def save_pictures(
-    draw: Mapping[Path, Callable[[Path], object]], extra: str = "bench"
-) -> list[Path]:
+def save_pictures(draw: Mapping[Path, Callable[[Path], object]]) -> list[Path]:
     """Write files by functions that need a package for charts; their paths, or none if it is
-    missing: then a message names the extra to install.
+    missing: then a message says how to install it.
 
     Raises:
         OSError: a file cannot be written.
@@ -62,7 +60,7 @@ def save_pictures(
     except ModuleNotFoundError as error:
         print(
             f"{', '.join(path.name for path in draw)}: not written ({error}); "
-            f'pip install "vllm-semantic-sched[{extra}]" installs what it needs',
+            'pip install "vllm-semantic-sched[lab]" installs what it needs',
             file=sys.stderr,
         )
         return []

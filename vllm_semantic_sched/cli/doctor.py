@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         1 if there is a fault, else 0.
     """
-    from vllm_semantic_sched.admin.doctor import Setup, examine
+    from vllm_semantic_sched.operate.doctor import Setup, examine
 
     setup = Setup(
         policy=args.policy,

@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.console import save_page
-from vllm_semantic_sched.datasets import data_root
-from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.predict.evaluation.bars import bars_missed, read_bars
-from vllm_semantic_sched.predict.evaluation.domain import Domain, load_domain
-from vllm_semantic_sched.predict.evaluation.examples import (
+from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.lab.evaluation.examples import (
     BUILTIN_SETS,
     Example,
     LabelledSet,
@@ -29,9 +26,12 @@ from vllm_semantic_sched.predict.evaluation.examples import (
     read_examples,
     read_labelled_set,
 )
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.predict.evaluation.baselines import Guesser
+    from vllm_semantic_sched.lab.evaluation.baselines import Guesser
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -123,13 +123,13 @@ def run(args: argparse.Namespace) -> int:
 def with_hint(error: Exception) -> str:
     """The message of an error, with the extra to install if a package is missing."""
     if isinstance(error, ModuleNotFoundError):
-        return f'{error}; pip install "vllm-semantic-sched[train]" installs the packages needed'
+        return f'{error}; pip install "vllm-semantic-sched[lab]" installs the packages needed'
     return str(error)
 
 
 def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
     """The TF-IDF baselines, fitted to `training`; prints that this takes time."""
-    from vllm_semantic_sched.predict.evaluation.baselines import tfidf_baselines
+    from vllm_semantic_sched.lab.evaluation.baselines import tfidf_baselines
 
     if training:
         print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
@@ -150,9 +150,9 @@ def report_on(
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures."""
     from tqdm import tqdm
 
-    from vllm_semantic_sched.predict.evaluation.measure import evaluate_predictor, texts_to_read
-    from vllm_semantic_sched.predict.evaluation.page import evaluation_page
-    from vllm_semantic_sched.predict.evaluation.report import write_report
+    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor, texts_to_read
+    from vllm_semantic_sched.lab.evaluation.page import evaluation_page
+    from vllm_semantic_sched.lab.evaluation.report import write_report
 
     total = texts_to_read(labelled, claims)
     with tqdm(total=total, desc=labelled.name, unit="text", disable=None) as bar:
@@ -167,7 +167,7 @@ def report_on(
             advanced=bar.update,
         )
     print(write_report(evaluation, output))
-    save_page(evaluation_page(evaluation), output, extra="train")
+    save_page(evaluation_page(evaluation), output)
     return evaluation.report
 
 
@@ -175,8 +175,8 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     """Write the reports; returns a line for each figure that misses its bar."""
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
-    from vllm_semantic_sched.predict.evaluation.page import summary_page
-    from vllm_semantic_sched.predict.evaluation.report import summary
+    from vllm_semantic_sched.lab.evaluation.page import summary_page
+    from vllm_semantic_sched.lab.evaluation.report import summary
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -202,7 +202,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     if args.all:
         text = summary(reports)
         (args.output / _SUMMARY).write_text(text, encoding="utf-8")
-        save_page(summary_page(reports), args.output, extra="train")
+        save_page(summary_page(reports), args.output)
         print(text)
     # One file may have bars for every set; a name that no set has is a mistake.
     asked = {name: one for name, one in bars.items() if name in reports or name not in BUILTIN_SETS}
@@ -246,7 +246,7 @@ def _training_examples(args: argparse.Namespace) -> list[Example]:
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
         return []
-    from vllm_semantic_sched.predict.training.mixture import Sources, training_round
+    from vllm_semantic_sched.lab.training.mixture import Sources, training_round
 
     return training_round(Sources.read(root, "train"), seed=1)
 

@@ -16,10 +16,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.engine.settings import DEFAULT_POLICY
+from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.facts.profile import load_profile
-from vllm_semantic_sched.predict.evaluation.explain import Explanation, InstantPart, explain
+from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.predict.explain import Explanation, InstantPart, explain
 
 if TYPE_CHECKING:
     from rich.console import Console

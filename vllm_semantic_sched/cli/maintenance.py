@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_semantic_sched.admin import maintenance
-from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.operate import maintenance
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
 _COUNTS = ("running", "waiting")

@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from vllm_semantic_sched.lab.report.plan import draw_plan, rate, rows, trial_now, write_plan
+    from vllm_semantic_sched.lab.report.simulation import plan_page
     from vllm_semantic_sched.sim.metrics import is_promised
-    from vllm_semantic_sched.sim.pages import plan_page
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
-    from vllm_semantic_sched.sim.plan_report import draw_plan, rate, rows, trial_now, write_plan
     from vllm_semantic_sched.sim.runner import mapped
     from vllm_semantic_sched.sim.scenario import load_scenarios
 

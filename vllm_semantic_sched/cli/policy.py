@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from vllm_semantic_sched.admin.client import AdminClient, AdminError, send_hangup
 from vllm_semantic_sched.cli.arguments import add_server_arguments
 from vllm_semantic_sched.cli.console import describe_keys
+from vllm_semantic_sched.operate.client import AdminClient, AdminError, send_hangup
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
-from vllm_semantic_sched.policy.facts.profile import AUTO, load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import AUTO, load_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

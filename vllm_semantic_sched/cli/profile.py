@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.cli.arguments import positive
 from vllm_semantic_sched.cli.console import make_console, make_table
-from vllm_semantic_sched.policy.estimates.roofline import (
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import (
+    Batch,
+    EngineProfile,
+    load_profile,
+    write_profile,
+)
+from vllm_semantic_sched.policy.profile.roofline import (
     Device,
     ModelShape,
     Roofline,
     device_named,
     known_devices,
 )
-from vllm_semantic_sched.policy.facts.profile import (
-    Batch,
-    EngineProfile,
-    load_profile,
-    write_profile,
-)
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.profiling.check import Point, Verdict
-    from vllm_semantic_sched.profiling.live_engine import LiveEngine
+    from vllm_semantic_sched.lab.profiling.check import Point, Verdict
+    from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.engine:
         print("semsched profile: needs -- MODEL, or --analytic --model DIR", file=sys.stderr)
         return 2
-    from vllm_semantic_sched.profiling.live_engine import BadOptions, LiveEngine
+    from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
 
     try:
         if args.check is not None:
@@ -157,7 +157,7 @@ def _measured_device(model: ModelShape) -> Device:
 
     import torch
 
-    from vllm_semantic_sched.engine.device_benchmark import measure_device
+    from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 
     dtype = "float32" if model.kv_bytes == 4 else "bfloat16"
     if torch.cuda.is_available():
@@ -196,8 +196,8 @@ def _plan(path: Path, roofline: Roofline) -> str:
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from vllm_semantic_sched.profiling.measure import make_grid, make_profile, measure
-    from vllm_semantic_sched.profiling.plots import draw
+    from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
+    from vllm_semantic_sched.lab.profiling.plots import draw
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
     points = args.repeats * (len(grid.prefills) + len(grid.decodes))
@@ -217,7 +217,7 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 
 
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from vllm_semantic_sched.profiling.check import judge, make_lengths, measure_points, report
+    from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
 
     profile = load_profile(args.check)
     longest = min(engine.max_model_len - 1, engine.kv_tokens, args.max_tokens or sys.maxsize)
@@ -250,7 +250,7 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
-    from vllm_semantic_sched.profiling import check
+    from vllm_semantic_sched.lab.profiling import check
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
     table = make_table("", *columns, words=0)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vllm_semantic_sched.bench.metrics import Summary
-    from vllm_semantic_sched.bench.results import DecodeStep
-    from vllm_semantic_sched.bench.rounds import MixResult, Round
-    from vllm_semantic_sched.bench.targets import Target
+    from vllm_semantic_sched.lab.bench.metrics import Summary
+    from vllm_semantic_sched.lab.bench.results import DecodeStep
+    from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
+    from vllm_semantic_sched.lab.bench.targets import Target
 
 _REFERENCE = "fcfs"
 _TITLE_WIDTH = 16
@@ -149,7 +149,7 @@ def _use(done: Round, row: MixResult) -> str:
 
 
 def _totals(rows: Mapping[str, MixResult]) -> Table:
-    from vllm_semantic_sched.bench.usage import PREEMPTIONS
+    from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 
     table = make_table(
         "totals", "scheduler", "answered", "output\ntok/s", "vs FCFS", "CPU s /\n1k tok",

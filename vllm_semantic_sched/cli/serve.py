@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.admin.memory import available_memory
-from vllm_semantic_sched.engine.settings import SWAP_CONNECTOR
+from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
+from vllm_semantic_sched.operate.memory import available_memory
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 SCHEDULER = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = "vllm_semantic_sched.Middleware"

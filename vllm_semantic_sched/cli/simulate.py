@@ -76,15 +76,15 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.sim.metrics import ALL, METRICS, is_promised
-    from vllm_semantic_sched.sim.pages import simulation_page
-    from vllm_semantic_sched.sim.report import (
+    from vllm_semantic_sched.lab.report.simulation import simulation_page
+    from vllm_semantic_sched.lab.report.table import (
         draw_depths,
         draw_metric,
         title_of,
         write_results,
         write_trace,
     )
+    from vllm_semantic_sched.sim.metrics import ALL, METRICS, is_promised
     from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
     from vllm_semantic_sched.sim.scenario import load_scenarios
     from vllm_semantic_sched.sim.spans import draw_gantt
@@ -136,8 +136,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
     """The metric by level, and the totals: a row per cell."""
+    from vllm_semantic_sched.lab.report.table import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
-    from vllm_semantic_sched.sim.report import level_names
 
     levels = level_names(cells)
     yield _table(
@@ -151,8 +151,8 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell; `columns` has the level and the metric of each column."""
-    from vllm_semantic_sched.html_report.content import number_text
-    from vllm_semantic_sched.sim.report import point_texts
+    from vllm_semantic_sched.lab.report.content import number_text
+    from vllm_semantic_sched.lab.report.table import point_texts
 
     fields = list(cells[0].point)
     heads = [field.replace(".", ".\n") for field in fields]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-    from vllm_semantic_sched.admin.figures import Figures
-    from vllm_semantic_sched.admin.watch import ServerState, ServerWatch
+    from vllm_semantic_sched.operate.figures import Figures
+    from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
 
 _WIDTH = 100
 _REDRAW = 0.5  # seconds
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; with --once 1 if no server answers; 2 without a terminal.
     """
-    from vllm_semantic_sched.admin.client import AdminClient
-    from vllm_semantic_sched.admin.watch import ServerWatch
+    from vllm_semantic_sched.operate.client import AdminClient
+    from vllm_semantic_sched.operate.watch import ServerWatch
 
     watches = [ServerWatch(AdminClient(url, args.api_key)) for url in args.server]
     if args.once or args.json:
@@ -137,7 +137,7 @@ def _keys(states: Sequence[ServerState]) -> str:
 
 
 def _total(states: Sequence[ServerState]) -> Figures | None:
-    from vllm_semantic_sched.admin.figures import combine
+    from vllm_semantic_sched.operate.figures import combine
 
     each = [state.figures for state in states if state.figures is not None]
     return combine(each) if each else None
@@ -287,7 +287,7 @@ class _Actions:
                 threading.Thread(target=self._run, args=(url, action), daemon=True).start()
 
     def _run(self, url: str, action: Callable[[], str]) -> None:
-        from vllm_semantic_sched.admin.client import AdminError
+        from vllm_semantic_sched.operate.client import AdminError
 
         try:
             self.messages[url] = action()

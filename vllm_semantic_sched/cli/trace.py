@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a file cannot be read or written, 2 if the log has no events.
     """
+    from vllm_semantic_sched.lab.report.trace import trace_page
+    from vllm_semantic_sched.operate.event_log import LogReader, TierSummary
     from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
-    from vllm_semantic_sched.trace.event_log import LogReader, TierSummary
-    from vllm_semantic_sched.trace.page import trace_page
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)

@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
-from vllm_semantic_sched.datasets import DataNotFound, data_root
+from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labelled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict import URGENCY_LEVELS
-from vllm_semantic_sched.predict.evaluation.examples import read_examples, read_labelled_set
+from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.predict.training.fit import Step
-    from vllm_semantic_sched.predict.training.train import FineTuned, Options
+    from vllm_semantic_sched.lab.training.fit import Step
+    from vllm_semantic_sched.lab.training.train import FineTuned, Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,8 +155,8 @@ def _data_folder(args: argparse.Namespace) -> Path:
 
 
 def _train_instant(args: argparse.Namespace) -> None:
+    from vllm_semantic_sched.lab.training.train import train_instant
     from vllm_semantic_sched.predict.instant import INSTANT_FILE
-    from vllm_semantic_sched.predict.training.train import train_instant
 
     root = _data_folder(args)
     train_instant(args.base, args.output, root, args.scale, seed=args.seed, threads=args.threads)
@@ -165,7 +165,7 @@ def _train_instant(args: argparse.Namespace) -> None:
 
 def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
-    from vllm_semantic_sched.predict.training.train import train_all
+    from vllm_semantic_sched.lab.training.train import train_all
 
     texts, figures = train_all(_options(args), root, args.scale)
     print(f"saved to {args.output}")
@@ -174,14 +174,14 @@ def _train_all(args: argparse.Namespace) -> None:
 
 
 def _train_urgency(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.predict.training.train import train_urgency
+    from vllm_semantic_sched.lab.training.train import train_urgency
 
     tuned = train_urgency(_options(args), args.domain, args.csv, args.examples, args.test)
     _report(args, tuned)
 
 
 def _train_length(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.predict.training.train import train_length
+    from vllm_semantic_sched.lab.training.train import train_length
 
     table = args.csv or _collected(args)
     _report(args, train_length(_options(args), table, args.test, args.tune_encoder))
@@ -191,7 +191,7 @@ def _collected(args: argparse.Namespace) -> Path:
     """Send the prompts to the server; the table of its answers' lengths."""
     from tqdm import tqdm
 
-    from vllm_semantic_sched.predict.training.collect import collect_lengths
+    from vllm_semantic_sched.lab.training.collect import collect_lengths
 
     if args.prompts is None:
         raise ValueError("--from-server needs --prompts FILE")
@@ -219,7 +219,7 @@ def _collected(args: argparse.Namespace) -> Path:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    from vllm_semantic_sched.predict.training.train import Options
+    from vllm_semantic_sched.lab.training.train import Options
 
     return Options(
         output=args.output,
@@ -253,9 +253,9 @@ class _RoundBars:
 
 def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     """Print where the model is, and evaluate it on the texts that were held out."""
+    from vllm_semantic_sched.lab.training.train import TEST_FILE, TRAINING_FILE
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
-    from vllm_semantic_sched.predict.training.train import TEST_FILE, TRAINING_FILE
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
@@ -278,7 +278,7 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
 
 def _print_thresholds(model: Path, texts: int) -> Path:
     """Print the policy of fitted thresholds in the folder of a model; its path."""
-    from vllm_semantic_sched.predict.training.train import THRESHOLDS_FILE
+    from vllm_semantic_sched.lab.training.train import THRESHOLDS_FILE
 
     path = model / THRESHOLDS_FILE
     print(f"thresholds on the expected level, fitted to {texts} texts: {path}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.policy.facts.profile import Batch
+from vllm_semantic_sched.policy.profile.formula import Batch
 
 if TYPE_CHECKING:  # this module loads without vLLM
     from vllm_semantic_sched.engine.vllm_api import Request, SchedulerOutput

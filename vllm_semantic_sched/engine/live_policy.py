@@ -19,7 +19,6 @@ from typing import Any
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import (
     PolicyVersion,
@@ -27,6 +26,7 @@ from vllm_semantic_sched.policy.live import (
     check_live_change,
     fingerprint,
 )
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 Load = Callable[[], tuple[Policy, EngineProfile]]
 

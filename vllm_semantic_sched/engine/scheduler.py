@@ -11,25 +11,25 @@ import os
 import time
 from typing import Any
 
-from vllm_semantic_sched.engine.arrivals import Arrivals
-from vllm_semantic_sched.engine.auto_profile import engine_profile
-from vllm_semantic_sched.engine.client_requests import ClientRequests
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
-from vllm_semantic_sched.engine.ending import Endings, end_of
-from vllm_semantic_sched.engine.event_log import EventLog
 from vllm_semantic_sched.engine.guard import Guard, GuardedListener
 from vllm_semantic_sched.engine.http import commands
-from vllm_semantic_sched.engine.kv.preemption import Preemptions
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
+from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.requests import (
     RequestMetrics,
     report_fairness,
     report_overload,
 )
-from vllm_semantic_sched.engine.prediction import PredictionFeed
-from vllm_semantic_sched.engine.request_queue import SemanticRequestQueue
-from vllm_semantic_sched.engine.settings import load_settings
+from vllm_semantic_sched.engine.preemption import Preemptions
+from vllm_semantic_sched.engine.requests.arrivals import Arrivals
+from vllm_semantic_sched.engine.requests.client_requests import ClientRequests
+from vllm_semantic_sched.engine.requests.endings import Endings, end_of
+from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
+from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
+from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
+from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
 from vllm_semantic_sched.engine.vllm_api import (
     VLLM_VERSION,
@@ -49,14 +49,14 @@ from vllm_semantic_sched.engine.vllm_api import (
     watch_new_requests,
     why_no_holds,
 )
-from vllm_semantic_sched.engine.vllm_version import check_vllm_version
+from vllm_semantic_sched.engine.vllm_api.version import check_vllm_version
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.profile import AUTO, EngineProfile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
+from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
 # Under vLLM's own logger, so that its handlers and levels apply.

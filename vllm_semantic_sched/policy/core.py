@@ -27,13 +27,13 @@ from vllm_semantic_sched.policy.facts.job import (
     rank_of,
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
 from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
 # is in its new order after 100 steps.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.profile import AUTO, EngineProfile
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 
 # Key or group of keys: why it cannot change.
 NEEDS_RESTART = {

@@ -37,7 +37,6 @@ from vllm_semantic_sched.policy.eviction.victims import (
 )
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.profile import Batch
 from vllm_semantic_sched.policy.order.stage import (
     NO_LIMITS,
     StageLimits,
@@ -46,6 +45,7 @@ from vllm_semantic_sched.policy.order.stage import (
 )
 from vllm_semantic_sched.policy.overload.control import Ended, OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+from vllm_semantic_sched.policy.profile.formula import Batch
 
 READING_BUFFER = 2.0
 """Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 
 class Chunk(NamedTuple):

@@ -9,9 +9,9 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.facts.tiers import TierQueue
 from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine

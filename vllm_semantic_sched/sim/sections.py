@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.facts.profile import BatchTerms
 from vllm_semantic_sched.policy.facts.section import Section
 from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.profile.formula import BatchTerms
 from vllm_semantic_sched.sim.routing import Routing
 
 _LENGTH_NEEDS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_semantic_sched.datasets import data_root
+from vllm_semantic_sched.sim.datasets import data_root
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
 

@@ -16,8 +16,8 @@ from chaos import BASE_POLICY, disturb, server_arguments
 from metrics_page import wait_until
 from safetensors.torch import save_file
 
-from vllm_semantic_sched.admin.client import AdminClient, AdminError
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 pytestmark = pytest.mark.engine
 

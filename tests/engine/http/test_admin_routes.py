@@ -9,11 +9,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from vllm_semantic_sched.engine import policy_file
 from vllm_semantic_sched.engine.http import admin
 from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
-from vllm_semantic_sched.engine.policy_file import PolicyFile
+from vllm_semantic_sched.engine.startup import policy_file
+from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unhooked")]
 

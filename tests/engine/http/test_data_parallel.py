@@ -12,7 +12,7 @@ import psutil
 import pytest
 from metrics_page import page_value, wait_until
 
-from vllm_semantic_sched.admin.client import AdminClient
+from vllm_semantic_sched.operate.client import AdminClient
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from vllm_semantic_sched.engine.http import dispatch, siblings
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
-from vllm_semantic_sched.engine.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.placement import Placement

@@ -14,14 +14,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.bench.standalone import (
+from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
     make_request,
     run_step,
 )
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.section import PolicyError
 

@@ -11,12 +11,12 @@ from monitoring import rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_semantic_sched.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
-from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.vllm_api import CAPABILITIES, HOOKS, attach_message
+from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine
 

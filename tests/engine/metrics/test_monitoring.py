@@ -17,9 +17,9 @@ from alerts import panel_queries
 from monitoring import rule_queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_semantic_sched.admin.client import AdminClient
-from vllm_semantic_sched.admin.doctor import check_server
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.operate.client import AdminClient
+from vllm_semantic_sched.operate.doctor import check_server
 
 pytestmark = pytest.mark.engine
 

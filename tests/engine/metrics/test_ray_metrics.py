@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_semantic_sched.engine import stat_logger
+from vllm_semantic_sched.engine.metrics import stat_logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger, observe_all
 from vllm_semantic_sched.engine.metrics.table import HISTOGRAMS
-from vllm_semantic_sched.engine.stat_logger import SemanticStatLogger, observe_all
 from vllm_semantic_sched.engine.vllm_api import RayMetrics, attach_message
 
 pytestmark = pytest.mark.engine

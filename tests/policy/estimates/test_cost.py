@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.estimates.cost import remaining_seconds, starting_over_seconds
-from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.profile.cost import remaining_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 PROFILE = load_profile("a5000-qwen1.5-7b")
 lengths = st.integers(0, 4000)

@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, StatedLength
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 BUCKETS = LengthBuckets(edges=(50,), means=(20.0, 100.0))
 LONG = Prediction((1.0,), (0.0, 1.0))

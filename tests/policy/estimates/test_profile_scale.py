@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.correction import ProfileScale
+from vllm_semantic_sched.policy.profile.formula import (
+    Batch,
+    BatchTerms,
+    EngineProfile,
+    load_profile,
+)
 
 PROFILE = load_profile("a100-qwen1.5-7b")
 

@@ -2,7 +2,10 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.estimates.roofline import (
+from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.roofline import (
     Device,
     ModelShape,
     Roofline,
@@ -11,9 +14,6 @@ from vllm_semantic_sched.policy.estimates.roofline import (
     nearest_device,
     recognise,
 )
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile, load_profile
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 LLAMA = {
     "model_type": "llama",

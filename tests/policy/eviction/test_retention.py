@@ -10,7 +10,6 @@ from jobs import make_job
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.cost import resume_seconds
 from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionKind,
@@ -18,7 +17,8 @@ from vllm_semantic_sched.policy.eviction.retention import (
     tokens_left_on_device,
 )
 from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.facts.profile import EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.cost import resume_seconds
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 A100 = load_profile("a100-qwen1.5-7b")
 MODES = ("optimal", "paper", "swap", "recompute", "none")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.facts.profile import (
+from vllm_semantic_sched.policy.profile.formula import (
     Batch,
     BatchTerms,
     Environment,

@@ -9,8 +9,8 @@ from vllm_semantic_sched.policy.config.order import Aging
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 knobs = st.builds(
     Aging,

@@ -8,9 +8,9 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:

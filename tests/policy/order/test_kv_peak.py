@@ -10,8 +10,8 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import StatedLength
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 ON = KvPeakKnobs(enabled=True, exempt_level=1)
 BLOCK = 16

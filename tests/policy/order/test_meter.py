@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
 

@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 LEVEL_0 = Prediction((1.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0))
 LONG, SHORT = (0.0, 0.0, 1.0), (1.0, 0.0, 0.0)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config.order import Protect
-from vllm_semantic_sched.policy.facts.profile import Batch, BatchTerms, EngineProfile
 from vllm_semantic_sched.policy.order.protection import WINDOW, Budget, Protection
+from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile
 
 PROFILE = EngineProfile(
     hardware="",

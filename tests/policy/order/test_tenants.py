@@ -14,7 +14,6 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.policy.order.queues import LevelQueue
@@ -24,6 +23,7 @@ from vllm_semantic_sched.policy.order.tenants import (
     VirtualCounters,
     read_tenant,
 )
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.profile import load_profile
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
 TOKENS = 100 + 50  # what a job of `World.arrive` is expected to need

@@ -20,8 +20,8 @@ from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
-from vllm_semantic_sched.engine.policy_file import PolicyFile
-from vllm_semantic_sched.engine.settings import parse_settings
+from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
+from vllm_semantic_sched.engine.startup.settings import parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines
 
 logger = logging.getLogger("vllm.semantic_sched")

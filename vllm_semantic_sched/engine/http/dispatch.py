@@ -13,8 +13,8 @@ from typing import Any
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http.preparation import Glance, GlanceRules, current_glance
 from vllm_semantic_sched.engine.http.siblings import Siblings
-from vllm_semantic_sched.engine.passed_reading import pass_reading
-from vllm_semantic_sched.engine.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.requests.passed_reading import pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.placement import Placed, Placement
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.http.body import asks_for_completion, read_body, replayed
-from vllm_semantic_sched.engine.settings import load_settings
+from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.estimates.hints import read_hints

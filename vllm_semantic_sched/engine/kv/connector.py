@@ -17,7 +17,7 @@ import torch
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend, block_regions, make_backend
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
-from vllm_semantic_sched.engine.settings import SwapConfig
+from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
     AttentionSpec,
     KVCacheBlocks,

@@ -30,9 +30,9 @@ from vllm_semantic_sched.policy.config.overload import (
     SloWindow,
 )
 from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.profile import AUTO
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Tier
+from vllm_semantic_sched.policy.profile.formula import AUTO
 
 
 class Policy(Section):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd, LengthCalibration
-from vllm_semantic_sched.policy.estimates.cost import remaining_seconds
 from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
     expected_without_prediction,
     likely_output_tokens,
 )
-from vllm_semantic_sched.policy.estimates.profile_scale import ProfileScale
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
-from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
+from vllm_semantic_sched.policy.profile.correction import ProfileScale
+from vllm_semantic_sched.policy.profile.cost import remaining_seconds
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 
 class Estimator:

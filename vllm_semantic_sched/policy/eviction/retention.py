@@ -12,9 +12,9 @@ import enum
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config.eviction import Retention
-from vllm_semantic_sched.policy.estimates.cost import resume_seconds, starting_over_seconds
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.profile.cost import resume_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:

@@ -13,10 +13,10 @@ from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.estimates.decision import level_worth, preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Weight of the latest gap between two seats that came free.
 _RATE = 0.1

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 Kind = Literal["policy", "profile", "domain", "scenario"]
 
 _FOLDERS: dict[Kind, str] = {
-    "policy": "",
+    "policy": "policies",
     "profile": "profiles",
     "domain": "domains",
     "scenario": "scenarios",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
 from vllm_semantic_sched.policy.facts.job import Job, PassCause
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
@@ -19,6 +18,7 @@ from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
 

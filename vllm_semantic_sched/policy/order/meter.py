@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Tokens between two visits of a job: 256 running jobs cost four visits per step.
 AHEAD = 64

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
-from vllm_semantic_sched.policy.facts.profile import Batch, EngineProfile
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 WINDOW = 60.0
 """Seconds of engine time over which the price is kept."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 class RunningSet:

@@ -13,7 +13,6 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.admission import (
@@ -26,6 +25,7 @@ from vllm_semantic_sched.policy.overload.admission import (
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 Ended = tuple[Job, Refusal]
 

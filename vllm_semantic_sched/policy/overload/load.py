@@ -8,12 +8,12 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.profile import EngineProfile
 from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel, PressureMonitor, Use
 from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _HALF_LIFE = 20.0  # busy seconds
 _ENOUGH = 1.0  # busy seconds before there is a rate

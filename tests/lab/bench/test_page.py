@@ -1,0 +1,79 @@
+"""The HTML page of a comparison, without a server."""
+
+import json
+
+import pytest
+from fake_results import fake_comparison, fake_records, fake_workload
+from html_pages import read_page
+
+from vllm_semantic_sched.lab.bench.page import comparison_page
+from vllm_semantic_sched.lab.bench.results import DecodeStep
+from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
+from vllm_semantic_sched.lab.bench.targets import Target
+from vllm_semantic_sched.lab.report.page import write_page
+
+WORKLOAD = fake_workload()
+WAITING = "Mix even: mean normalized waiting time [ms/token]"
+
+
+def _event(time, request, state, before, **more) -> str:
+    head = {"time": 100.0 + time, "engine": 0, "request": f"cmpl-{request}-0-1a2b3c4d"}
+    line = head | {"tier": "t", "level": 2, "from": before, "state": state}
+    return json.dumps(line | more) + "\n"
+
+
+def _story(request: str, start: float) -> list[str]:
+    return [
+        _event(start, request, "queued", None),
+        _event(start + 1.0, request, "running", "queued"),
+        _event(start + 3.0, request, "completed", "running", first_token=101.5),
+    ]
+
+
+@pytest.fixture
+def page(tmp_path):
+    found = fake_comparison(WORKLOAD, {"fcfs": 1.0, "semantic": 0.1})
+    misread = fake_records(WORKLOAD, 0.1)
+    next(record for record in misread if record.level == 0).read_level = 3
+    found.add(parse_schedulers("semantic", "ems")[0], WORKLOAD, Round(1, misread))
+    found.decode_step = DecodeStep(16, 0.01, 0.012)
+    log = found.mixes["even"]["semantic"].scheduler.events_file(tmp_path, "1")
+    lines = [*_story("warm-up", 0.0), *_story("semantic.even-0", 10.0)]
+    lines += [*_story("semantic.rare-0", 20.0), *_story("semantic-true.even-0", 30.0)]
+    log.write_text("".join(lines))
+    targets = [Target("faster", 2.0, 3.0), Target("cheaper", 1.0, 2.0, at_most=True)]
+    found.options = {"seed": 7, "run": print}
+    return read_page(write_page(comparison_page(found, tmp_path, targets), tmp_path))
+
+
+def test_levels_have_a_bar_per_scheduler_and_a_row_with_every_metric(page):
+    fcfs, semantic, idle = page.charts[WAITING]
+    assert fcfs["top"] == pytest.approx([1000.0] * 6) and semantic["top"][0] == pytest.approx(100.0)
+    assert idle["y"] == pytest.approx([50.0] * 2)
+    header, *rows = page.tables["Mix even: metrics per level"]
+    cells = {(row[0], row[1]): dict(zip(header, row, strict=True)) for row in rows}
+    assert cells["vLLM FCFS", "urgency 0"]["norm. waiting mean, ms/tok"] == "1000"
+    assert cells["idle engine", "urgency 0"]["norm. waiting mean, ms/tok"] == "50"
+    assert len(rows) == 2 * 6 + len({row[1] for row in rows if row[0] == "idle engine"})
+
+
+def test_totals_rounds_targets_and_misread_requests_are_listed(page):
+    _, first, second = page.tables["Mix even: totals"]
+    assert (first[0], first[1]) == ("vLLM FCFS", "20") and second[1] == "40"  # two rounds
+    assert len(page.tables["Mix even: rounds"]) == 4
+    assert [row[-1] for row in page.tables["Targets"][1:]] == ["missed", "met"]
+    (_, row) = page.tables["Mix even, Semantic (text): urgency 0 read as less urgent"]
+    assert row[1] == "3" and row[2] == WORKLOAD.requests[int(row[0])].text
+    assert "10.0 ms with one request and 12.0 ms with 16" in page.text
+    assert "seed: 7" in page.text and "function" not in page.text
+
+
+def test_seats_are_those_of_the_mix_from_its_first_arrival_on(page):
+    assert page.labels("Mix even, Semantic (text): seats in the best round") == [
+        "request even-0, urgency 2: waiting from 0.000 to 1.000 s",
+        "request even-0, urgency 2: running from 1.000 to 3.000 s",
+        "request even-0, urgency 2: finish at 3.000 s",
+        "request even-0, urgency 2: arrives at 0.000 s",
+    ]
+    assert "1 of 20 requests are shown" in page.text

@@ -1,0 +1,103 @@
+"""The workload: reproducible, in bursts, with the shares of the mix and lengths from the texts."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vllm_semantic_sched.lab.bench.texts import question_source, tables, write_message
+from vllm_semantic_sched.lab.bench.workload import MIXES, WorkloadConfig, make_workload, parse_mix
+
+BUILTIN, _ = question_source(None)
+CONFIG = WorkloadConfig(requests=200, gap=0.5, max_burst=20, seed=3)
+
+
+def test_seed_determines_workload():
+    first = make_workload(CONFIG, BUILTIN)
+    assert make_workload(CONFIG, BUILTIN).requests == first.requests
+    assert make_workload(replace(CONFIG, seed=4), BUILTIN).requests != first.requests
+
+
+def test_gap_changes_only_arrivals():
+    slow = make_workload(replace(CONFIG, gap=2.0), BUILTIN).requests
+    fast = make_workload(CONFIG, BUILTIN).requests
+    assert [replace(r, arrival=0.0) for r in slow] == [replace(r, arrival=0.0) for r in fast]
+    assert slow[-1].arrival == 4 * fast[-1].arrival
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_levels_have_the_shares_of_the_mix(mix):
+    requests = make_workload(replace(CONFIG, mix=mix), BUILTIN).requests
+    counts = Counter(request.level for request in requests)
+    assert [counts[level] for level in range(5)] == [round(200 * s) for s in MIXES[mix]]
+
+
+def test_mixes_have_different_prompts():
+    texts = [
+        [r.text for r in make_workload(replace(CONFIG, mix=mix), BUILTIN).requests] for mix in MIXES
+    ]
+    assert texts[0][:20] != texts[1][:20]
+
+
+def test_bursts_have_at_most_max_burst_requests_and_arrive_every_gap():
+    requests = make_workload(CONFIG, BUILTIN).requests
+    bursts = Counter(request.arrival for request in requests)
+    assert max(bursts.values()) <= CONFIG.max_burst
+    assert len(bursts) > 5
+    assert all(arrival % CONFIG.gap == 0 for arrival in bursts)
+
+
+def test_output_lengths_follow_the_question_within_bounds():
+    requests = make_workload(replace(CONFIG, max_output_tokens=100), BUILTIN).requests
+    assert all(8 <= request.output_tokens <= 100 for request in requests)
+    questions = tables()["questions"]
+    for request in requests:
+        asked = next(one for one in questions if request.text.endswith(one["text"]))
+        assert min(asked["low"], 100) <= request.output_tokens <= min(asked["high"], 100)
+
+
+def test_long_prompts_are_less_urgent_requests_and_change_nothing_else():
+    short = make_workload(CONFIG, BUILTIN).requests
+    long = make_workload(replace(CONFIG, long_prompts=0.25), BUILTIN).requests
+    assert [replace(r, text="") for r in long] == [replace(r, text="") for r in short]
+    changed = [pair for pair in zip(short, long, strict=True) if pair[0] != pair[1]]
+    assert 0.15 < len(changed) / sum(request.level > 0 for request in short) < 0.35
+    for before, after in changed:
+        assert after.level > 0
+        assert len(after.text) - len(before.text) > 2000
+        assert after.text[:20] == before.text[:20] and after.text[-20:] == before.text[-20:]
+    with pytest.raises(ValueError, match="long_prompts"):
+        make_workload(replace(CONFIG, long_prompts=1.5), BUILTIN)
+
+
+def test_custom_mix_is_parsed_and_invalid_mix_raises():
+    assert parse_mix("1:0:0:0:1") == (0.5, 0.0, 0.0, 0.0, 0.5)
+    for bad in ("odd", "1:2", "1:1:1:1:-1", "0:0:0:0:0", ""):
+        with pytest.raises(ValueError, match="even, rare"):
+            parse_mix(bad)
+
+
+def test_invalid_sizes_raise():
+    with pytest.raises(ValueError):
+        make_workload(replace(CONFIG, requests=0), BUILTIN)
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_messages_vary_and_have_no_empty_slot(level):
+    rng = np.random.default_rng(0)
+    messages = {write_message(level, rng) for _ in range(500)}
+    assert len(messages) > 200
+    assert not any("{" in message or "}" in message for message in messages)
+
+
+def test_levels_have_many_texts_and_share_none():
+    by_level = tables()["messages"]
+    assert all(len(set(texts)) >= 40 for texts in by_level)
+    texts = [text for texts in by_level for text in texts]
+    assert len(texts) == len(set(texts))
+
+
+def test_unknown_level_raises():
+    with pytest.raises(ValueError, match="0 to 4"):
+        write_message(5, np.random.default_rng(0))

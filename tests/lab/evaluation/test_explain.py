@@ -1,0 +1,109 @@
+"""Explanations: level, costs and time follow from the policy, and the deciding words come first."""
+
+import pytest
+
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.predict.explain import explain
+
+PROFILE = load_profile("default")
+
+
+class Alarm:
+    """Level 0 is likely if a text says "fire", more so with "big"; counts its calls and texts."""
+
+    length_buckets = LengthBuckets((50,), (10.0, 200.0))
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def predict(self, texts) -> list[Prediction]:
+        self.calls.append(list(texts))
+        return [self._one(text.split()) for text in texts]
+
+    def _one(self, words) -> Prediction:
+        urgent = 0.1 + 0.6 * ("fire" in words) + 0.2 * ("big" in words)
+        return Prediction((urgent, 1 - urgent, 0.0), (0.5, 0.5))
+
+
+def explained(text: str, max_tokens=None, reader=None, **policy):
+    return explain(text, reader or Alarm(), parse_policy(policy), PROFILE, max_tokens)
+
+
+def test_deciding_words_come_first() -> None:
+    result = explained("there is a big fire here")
+    assert [(one.word, one.position) for one in result.words[:2]] == [("fire", 4), ("big", 3)]
+    assert result.words[0].probability == pytest.approx(0.6)
+    assert result.words[0].log_odds > result.words[1].log_odds > 0
+    assert all(one.log_odds == 0 for one in result.words[2:])
+    assert result.occluded == result.word_count == 6
+
+
+def test_the_level_and_the_costs_are_those_of_the_policy() -> None:
+    text = "a big box"  # 0.3 for level 0
+    dear = explained(text, decision={"missed_cost": [4.0, 2.0, 1.0]})
+    assert dear.level == 0 and dear.costs == pytest.approx((0.7, 1.2, 0.3 * 8 + 0.7 * 2))
+    likely = explained(text, decision={"rule": "most_likely"})
+    assert likely.level == 1
+    # for level 1 "big" is a word against
+    assert likely.words[0].word == "big" and likely.words[0].log_odds < 0
+    assert explained("a box", levels=1, default_level=0).level == 0
+
+
+def test_lengths_and_time() -> None:
+    result = explained("fire")
+    assert [(one.shortest, one.longest) for one in result.lengths] == [(1, 49), (50, None)]
+    assert result.tokens["mean"] == 105 and result.tokens["p90"] > result.tokens["mean"]
+    capped = explained("fire", max_tokens=20)
+    assert capped.tokens == {"mean": 20, "median": 20, "p90": 20}
+    assert 0 < capped.remaining_seconds < result.remaining_seconds
+    # the policy's own estimate decides the time
+    assert explained("fire", length={"estimate": "p90"}).remaining_seconds > (
+        result.remaining_seconds
+    )
+
+
+def test_a_long_text_costs_a_bounded_number_of_predictions() -> None:
+    predictor = Alarm()
+    text = " ".join(["fire", *(f"word{number}" for number in range(20_000)), "big"])
+    result = explained(text, reader=predictor)
+    (texts,) = predictor.calls
+    assert len(texts) == 129 and result.occluded == 128 and result.word_count == 20_002
+    assert {one.position for one in result.words[:2]} == {0, 20_001}
+
+
+@pytest.mark.parametrize("text", ["", " \n", "x"])
+def test_tiny_text_is_explained(text) -> None:
+    result = explained(text)
+    assert len(result.words) == len(text.split())
+
+
+def test_notes_name_the_parts_that_the_policy_does_not_use() -> None:
+    assert explained("x").notes == ()
+    assert "level has no effect" in explained("x", base="sjf").notes[0]
+    assert "length has no effect" in explained("x", base="priority").notes[0]
+    assert "own order" in explained("x", base="fcfs").notes[0]
+    assert "does not read" in explained("x", predictor={"enabled": False}).notes[0]
+
+
+class Instant:
+    """Sure of level 0, and of a short answer."""
+
+    length_buckets = Alarm.length_buckets
+
+    def read(self, text: str) -> Prediction:
+        return Prediction((0.95, 0.05, 0.0), (1.0, 0.0))
+
+    def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
+        return [(f"{text} {level}", 2.0)]
+
+
+def test_instant_reader_is_shown_beside_the_predictor() -> None:
+    assert explained("a box").instant is None
+    for knobs, preempts_as in (({}, 0), ({"may": "start"}, None), ({"preempt_above": 0.99}, 1)):
+        policy = parse_policy({"predictor": {"instant": knobs}})
+        part = explain("a box", Alarm(), policy, PROFILE, None, Instant()).instant
+        assert part is not None
+        assert (part.level, part.tokens, part.preempts_as) == (0, 10, preempts_as)
+        assert part.pieces == (("a box 0", 2.0),)

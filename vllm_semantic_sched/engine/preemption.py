@@ -1,0 +1,245 @@
+"""Saves victims' KV to the host pool, loads it again, and counts what preemptions cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
+from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.vllm_api import (
+    Request,
+    Scheduler,
+    all_kv_connectors,
+    blocks_held,
+    free_blocks_at_once,
+    free_kv_blocks,
+    has_one_block_table,
+    prefix_cached_blocks,
+    tokens_with_kv,
+    total_kv_blocks,
+)
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.retention import (
+    HostRoom,
+    PreemptionPlan,
+    tokens_left_on_device,
+)
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
+
+
+@dataclass(slots=True)
+class _Away:
+    """A preempted request that waits for a seat. `held`: tokens whose KV it had."""
+
+    plan: PreemptionPlan
+    held: int
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A preempted request that has a seat again and restores its KV. `since`: seconds on the
+    monotonic clock."""
+
+    plan: PreemptionPlan
+    held: int
+    since: float
+
+
+class Preemptions:
+    """Carries out preemption plans and counts what they cost.
+
+    Without a usable swap connector every plan recomputes; the reason is logged once, at start.
+
+    Attributes:
+        connector: the swap connector, if there is a usable one.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        core: SchedulingCore,
+        counters: Counters,
+        logger: logging.Logger,
+    ) -> None:
+        self._scheduler = scheduler
+        self._core = core
+        self._counters = counters
+        self.connector, problem = _usable_connector(scheduler)
+        if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
+            logger.warning(
+                "Semantic scheduling: KV of preempted requests is recomputed, because %s.",
+                problem,
+            )
+        if self.connector is not None:
+            self.connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
+                tokens, core.profile, core.policy.retention.max_stall
+            )
+            if scheduler.connector is self.connector:
+                # With a connector, vLLM delays freeing blocks, because a step in flight could
+                # overwrite what the connector loads into them. Our copies are queued behind
+                # earlier steps, so this is safe, and delayed blocks would rule out preemptions.
+                free_blocks_at_once(scheduler)
+        self._one_table = has_one_block_table(scheduler)
+        self._expected_copies = self._seen_copies = 0.0  # seconds: since the last report, total
+        self._block_size: int = scheduler.block_size
+        self._away: dict[str, _Away] = {}
+        self._returning: dict[str, _Returning] = {}
+
+    @property
+    def pending(self) -> int:
+        """Preempted requests that have not restored all their tokens."""
+        return len(self._away) + len(self._returning)
+
+    def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
+        """What preempting a running request would do; updates the job's token counts.
+
+        Args:
+            keep: whether its KV may be used later.
+        """
+        job.generated = request.num_output_tokens
+        job.computed = tokens_with_kv(request)
+        room = self._host_room(request, job.computed) if keep else None
+        return self._core.plan_preemption(job, room, can_drop=keep)
+
+    def preempt(self, job: Job, request: Request, keep: bool, reason: str) -> PreemptionPlan:
+        """Plan a preemption and begin it, while the request still holds its blocks.
+
+        Args:
+            keep: whether its KV may be used later.
+            reason: recorded in the lifecycle (`policy.lifecycle.Transition`).
+
+        Returns:
+            The plan carried out: one that keeps nothing if the host pool is full.
+        """
+        plan = self.plan(job, request, keep)
+        held = job.computed
+        if plan.saved:
+            assert self.connector is not None
+            end = plan.on_device + plan.saved
+            size = self._scheduler.hash_block_size
+            if not self.connector.save(request, plan.on_device, end, size):
+                plan = self.plan(job, request, keep=False)
+        count = self._counters.add
+        if self._core.preempt(job, plan, reason):
+            count("thrashing")
+        count("preempted_tokens", count=held)
+        if plan.saved:
+            count("saved_tokens", count=plan.saved)
+            count("copy_seconds", ("save", "predicted"), plan.save_seconds)
+            self._expected_copies += plan.save_seconds
+        self._returning.pop(request.request_id, None)
+        self._away[request.request_id] = _Away(plan, held)
+        return plan
+
+    def resumed(self, request: Request) -> None:
+        """Record that a request got a seat in the step just scheduled."""
+        away = self._away.pop(request.request_id, None)
+        if away is None:
+            return
+        loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
+        present = min(away.held, tokens_with_kv(request))
+        count = self._counters.add
+        tokens = min(loaded.tokens, present) if loaded else 0
+        count("loaded_tokens", count=tokens)
+        count("found_tokens", count=present - tokens)
+        count("recomputed_tokens", count=away.held - present)
+        load_seconds = self._core.profile.load(tokens)
+        count("copy_seconds", ("load", "predicted"), load_seconds)
+        self._expected_copies += load_seconds
+        since = loaded.at if loaded else time.monotonic()
+        self._returning[request.request_id] = _Returning(away.plan, away.held, since)
+
+    def watch(self) -> None:
+        """Record requests that have restored all tokens they had. Call once per step."""
+        for request_id, back in list(self._returning.items()):
+            request = self._scheduler.requests.get(request_id)
+            if request is None:
+                del self._returning[request_id]
+            elif tokens_with_kv(request) > back.held:
+                del self._returning[request_id]
+                kind = back.plan.kind.value
+                elapsed = time.monotonic() - back.since
+                predicted = back.plan.resume_seconds
+                self._counters.add("resume_seconds", (kind, "predicted"), predicted)
+                self._counters.add("resume_seconds", (kind, "measured"), elapsed)
+
+    def finished(self, request: Request) -> None:
+        """Record that a request has ended."""
+        away = self._away.pop(request.request_id, None)
+        if away is not None:
+            self._counters.add("abandoned_tokens", count=away.held)
+        self._returning.pop(request.request_id, None)
+
+    def lose_copies(self, jobs: dict[str, Job]) -> None:
+        """Forget all host copies; their requests will be recomputed."""
+        if self.connector is None:
+            return
+        for request_id in self.connector.ledger.release_all():
+            self._counters.add("lost_copies")
+            self._core.lose_copy(jobs[request_id])
+
+    def gauges(self) -> dict[str, float]:
+        """State of the host pool; updates the counters of measured seconds."""
+        if self.connector is None:
+            return {}
+        for what, seconds in self.connector.measured.items():
+            self._counters.raise_to("copy_seconds", seconds, (what, "measured"))
+        self._correct_profile(sum(self.connector.measured.values()))
+        pool = self.connector.ledger.pool
+        return {
+            "host_pool_usage": pool.used / pool.slots,
+            "host_pool_fragmentation": pool.fragmentation,
+            "host_copies": len(self.connector.ledger),
+        }
+
+    def _correct_profile(self, measured: float) -> None:
+        """Report to the profile how long copies took since the last report, once all workers have
+        reported. `measured`: total seconds."""
+        seconds = measured - self._seen_copies
+        if seconds > 0.0 and self._expected_copies > 0.0:
+            self._core.estimates.observe_copies(self._expected_copies, seconds)
+            self._expected_copies, self._seen_copies = 0.0, measured
+
+    def _host_room(self, request: Request, held: int) -> HostRoom | None:
+        connector = self.connector
+        if connector is None or request.skip_reading_prefix_cache:
+            return None
+        free, block_size = connector.ledger.pool.free, self._block_size
+        if self._one_table:
+            return HostRoom(block_size, free, on_device=self._left_on_device(request, held))
+        # With several block tables or sliding windows, a part cannot be loaded: all must fit.
+        needed = blocks_held(self._scheduler, request)
+        enough = -(-held // block_size)
+        return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
+
+    def _left_on_device(self, request: Request, held: int) -> int:
+        """First tokens of a victim that the prefix cache will probably still hold when it
+        resumes."""
+        size, scheduler = self._block_size, self._scheduler
+        cached, shared = prefix_cached_blocks(scheduler, request, first=held // size)
+        return tokens_left_on_device(
+            shared * size,
+            cached * size,
+            free_kv_blocks(scheduler) / (1 + total_kv_blocks(scheduler)),
+            self._core.policy.retention,
+        )
+
+
+def _usable_connector(
+    scheduler: Scheduler,
+) -> tuple[SemanticSwapConnector | None, str | None]:
+    """The swap connector, alone or inside a MultiConnector, or why it cannot be used."""
+    connectors = all_kv_connectors(scheduler)
+    ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
+    if ours is None:
+        return None, "the server was started without the swap connector, which semsched serve adds"
+    if ours.unsupported is not None:
+        return None, ours.unsupported
+    if scheduler.requires_kv_delivery:
+        return None, "another KV connector has to deliver the KV of preempted requests"
+    if not ours.ledger.pool.slots:
+        return None, "host_gib of the swap connector is less than one KV block"
+    return ours, None

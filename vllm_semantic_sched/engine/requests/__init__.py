@@ -1,0 +1,1 @@
+"""From the arrival of a request to its end."""

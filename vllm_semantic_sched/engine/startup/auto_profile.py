@@ -1,0 +1,68 @@
+"""The profile `auto`: derived at the start of the engine from its model and device.
+
+A device that is not in devices.yaml is measured with torch: about half a second, before the engine
+serves. Whatever goes wrong is logged, and a profile is found in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
+from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.roofline import (
+    Device,
+    ModelShape,
+    Roofline,
+    device_named,
+    nearest_device,
+    recognise,
+)
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+_measured: dict[tuple[object, ...], Device] = {}
+
+
+def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> EngineProfile:
+    """The profile that a policy names, or the derived one.
+
+    Args:
+        starting: the engine does not serve yet, so that a benchmark neither disturbs it nor is
+            disturbed.
+
+    Raises:
+        PolicyError: the named profile is invalid. Never for `auto`.
+    """
+    if policy.profile != AUTO:
+        return load_profile(policy.profile)
+    try:
+        parallel, facts = describe_model(config)
+        model = ModelShape.from_config(**facts)
+        device, source = _find_device(config, model, starting)
+        return Roofline(model, device, parallel).profile(source)
+    except Exception:
+        logger.exception("Semantic scheduling: no profile can be derived; the default is used.")
+        return load_profile(AUTO)
+
+
+def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple[Device, str]:
+    """The engine's device, and the origin of its figures."""
+    hardware = describe_hardware(config)
+    known = recognise(hardware.name)
+    if known is not None:
+        return known, f"the peak figures of {known.name}"
+    key = (hardware.kind, hardware.dtype, model.width, model.inner, model.weights)
+    if key not in _measured and starting and hardware.here:
+        try:
+            _measured[key] = measure_device(
+                hardware.kind, hardware.name, hardware.dtype, model, hardware.memory
+            )
+        except Exception as error:
+            logger.warning("Semantic scheduling: %s was not measured: %s", hardware.name, error)
+    if key in _measured:
+        return _measured[key], f"a benchmark of {hardware.name}"
+    other = device_named("cpu") if hardware.kind == "cpu" else nearest_device(hardware.memory)
+    return other, f"the figures of {other.name}, for want of any of {hardware.name}"

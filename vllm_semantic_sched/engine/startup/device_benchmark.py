@@ -1,0 +1,96 @@
+"""Measures a device that is not in devices.yaml: matrix products and memory copies with torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_semantic_sched.policy.profile.roofline import Device, ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+_SECONDS = 0.1  # for each of the four parts of the benchmark
+_TOKENS = 512  # of the matrix product
+_LARGEST = 2**28  # bytes of the weights that are read
+_COPIED = 2**26  # bytes
+_NEEDED = 2**30  # bytes that must be free on an accelerator
+
+# On a processor a step runs as much Python as this many small torch operations, and a layer as this
+# many. Guessed from the measured profiles of docs/measurements/engine-profiles.md.
+_OPERATIONS_PER_STEP = 1000
+_OPERATIONS_PER_LAYER = 50
+
+
+def measure_device(
+    kind: str, name: str, dtype: str, model: ModelShape, memory: float = 1.0
+) -> Device:
+    """What torch reaches on this machine with matrices of this model.
+
+    Args:
+        kind: torch's device type: cpu, cuda.
+        dtype: of weights and activations, as torch names it.
+        memory: GB of the device, for the result.
+
+    Raises:
+        RuntimeError: torch lacks the device, or too little of its memory is free.
+    """
+    import torch
+
+    kept = getattr(torch, dtype)
+    if kind != "cpu" and torch.cuda.mem_get_info()[0] < _NEEDED:
+        raise RuntimeError("less than 1 GiB of its memory is free")
+    wait = torch.cuda.synchronize if kind == "cuda" else _return_at_once
+    linear = torch.nn.functional.linear
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        # Not zeros, whose memory may not exist yet.
+        return torch.full((rows, columns), 0.01, device=kind, dtype=kept)
+
+    with torch.inference_mode():
+        tokens, weight = matrix(_TOKENS, model.width), matrix(model.inner, model.width)
+        product = _fastest(lambda: linear(tokens, weight), wait)
+        # Weights that fit into the processor's caches are read from there.
+        size = min(model.weights, _LARGEST)
+        rows = max(1, int(size / tokens.element_size() / model.width))
+        token, many = matrix(1, model.width), matrix(rows, model.width)
+        reading = _fastest(lambda: linear(token, many), wait)
+        source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=kind != "cpu")
+        target = torch.empty(_COPIED, dtype=torch.uint8, device=kind)
+        copying = _fastest(lambda: target.copy_(source), wait)
+        overhead: dict[str, float] = {}
+        if kind == "cpu":  # elsewhere graphs replay the kernels of a step
+            small = matrix(1, 8)
+            operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
+            overhead = {
+                "step": _OPERATIONS_PER_STEP * operation,
+                "layer": _OPERATIONS_PER_LAYER * operation,
+            }
+    device = Device(
+        name=name,
+        bf16=2 * tokens.numel() * model.inner / product / 1e12,
+        memory=memory,
+        bandwidth=many.numel() * many.element_size() / reading / 1e9,
+        host=_COPIED / copying / 1e9,
+        measured=True,
+    )
+    return device.model_copy(update=overhead)
+
+
+def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:
+    """Seconds of the fastest run, since other programs make runs slower and none faster."""
+    work()
+    wait()
+    end = time.perf_counter() + _SECONDS
+    fastest = float("inf")
+    while fastest == float("inf") or time.perf_counter() < end:
+        begin = time.perf_counter()
+        work()
+        wait()
+        fastest = min(fastest, time.perf_counter() - begin)
+    return fastest
+
+
+def _return_at_once() -> None:
+    """Work on a processor is done when torch returns."""

@@ -1,0 +1,108 @@
+"""Reads level and expected output length from a request, with the instant reader alone."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm_semantic_sched.engine.http.preparation import texts_of_user
+from vllm_semantic_sched.fleet.gateways import GATEWAYS
+from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.predict.instant import InstantReader
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What is known of a request.
+
+    Attributes:
+        level: of the request's hint, else of the reading, else the default level.
+        tokens: expected output tokens.
+        reading: of the instant reader; provisional. None if the request has no text.
+    """
+
+    level: int
+    tokens: float
+    reading: Prediction | None
+
+
+class Annotator:
+    """Annotates requests; it has no state but its weights.
+
+    Args:
+        instant: None: levels come from hints only.
+    """
+
+    def __init__(self, policy: Policy, instant: InstantReader | None) -> None:
+        self.policy = policy
+        self._instant = instant
+        self._failed = False
+
+    @classmethod
+    def load(cls, policy: str) -> Self:
+        """An annotator for a policy, by name or path.
+
+        Raises:
+            PolicyError: the policy is invalid.
+            ValueError: the instant reader is damaged.
+        """
+        loaded = load_policy(policy)
+        return cls(loaded, InstantReader.load(loaded.predictor.model))
+
+    def annotate(self, request: dict[str, Any]) -> Annotation:
+        """Annotate `{"text": ...}` or an OpenAI request. Never raises; a request that cannot be
+        read gets the default level and length."""
+        try:
+            return self._annotate(request)
+        except Exception:
+            if not self._failed:  # a traceback for every request would fill the log
+                self._failed = True
+                logger.exception("Semantic scheduling: a request was not annotated")
+            policy = self.policy
+            return Annotation(policy.default_level, policy.length.default_tokens, None)
+
+    def _annotate(self, request: dict[str, Any]) -> Annotation:
+        policy = self.policy
+        hint = read_hints(
+            request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
+        )
+        given = request.get("text")
+        text = given if isinstance(given, str) else "\n".join(texts_of_user(request))
+        reading = self._instant.read(text) if text and self._instant is not None else None
+        return Annotation(
+            reading_level(policy, hint, reading), self._tokens(request, reading), reading
+        )
+
+    def _tokens(self, request: dict[str, Any], reading: Prediction | None) -> float:
+        given = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        limits = [limit for limit in given if type(limit) is int and limit > 0]
+        limit = min(limits, default=sys.maxsize)
+        length = self.policy.length
+        if self._instant is None or reading is None or reading.length is None:
+            return float(min(length.default_tokens, limit))
+        buckets = self._instant.length_buckets
+        return expected_output_tokens(reading.length, buckets, 0, length.estimate, limit)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The annotation as plain values, with the fields for each gateway."""
+        found = self.annotate(request)
+        reading = found.reading
+        fields = {
+            name: make(self.policy, found.level, found.tokens) for name, make in GATEWAYS.items()
+        }
+        return {
+            "level": found.level,
+            "tokens": round(found.tokens, 1),
+            "provisional": reading and {"urgency": reading.urgency, "length": reading.length},
+            "gateways": {
+                name: {"headers": one.headers, "body": one.body} for name, one in fields.items()
+            },
+        }

@@ -1,0 +1,56 @@
+"""A hook for the LiteLLM proxy that adds the urgency level to requests for vLLM.
+
+# urgency.py, beside the proxy's config.yaml with `litellm_settings: {callbacks: urgency.hook}`
+from vllm_semantic_sched.fleet.annotate.litellm_hook import UrgencyHook
+hook = UrgencyHook(models={"llama"})
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from litellm.integrations.custom_logger import CustomLogger
+
+from vllm_semantic_sched.fleet.annotate.annotator import Annotator
+from vllm_semantic_sched.fleet.gateways import litellm_fields
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+
+class UrgencyHook(CustomLogger):
+    """Adds `vllm_xargs.urgency`, unless the client has set it.
+
+    Args:
+        models: names of the models that this package serves. Other providers refuse the field.
+        policy: name or path; its levels must be the server's.
+    """
+
+    def __init__(self, models: Collection[str], policy: str = "ems") -> None:
+        super().__init__()
+        self._models = frozenset(models)
+        self._annotator = Annotator.load(policy)
+        self._failed = False
+
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
+    ) -> dict[str, Any]:
+        """Called by LiteLLM before each request. Never raises; on an error `data` is unchanged."""
+        try:
+            if data.get("model") in self._models:
+                self._add_level(data)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                logger.exception("Semantic scheduling: a request was not annotated")
+        return data
+
+    def _add_level(self, data: dict[str, Any]) -> None:
+        given = data.get("vllm_xargs") or {}
+        if "urgency" in given:
+            return
+        found = self._annotator.annotate(data)
+        if found.reading is not None:
+            fields = litellm_fields(self._annotator.policy, found.level, found.tokens)
+            data["vllm_xargs"] = {**given, **fields.body["vllm_xargs"]}

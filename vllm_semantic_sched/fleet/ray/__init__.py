@@ -1,0 +1,75 @@
+"""Runs this package on Ray Serve LLM (the extra `ray`): urgent requests first on each replica, and
+each request on the replica with the least work at least as urgent.
+
+Importing this module does not import Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
+from vllm_semantic_sched.policy.config import load_policy
+
+_SCHEDULER = "vllm_semantic_sched.SemanticScheduler"
+_SERVER = "vllm_semantic_sched.fleet.ray.server:UrgencyServer"
+_ROUTER = "vllm_semantic_sched.fleet.ray.router.UrgencyRouter"
+_INGRESS = "vllm_semantic_sched.fleet.ray.ingress:UrgencyIngress"
+_REPORT_SECONDS = 0.5  # between reports of a replica's load; Ray's default is 10
+
+
+def build_app(args: dict[str, Any]) -> Any:
+    """Build a Ray Serve application, for `import_path` in a Serve configuration.
+
+    Args:
+        args: of `ray.serve.llm.build_openai_app`, and `policy`: name or path, by default `ems`. A
+            path must exist on every node.
+
+    Raises:
+        PolicyError: the policy is invalid.
+        ValueError: an argument cannot be used with this package.
+    """
+    from ray.serve.llm import build_openai_app
+
+    return build_openai_app(with_urgency(args))
+
+
+def with_urgency(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `build_openai_app` with this package's scheduler, server, router and
+    ingress. What is already set stays.
+
+    Raises:
+        PolicyError, ValueError: see `build_app`.
+    """
+    if os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "0") not in ("", "0"):
+        raise ValueError(
+            "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING: with direct streaming the router learns "
+            "neither hints nor when requests end; valid: unset"
+        )
+    args = copy.deepcopy(args)
+    policy = str(args.pop("policy", DEFAULT_POLICY))
+    args.setdefault("ingress_cls_config", {}).setdefault("ingress_cls", _INGRESS)
+    for config in args.get("llm_configs", ()):
+        if not isinstance(config, dict):
+            raise ValueError(f"llm_configs: {config!r} is not a mapping")
+        _complete(config, policy)
+    return args
+
+
+def _complete(config: dict[str, Any], policy: str) -> None:
+    config.setdefault("server_cls", _SERVER)
+    engine = config.setdefault("engine_kwargs", {})
+    engine.setdefault("scheduler_cls", _SCHEDULER)
+    settings = engine.setdefault("additional_config", {}).setdefault("semantic_sched", {})
+    policy = settings.setdefault("policy", policy)
+    load_policy(policy)
+    config.setdefault("deployment_config", {}).setdefault(
+        "request_router_config",
+        {
+            "request_router_class": _ROUTER,
+            "request_router_kwargs": {"policy": policy},
+            "request_routing_stats_period_s": _REPORT_SECONDS,
+        },
+    )

@@ -1,0 +1,137 @@
+"""Counts the requests that a router has at each replica, for `policy.placement`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
+from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
+
+Replica = TypeVar("Replica", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Request(Generic[Replica]):
+    replica: Replica
+    placed: Placed
+    sent: bool = False
+
+
+class ReplicaChoice(Generic[Replica]):
+    """Chooses a replica for each request. Replicas come and go; the requests of one that has gone
+    are forgotten.
+
+    A request counts from its choice on, because a burst would otherwise see the same loads. Not
+    thread-safe.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, levels: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._levels = levels
+        self._clock = clock
+        self._replicas: list[Replica] = []
+        self._index: dict[Replica, int] = {}
+        self._placement = Placement(1, levels)
+        self._loads: dict[Replica, tuple[float, ReplicaLoad]] = {}
+        # By Ray's id of the request, which calls that depend on each other share.
+        self._requests: dict[str, list[_Request[Replica]]] = {}
+
+    def update(self, loads: Mapping[Replica, ReplicaLoad | None]) -> None:
+        """Take in the replicas that serve, with the load that each reports."""
+        if loads.keys() != self._index.keys():
+            self._set_replicas(list(loads))
+        for replica, load in loads.items():
+            known = self._loads.get(replica)
+            if load is not None and (known is None or known[1] != load):
+                self._loads[replica] = self._clock(), load
+                self._report(replica)
+
+    def forget(self, replica: Replica) -> None:
+        """A replica has died."""
+        if replica in self._index:
+            self._set_replicas([one for one in self._replicas if one != replica])
+
+    def choose(self, request: str, level: int) -> Replica | None:
+        """Choose a replica and count the request there; None without replicas.
+
+        A request that was chosen for but not sent is counted at the new choice only.
+        """
+        self.drop(request)
+        if not self._replicas:
+            return None
+        self._placement.expire(self._clock())
+        placed = self._placement.place(level)
+        replica = self._replicas[placed.engine]
+        self._requests.setdefault(request, []).append(_Request(replica, placed))
+        return replica
+
+    def sent(self, request: str, replica: Replica) -> None:
+        """A request goes to this replica, which need not be the chosen one."""
+        entry = self._unsent(request)
+        if entry is None:
+            return
+        if entry.replica != replica:
+            self._remove(request, entry)
+            if replica not in self._index:
+                return
+            placed = self._placement.count(self._index[replica], entry.placed.level)
+            entry = _Request(replica, placed)
+            self._requests.setdefault(request, []).append(entry)
+        entry.sent = True
+
+    def drop(self, request: str) -> None:
+        """A request is not sent, because it was cancelled."""
+        entry = self._unsent(request)
+        if entry is not None:
+            self._remove(request, entry)
+
+    def done(self, request: str, replica: Replica) -> None:
+        """A request has ended at a replica; no-op if it is unknown there."""
+        for entry in self._requests.get(request, ()):
+            if entry.replica == replica and entry.sent:
+                self._remove(request, entry)
+                return
+
+    def in_flight(self, replica: Replica) -> int:
+        """Requests that count at a replica, by this router."""
+        entries = [entry for entries in self._requests.values() for entry in entries]
+        return sum(entry.replica == replica for entry in entries)
+
+    def _unsent(self, request: str) -> _Request[Replica] | None:
+        entries = self._requests.get(request, ())
+        return next((entry for entry in entries if not entry.sent), None)
+
+    def _remove(self, request: str, entry: _Request[Replica]) -> None:
+        self._placement.leave(entry.placed)
+        entries = self._requests[request]
+        entries.remove(entry)
+        if not entries:
+            del self._requests[request]
+
+    def _set_replicas(self, replicas: list[Replica]) -> None:
+        self._replicas = replicas
+        self._index = {replica: index for index, replica in enumerate(replicas)}
+        self._placement = Placement(max(1, len(replicas)), self._levels)
+        self._loads = {one: load for one, load in self._loads.items() if one in self._index}
+        requests: dict[str, list[_Request[Replica]]] = {}
+        for request, entries in self._requests.items():
+            for entry in entries:
+                if entry.replica in self._index:
+                    index = self._index[entry.replica]
+                    entry.placed = self._placement.count(index, entry.placed.level)
+                    requests.setdefault(request, []).append(entry)
+        self._requests = requests
+        for replica in self._loads:
+            self._report(replica)
+
+    def _report(self, replica: Replica) -> None:
+        seen, load = self._loads[replica]
+        known = load.by_level is not None and len(load.by_level) == self._levels
+        by_level = load.by_level if known else None
+        report = EngineReport(seen, load.work, by_level, load.kv_free)
+        self._placement.report(self._index[replica], report)

@@ -1,0 +1,141 @@
+"""Ray Serve's choice of a replica: the one with the least work at least as urgent."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from vllm_semantic_sched.engine.http.preparation import GlanceRules
+from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
+from vllm_semantic_sched.engine.startup.settings import parse_settings
+from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
+from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
+from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.live import check_live_change
+
+logger = logging.getLogger("ray.serve")
+
+_PRIORITY_HEADER = "x-vllm-priority"
+_FIELDS = ("vllm_xargs", "prompt", "input", "messages")
+
+
+class UrgencyRouter(RequestRouter):
+    """Sends each request where the fewest requests at least as urgent are, by
+    `policy.placement`. A request without a hint has the instant reader's level.
+
+    If anything here fails, Ray chooses: the replica with the shortest queue.
+    """
+
+    def initialize_state(self, policy: str) -> None:
+        """Called by Ray with `request_router_kwargs`.
+
+        Without the policy, as where its file is missing, the default one is used: an exception
+        here would leave all requests waiting.
+
+        Args:
+            policy: name or path of the replicas' policy.
+        """
+        self._file: PolicyFile | None = None
+        self._rules = GlanceRules(Policy(), None)
+        try:
+            self._file = PolicyFile(parse_settings({"semantic_sched": {"policy": policy}}).policy)
+            self._rules = GlanceRules.of(load_policy(self._file.path))
+        except Exception:
+            logger.exception("Semantic scheduling: the router has no policy; hints only")
+        self._choice: ReplicaChoice[ReplicaID] = ReplicaChoice(self._rules.policy.levels)
+        self._failed: set[str] = set()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The chosen replica, then the others, for the case that it is full."""
+        if pending_request is None:
+            return [candidate_replicas]
+        # Else Ray asks again at once, over and over, while all replicas are full.
+        pending_request.routing_context.should_backoff = True
+        try:
+            chosen = self._choice.choose(_id(pending_request), self._level(pending_request))
+        except Exception:
+            self._report("choosing a replica")
+            return [candidate_replicas]
+        first = [one for one in candidate_replicas if one.replica_id == chosen]
+        return [first, [one for one in candidate_replicas if one.replica_id != chosen]]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray when a replica comes, goes or reports another load."""
+        super().update_replicas(replicas)
+        try:
+            loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
+            self._choice.update(loads)
+            if self._file is not None and self._file.has_changed():
+                self._reload(self._file)
+        except Exception:
+            self._report("reading the replicas' loads")
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Called by Ray as soon as a request finds a replica dead."""
+        super().on_replica_actor_died(replica_id)
+        self._choice.forget(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Ray when a request has ended, was rejected or could not be sent."""
+        self._choice.done(internal_request_id, replica_id)
+
+    # Ray has no callback for a request that is cancelled before it is sent.
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        request = _id(pending_request)
+        try:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self._choice.drop(request)
+            raise
+        self._choice.sent(request, replica.replica_id)
+        return replica
+
+    def _level(self, pending: PendingRequest) -> int:
+        policy = self._rules.policy
+        if not policy.uses_urgency or not pending.args:
+            return policy.default_level
+        body = pending.args[0]
+        request = {name: getattr(body, name, None) for name in _FIELDS}
+        request["priority"] = _priority(body, pending.args[1:])
+        return self._rules.glance_at(request).level
+
+    def _reload(self, file: PolicyFile) -> None:
+        try:
+            policy = load_policy(file.path)
+            # The instant reader stays: what it depends on needs a restart.
+            check_live_change(self._rules.policy, policy)
+        except PolicyError as problem:
+            logger.error("Semantic scheduling: the router keeps its policy: %s", problem)
+            return
+        self._rules = GlanceRules(policy, self._rules.instant)
+
+    def _report(self, doing: str) -> None:
+        if doing not in self._failed:  # a traceback for every request would fill the log
+            self._failed.add(doing)
+            logger.exception("Semantic scheduling: error while %s", doing)
+
+
+def _id(pending: PendingRequest) -> str:
+    name: str = pending.metadata.internal_request_id
+    return name
+
+
+def _priority(body: Any, more: list[Any]) -> Any:
+    """The priority as vLLM reads it: the header, if it is a number, overrides the field."""
+    headers = getattr(more[0], "headers", None) if more else None
+    for name, value in (headers or {}).items():
+        if name.lower() == _PRIORITY_HEADER:
+            try:
+                return int(value)
+            except ValueError:
+                break
+    return getattr(body, "priority", None)

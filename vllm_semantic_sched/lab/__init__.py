@@ -1,0 +1,1 @@
+"""Figures, models and pages: nothing that serves imports this."""

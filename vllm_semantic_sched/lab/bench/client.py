@@ -1,0 +1,257 @@
+"""Streaming client: sends every request at its arrival time, whatever the server is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD, BenchRequest
+
+# The two best tokens and possibly the end token, which is masked until the end but still listed.
+_TOP_LOGPROBS = 3
+_REQUEST_SECONDS = 900.0
+
+BodyExtras = Callable[[BenchRequest], Mapping[str, Any]]
+"""Further fields of a request's body; those in `vllm_xargs` are added to the client's own."""
+Advance = Callable[[], object]
+
+
+class Progress:
+    """Receives the progress of a measurement. This base class ignores it."""
+
+    def message(self, text: str) -> None:
+        """Report what starts now."""
+
+    def bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
+        """Report `total` steps; the context's value is called after each of them."""
+        return nullcontext(lambda: None)
+
+
+@dataclass
+class Record:
+    """What happened to one request.
+
+    Times are seconds after the start of the run; None if the event did not happen. `margins[i]`
+    is the difference of the two best log-probabilities at output position i, kept only where
+    outputs are checked. `read_level` is the level that the scheduler read from the text, None
+    where it is not known.
+    """
+
+    index: int
+    level: int
+    text_hash: str
+    wanted_tokens: int
+    arrival: float
+    sent: float | None = None
+    first_token: float | None = None
+    finish: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    status: int | None = None
+    error: str | None = None
+    engine_queue_seconds: float | None = None
+    read_level: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Answered in full, with exactly the wanted length."""
+        return self.error is None and self.output_tokens == self.wanted_tokens
+
+    @property
+    def token_hash(self) -> str:
+        """Short digest of the output tokens."""
+        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:12]
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclass(frozen=True)
+class LoadClient:
+    """Sends loads to one server.
+
+    Attributes:
+        url: address of the server.
+        eos_token: the model's end token.
+        max_tokens: the same for every request and at least as large as the longest answer, so
+            that it gives no length away.
+        extras: further fields of each request's body.
+        progress: gets a bar for each load that has a label.
+        headers: of each request.
+    """
+
+    url: str
+    eos_token: int
+    max_tokens: int
+    extras: BodyExtras = lambda request: {}
+    progress: Progress = field(default_factory=Progress)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def send(
+        self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
+    ) -> list[Record]:
+        """Send every request at its arrival time and wait for all answers. Errors are recorded,
+        not raised.
+
+        Args:
+            stop_after: seconds after the start at which to give up unanswered requests.
+        """
+        with self._bar(label, len(requests)) as advance:
+            return asyncio.run(self._send_open_loop(requests, advance, stop_after))
+
+    def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
+        """Send all requests at once and wait for all answers."""
+        return self.send([replace(request, arrival=0.0) for request in requests], label)
+
+    def send_one_by_one(
+        self, requests: Sequence[BenchRequest], label: str = "", record_margins: bool = False
+    ) -> list[Record]:
+        """Send each request when the previous one is answered, as to an idle engine.
+
+        Arrival is the moment of sending.
+        """
+        with self._bar(label, len(requests)) as advance:
+            return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
+
+    def request_body(
+        self, request: BenchRequest, record_margins: bool = False
+    ) -> dict[str, object]:
+        """Return the body for /v1/completions.
+
+        The answer ends at exactly `request.output_tokens`, by the server's logits processor
+        (`bench.answer_length`). No other token's logit is changed.
+        """
+        extras = dict(self.extras(request))
+        answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
+        body: dict[str, object] = {
+            "model": "bench",
+            "prompt": request.text,
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **extras,
+            "vllm_xargs": {**answer, **extras.get("vllm_xargs", {})},
+        }
+        if record_margins:
+            body["logprobs"] = _TOP_LOGPROBS
+            body["return_tokens_as_token_ids"] = True
+        return body
+
+    def _bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
+        return (self.progress if label else Progress()).bar(label, total)
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            base_url=self.url,
+            headers=self.headers,
+            # A new connection each: the server may close a kept one just when it is used again.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_SECONDS),
+        )
+
+    async def _send_open_loop(
+        self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
+    ) -> list[Record]:
+        records = [_new_record(request, request.arrival) for request in requests]
+        async with self._session() as session:
+            start = time.perf_counter()
+
+            async def send_at(record: Record, request: BenchRequest) -> None:
+                await asyncio.sleep(start + request.arrival - time.perf_counter())
+                await self._send(record, request, start, session, False)
+                advance()
+
+            pairs = zip(records, requests, strict=True)
+            tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
+            _, given_up = await asyncio.wait(tasks, timeout=stop_after)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for record in records:
+            if record.finish is None and record.error is None:
+                record.error = "unanswered when the run ended"
+        return records
+
+    async def _send_one_by_one(
+        self, requests: Sequence[BenchRequest], advance: Advance, record_margins: bool
+    ) -> list[Record]:
+        records = []
+        async with self._session() as session:
+            start = time.perf_counter()
+            for request in requests:
+                record = _new_record(request, time.perf_counter() - start)
+                await self._send(record, request, start, session, record_margins)
+                records.append(record)
+                advance()
+        return records
+
+    async def _send(
+        self,
+        record: Record,
+        request: BenchRequest,
+        start: float,
+        session: aiohttp.ClientSession,
+        record_margins: bool,
+    ) -> None:
+        record.sent = time.perf_counter() - start
+        try:
+            body = self.request_body(request, record_margins)
+            async with session.post("/v1/completions", json=body) as response:
+                record.status = response.status
+                if response.status != 200:
+                    record.error = (await response.text())[:500]
+                    return
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        self._read_message(record, json.loads(line[6:]), start)
+            if record.finish_reason is None and record.error is None:
+                record.error = "the stream ended without a finish reason"
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+
+    def _read_message(self, record: Record, message: dict[str, Any], start: float) -> None:
+        if "error" in message:
+            record.error = json.dumps(message["error"])[:500]
+            return
+        for choice in message.get("choices", ()):
+            tokens = choice.get("token_ids") or []
+            if tokens and record.first_token is None:
+                record.first_token = time.perf_counter() - start
+            record.token_ids += tokens
+            if choice.get("logprobs"):
+                record.margins += map(self._margin, choice["logprobs"]["top_logprobs"])
+            if choice.get("finish_reason"):
+                record.finish_reason = choice["finish_reason"]
+                record.finish = time.perf_counter() - start
+        usage = message.get("usage")
+        if usage:
+            record.prompt_tokens = usage["prompt_tokens"]
+            record.output_tokens = usage["completion_tokens"]
+        queue_ms = (message.get("metrics") or {}).get("queue_time_ms")
+        if queue_ms is not None:
+            record.engine_queue_seconds = queue_ms / 1000
+
+    def _margin(self, top: Mapping[str, float]) -> float:
+        """Difference of the best two log-probabilities, without the masked end token."""
+        end = f"token_id:{self.eos_token}"
+        values = sorted((value for token, value in top.items() if token != end), reverse=True)
+        return values[0] - values[1] if len(values) > 1 else float("inf")
+
+
+def _new_record(request: BenchRequest, arrival: float) -> Record:
+    return Record(request.index, request.level, request.text_hash, request.output_tokens, arrival)

@@ -1,0 +1,265 @@
+"""Runs the same workload through several schedulers, one server each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.lab.bench.idle import measure_decode_step, measure_idle
+from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
+from vllm_semantic_sched.lab.bench.readings import read_levels
+from vllm_semantic_sched.lab.bench.results import Comparison
+from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, with_shared_servers
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, prefer_client
+from vllm_semantic_sched.lab.bench.usage import Usage
+from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
+
+SPARE_TOKENS = 16
+"""Tokens between the longest answer and `max_tokens`, the same for every request."""
+CAPACITY_ROUNDS = 6
+"""Requests per seat in a measurement of capacity: makes filling and emptying seats negligible."""
+OTHER_SEED = 1_000_003
+"""Added to the seed of a workload for requests of the same kind that it does not contain."""
+
+_WARM_UP_REQUESTS = 24
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a comparison runs, checked before the first server starts.
+
+    With `overload`, the gaps of the workloads are set so that they offer that many times the
+    output tokens per second that the first server can give. Every scheduler runs `rounds` times,
+    in reversed order in every second round: if the speed of the machine drifts steadily, it is on
+    average over two rounds the same for all of them. A mix from whose round the hypervisor took
+    too much time is run again at the end of the round, up to `repeats` times.
+
+    With `quick`, schedulers share servers where they can, and the idle engine is measured on the
+    first one only, with fewer requests.
+
+    Raises:
+        ValueError: no scheduler, no workload or no round, or negative repeats.
+    """
+
+    server: ServerConfig
+    schedulers: Sequence[SchedulerSpec]
+    workloads: Sequence[Workload]
+    output: Path
+    overload: float | None
+    eos_token: int
+    rounds: int = 1
+    repeats: int = 0
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.schedulers or not self.workloads:
+            raise ValueError("a comparison needs at least one scheduler, workload and round")
+        if self.repeats < 0:
+            raise ValueError(f"repeats must be at least 0, got {self.repeats}")
+
+    def visits(self, number: int) -> Iterator[Visit]:
+        """Yield the servers of a round, counted from 1, in the order of their start."""
+        mixes = tuple(workload.config.mix for workload in self.workloads)
+        alone = [(spec,) for spec in self.schedulers]
+        groups = with_shared_servers(self.schedulers) if self.quick else alone
+        for specs in groups if number % 2 else reversed(groups):
+            yield Visit(number, specs, mixes)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One start of a server, the schedulers that it stands in for, and the mixes that each gets."""
+
+    number: int
+    specs: tuple[SchedulerSpec, ...]
+    mixes: tuple[str, ...]
+    attempt: int = 1
+
+    @property
+    def leader(self) -> SchedulerSpec:
+        """The scheduler that the server is configured for. One that reads texts also takes hints;
+        one with priorities also does without them."""
+        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
+        return next(able, self.specs[0])
+
+    @property
+    def name(self) -> str:
+        """Round and, if repeated, attempt: part of file names."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
+
+
+def end_token(model: Path) -> int:
+    """Return the model's end token.
+
+    Raises:
+        ValueError: `config.json` has none.
+    """
+    token = json.loads((model / "config.json").read_text()).get("eos_token_id")
+    if isinstance(token, list):
+        token = token[0] if token else None
+    if not isinstance(token, int):
+        raise ValueError(f"{model / 'config.json'} names no eos_token_id")
+    return token
+
+
+def compare(
+    plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
+) -> Comparison:
+    """Run every workload on every scheduler, in every round.
+
+    The capacity and the decode step are measured once, with the first scheduler. Writes
+    `results.json` after each server, so that an interrupted run is not lost, and the servers'
+    logs beside it.
+
+    Args:
+        options: recorded in `results.json`.
+
+    Raises:
+        ServerFailed: a server did not start or ended by itself.
+        ValueError: the first server answered no request.
+    """
+    run = _Run(plan, Comparison(options), progress or Progress())
+    prefer_client(plan.server.nice)
+    for number in range(1, plan.rounds + 1):
+        pending = list(plan.visits(number))
+        while pending:
+            visit = pending.pop(0)
+            noisy = run.serve(visit)
+            run.comparison.write(plan.output / "results.json")
+            if noisy and visit.attempt <= plan.repeats:
+                # At the end of the round: steal comes and goes in minutes.
+                pending.append(replace(visit, mixes=noisy, attempt=visit.attempt + 1))
+    return run.comparison
+
+
+class _Run:
+    """A comparison under way. `workloads` get their pace from the first server."""
+
+    def __init__(self, plan: RunPlan, comparison: Comparison, progress: Progress) -> None:
+        self.plan = plan
+        self.comparison = comparison
+        self.progress = progress
+        self.workloads: Sequence[Workload] | None = None
+        self._idle: dict[str, tuple[Sequence[Record], Usage]] = {}  # by mix
+
+    def serve(self, visit: Visit) -> tuple[str, ...]:
+        """Start a server, measure its mixes and add the rounds; return the mixes with too much
+        steal."""
+        plan, leader = self.plan, visit.leader
+        number = f"round {visit.name} of {plan.rounds}"
+        names = ", ".join(spec.name for spec in visit.specs)
+        self.progress.message(f"starting the server: {names}, {number}")
+        done: list[tuple[SchedulerSpec, str, Round]] = []
+        with VllmServer(leader.configure(plan.server, plan.output, visit.name)) as server:
+            for spec in visit.specs:
+                client = self._client(server, spec)
+                if spec is visit.specs[0]:
+                    client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
+                if self.workloads is None:
+                    if not plan.quick:
+                        self.comparison.decode_step = measure_decode_step(client, plan.server.seats)
+                    self.workloads = self._set_pace(client)
+                for workload in self.workloads:
+                    if workload.config.mix in visit.mixes:
+                        label = f"{spec.name}, {number}, {workload.config.mix}"
+                        found = self._measure(visit, spec, workload, server, client, label)
+                        found = self._with_differences(found, workload, client)
+                        self.comparison.add(spec, workload, found)
+                        done.append((spec, workload.config.mix, found))
+        levels = read_levels(leader.events_file(plan.output, visit.name))
+        for spec, mix, found in done:
+            for record in found.records:
+                record.read_level = levels.get(spec.request_id(mix, record.index))
+        return tuple(dict.fromkeys(mix for _, mix, found in done if not found.calm))
+
+    def _client(self, server: VllmServer, spec: SchedulerSpec) -> LoadClient:
+        return LoadClient(
+            url=server.url,
+            eos_token=self.plan.eos_token,
+            max_tokens=self.plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
+            extras=spec.body_extras,
+            progress=self.progress,
+        )
+
+    def _measure(
+        self,
+        visit: Visit,
+        spec: SchedulerSpec,
+        workload: Workload,
+        server: VllmServer,
+        client: LoadClient,
+        label: str,
+    ) -> Round:
+        mix = workload.config.mix
+
+        def extras(request: BenchRequest) -> Mapping[str, Any]:
+            # vLLM's prefix cache keeps requests with another salt apart, also on a shared server.
+            given = {"request_id": spec.request_id(mix, request.index), "cache_salt": spec.kind}
+            return {**client.extras(request), **given}
+
+        start = Usage.now(server)
+        records = replace(client, extras=extras).send(workload.requests, label)
+        server.check()
+        loaded = Usage.now(server)
+        # Not before the load: the predictor would remember the texts.
+        if not self.plan.quick or mix not in self._idle:
+            alone = measure_idle(client, workload, f"{label}, idle engine", self.plan.quick)
+            self._idle[mix] = alone, Usage.now(server).since(loaded)
+        idle, idle_usage = self._idle[mix]
+        return Round(
+            visit.number,
+            records,
+            attempt=visit.attempt,
+            idle=idle,
+            usage=loaded.since(start),
+            idle_usage=idle_usage,
+        )
+
+    def _set_pace(self, client: LoadClient) -> Sequence[Workload]:
+        """The workloads at the wanted overload, whatever the speed of this machine."""
+        plan = self.plan
+        if plan.overload is None:
+            return plan.workloads
+        like = plan.workloads[0].config
+        count = CAPACITY_ROUNDS * plan.server.seats
+        requests = self._other_requests(count, like.mix, like.max_output_tokens)
+        capacity = throughput([client.send_together(requests, "capacity")])
+        if capacity <= 0:
+            raise ValueError("the first server answered no request")
+        paced = []
+        for workload in plan.workloads:
+            burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
+            gap = burst / (plan.overload * capacity)
+            paced.append(make_workload(replace(workload.config, gap=gap)))
+        return paced
+
+    def _other_requests(self, count: int, mix: str, max_tokens: int) -> tuple[BenchRequest, ...]:
+        """Requests of the same kind that the measured workloads do not contain."""
+        like = self.plan.workloads[0].config
+        other = replace(like, mix=mix, seed=like.seed + OTHER_SEED, max_output_tokens=max_tokens)
+        return make_workload(replace(other, requests=count)).requests
+
+    def _with_differences(self, done: Round, workload: Workload, client: LoadClient) -> Round:
+        """Add the outputs that differ from the reference's, with their margins.
+
+        Each of these requests is sent again with log-probabilities: in the measured run they would
+        slow the server down.
+        """
+        reference = self.comparison.reference(workload.config.mix)
+        found = differences(reference.records, done.records) if reference else []
+        if not found:
+            return done
+        wanted = {difference.index for difference in found}
+        requests = [request for request in workload.requests if request.index in wanted]
+        repeated = client.send_one_by_one(requests, record_margins=True)
+        again = {record.index: record for record in repeated}
+        answers = {record.index: record for record in done.records}
+        explained: list[Difference] = [
+            explain(item, answers[item.index], again[item.index]) for item in found
+        ]
+        return replace(done, differences=explained)

@@ -1,0 +1,161 @@
+"""Compares who chooses the engine of a request: vLLM's balancing, or our placement by urgency.
+
+One server with data parallelism gets the same bursts twice, in reversed order every second time: a
+header tells it who chooses. So both meet the same machine, engines and caches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.lab.bench.compare import SPARE_TOKENS, end_token
+from vllm_semantic_sched.lab.bench.results import environment
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, prefer_client
+from vllm_semantic_sched.lab.bench.workload import (
+    LEVELS,
+    BenchRequest,
+    WorkloadConfig,
+    make_workload,
+)
+from vllm_semantic_sched.lab.report.content import SERIES_COLORS, Page, Table, grouped_bars
+
+STOCK, OURS = "vLLM's balancing", "by urgency"
+HEADERS: Mapping[str, Mapping[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, OURS: {}}
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What clients saw in one round. Times in seconds.
+
+    Attributes:
+        ttft_mean, ttft_p90: of urgency 0.
+        latency: of the least urgent level, mean, from arrival to the last token.
+        failed: requests that were not answered in full.
+    """
+
+    ttft_mean: float
+    ttft_p90: float
+    latency: float
+    failed: int
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Burst:
+        """Summarize the requests of a round."""
+        urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
+        last = [
+            one.finish - one.arrival
+            for one in records
+            if one.level == LEVELS - 1 and one.finish is not None
+        ]
+        return cls(
+            ttft_mean=float(np.mean(urgent)),
+            ttft_p90=float(np.percentile(urgent, 90)),
+            latency=float(np.mean(last)),
+            failed=sum(not one.ok for one in records),
+        )
+
+
+Rounds = Mapping[str, Sequence[Burst]]
+"""By who chooses the engine."""
+
+
+def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[BenchRequest]]:
+    """The requests of each pair of rounds, which arrive at equal distances within `seconds`."""
+    bursts = []
+    for number in range(rounds):
+        requests = make_workload(replace(load, seed=load.seed + number)).requests
+        gap = seconds / load.requests
+        bursts.append([replace(one, arrival=place * gap) for place, one in enumerate(requests)])
+    return bursts
+
+
+def compare_placements(
+    server: ServerConfig,
+    scheduler: SchedulerSpec,
+    engines: int,
+    bursts: Sequence[Sequence[BenchRequest]],
+    progress: Progress,
+) -> Rounds:
+    """Send each burst to one server with several engines, once with each of `HEADERS`.
+
+    Raises:
+        ServerError: the server does not start, or dies.
+    """
+    folder = server.log.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    config = scheduler.configure(server, folder)
+    parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
+    one_process = ("--distributed-executor-backend", "uni")
+    config = replace(config, scheduler_args=(*config.scheduler_args, *parallel, *one_process))
+    progress.message(f"starting a server with {engines} engines")
+    prefer_client(server.nice)
+    found: dict[str, list[Burst]] = {name: [] for name in HEADERS}
+    longest = max(one.output_tokens for burst in bursts for one in burst)
+    with VllmServer(config) as running:
+        client = LoadClient(
+            running.url,
+            eos_token=end_token(server.model),
+            max_tokens=longest + SPARE_TOKENS,
+            extras=scheduler.body_extras,
+            progress=progress,
+        )
+        client.send(bursts[0][: server.seats])  # warm-up
+        for number, burst in enumerate(bursts):
+            order = list(HEADERS.items())
+            for name, headers in order if number % 2 else reversed(order):
+                sender = replace(client, headers=headers)
+                label = f"round {number + 1} of {len(bursts)}, {name}"
+                found[name].append(Burst.of(sender.send(burst, label)))
+                running.check()
+    return found
+
+
+def write_rounds(rounds: Rounds, folder: Path) -> Path:
+    """Write `engines.json`; its path."""
+    path = folder / "engines.json"
+    document = {name: list(map(asdict, each)) for name, each in rounds.items()}
+    path.write_text(json.dumps({"environment": environment(), "rounds": document}, indent=1) + "\n")
+    return path
+
+
+def summary(rounds: Rounds) -> dict[str, dict[str, float]]:
+    """Mean over the rounds of each figure of `Burst`, by who chooses the engine."""
+    names = ("ttft_mean", "ttft_p90", "latency")
+    return {
+        chooser: {name: float(np.mean([getattr(one, name) for one in each])) for name in names}
+        for chooser, each in rounds.items()
+    }
+
+
+def better_rounds(rounds: Rounds) -> int:
+    """Pairs of rounds in which urgency 0 got its first tokens earlier by our placement."""
+    pairs = zip(rounds[STOCK], rounds[OURS], strict=True)
+    return sum(ours.ttft_mean < stock.ttft_mean for stock, ours in pairs)
+
+
+def rounds_page(rounds: Rounds, options: Mapping[str, Any]) -> Page:
+    """The HTML page of a comparison of placements."""
+    head = ("round", "engine chosen", "TTFT mean, s", "TTFT p90, s", f"level {LEVELS - 1}, s")
+    rows = [
+        (number + 1, name, one.ttft_mean, one.ttft_p90, one.latency)
+        for name, each in rounds.items()
+        for number, one in enumerate(each)
+    ]
+    sentence = "The same bursts, sent to one server whose engines vLLM or this package chooses."
+    kept = {key: value for key, value in options.items() if not callable(value)}
+    series = {name: [1e3 * one.ttft_mean for one in each] for name, each in rounds.items()}
+    groups = [str(number + 1) for number in range(len(rounds[OURS]))]
+    title, axis = "Urgency 0: mean time to first token, by round", "ms"
+    chart = grouped_bars(
+        title, axis, groups, series, dict(zip(series, SERIES_COLORS, strict=False))
+    )
+    table = Table("Rounds: urgency 0, and the latency of the least urgent", head, rows)
+    return Page("Comparison of placements", sentence, [chart, table], kept, environment())

@@ -1,0 +1,240 @@
+"""Metrics of a comparison, computed from the records of its requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_semantic_sched.lab.bench.client import Record
+
+MARGIN_LIMIT = 1e-4
+"""If the two best log-probabilities differ by less, either token may win in fp32."""
+
+
+@dataclass(frozen=True)
+class IdleModel:
+    """E2E latency of a request alone on the engine: a line in prompt and output tokens.
+
+    `base` is in seconds, the coefficients are in seconds per token. `floor` is the shortest latency
+    that was measured and the least that is estimated. `error` is the median relative residual of
+    the fit.
+    """
+
+    base: float
+    per_prompt_token: float
+    per_output_token: float
+    floor: float
+    error: float
+
+    def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Estimate the E2E latency on an idle engine."""
+        line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
+        return max(self.floor, self.base + line)
+
+
+def fit_idle(records: Sequence[Record]) -> IdleModel:
+    """Fit requests that were sent one by one, by least squares.
+
+    Raises:
+        ValueError: fewer than four of them were answered.
+    """
+    done = [record for record in records if record.ok]
+    if len(done) < 4:
+        raise ValueError(f"only {len(done)} of {len(records)} idle requests were answered")
+    measured = np.array([_e2e(record) for record in done])
+    output = np.array([record.output_tokens for record in done], dtype=float)
+    prompt = np.array([record.prompt_tokens for record in done], dtype=float)
+    ones = np.ones_like(output)
+    # Noise can make a small coefficient negative: a term that would shorten the latency of longer
+    # requests is dropped.
+    coefficients = np.zeros(3)
+    for columns in ((0, 1, 2), (0, 2), (2,)):
+        design = np.stack([ones, prompt, output], axis=1)[:, columns]
+        solution = np.linalg.lstsq(design, measured, rcond=None)[0]
+        if (solution >= 0).all():
+            coefficients[list(columns)] = solution
+            break
+    base, per_prompt, per_output = (float(value) for value in coefficients)
+    estimate = base + per_prompt * prompt + per_output * output
+    error = float(np.median(np.abs(estimate - measured) / measured))
+    return IdleModel(base, per_prompt, per_output, float(measured.min()), error)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and percentiles (linear interpolation between ranks) of one metric.
+
+    `p99` is over `tail_count` requests, which may be more than the `count` of mean and median.
+    """
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+    tail_count: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A per-request metric; `value` returns None if it is undefined for a request."""
+
+    key: str
+    title: str
+    unit: str
+    scale: float
+    value: Callable[[Record, IdleModel | None], float | None]
+
+
+def _e2e(record: Record) -> float:
+    assert record.finish is not None
+    return record.finish - record.arrival
+
+
+def _tpot(record: Record, idle: IdleModel | None) -> float | None:
+    if record.output_tokens < 2 or record.first_token is None or record.finish is None:
+        return None
+    return (record.finish - record.first_token) / (record.output_tokens - 1)
+
+
+def normalized_waiting(record: Record) -> float:
+    """Return (finish - arrival) / output tokens of an answered request, in seconds per token."""
+    return _e2e(record) / record.output_tokens
+
+
+def _slowdown(record: Record, idle: IdleModel | None) -> float | None:
+    if idle is None:
+        return None
+    return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
+    Metric("tpot", "TPOT", "ms", 1e3, _tpot),
+    Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
+    Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
+    Metric(
+        "normalized_waiting",
+        "norm. waiting",
+        "ms/tok",
+        1e3,
+        lambda record, idle: normalized_waiting(record),
+    ),
+    Metric("slowdown", "slowdown", "x", 1, _slowdown),
+)
+"""In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
+
+
+LevelValues = dict[str, dict[str, list[float]]]
+"""Defined values of every metric, by level ("0" to "4" and "all") and then by `Metric.key`."""
+
+
+def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> Summary:
+    """Summarize values; NaN if there is none.
+
+    Args:
+        tail: the values of which to take p99, if not the same.
+    """
+    middle = np.array(list(values), dtype=float)
+    rest = middle if tail is None else np.array(list(tail), dtype=float)
+    if middle.size == 0:
+        return Summary(0, math.nan, math.nan, math.nan, 0)
+    p50, p99 = float(np.percentile(middle, 50)), float(np.percentile(rest, 99))
+    return Summary(int(middle.size), float(middle.mean()), p50, p99, int(rest.size))
+
+
+def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
+    """Return the values of every metric. Only answered requests count.
+
+    Args:
+        idle: None leaves slowdown undefined.
+    """
+    done = [record for record in records if record.ok]
+    groups: dict[str, list[Record]] = {"all": done}
+    for record in done:
+        groups.setdefault(str(record.level), []).append(record)
+    return {
+        group: {
+            metric.key: [
+                value for record in members if (value := metric.value(record, idle)) is not None
+            ]
+            for metric in METRICS
+        }
+        for group, members in sorted(groups.items())
+    }
+
+
+def failed(records: Iterable[Record]) -> list[Record]:
+    """Return the requests that were refused, cut off, or answered with another length."""
+    return [record for record in records if not record.ok]
+
+
+def duration(records: Sequence[Record]) -> float:
+    """Return the seconds from the first arrival to the last finish; 0 if nothing finished."""
+    finishes = [record.finish for record in records if record.finish is not None]
+    if not finishes:
+        return 0.0
+    return max(finishes) - min(record.arrival for record in records)
+
+
+def latest_send(records: Iterable[Record]) -> float:
+    """Return the largest delay between the arrival time of a request and its sending, in seconds.
+
+    If it is large, this machine was too busy to keep the open loop and the figures cannot be
+    trusted.
+    """
+    delays = (record.sent - record.arrival for record in records if record.sent is not None)
+    return max(delays, default=0.0)
+
+
+def throughput(runs: Iterable[Sequence[Record]]) -> float:
+    """Return the output tokens per second: tokens of all runs divided by their total duration."""
+    tokens = seconds = 0.0
+    for records in runs:
+        tokens += sum(record.output_tokens for record in records)
+        seconds += duration(records)
+    return tokens / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First position at which a greedy output differs from the reference's.
+
+    `margin` is the difference of the two best log-probabilities there, None while unknown.
+    """
+
+    index: int
+    position: int
+    margin: float | None = None
+
+    @property
+    def counts(self) -> bool:
+        """False if the two best tokens were too close to call."""
+        return self.margin is None or self.margin >= MARGIN_LIMIT
+
+
+def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+    """Return the requests that both answered with different output tokens."""
+    answers: Mapping[int, Record] = {record.index: record for record in other if record.ok}
+    found = []
+    for record in reference:
+        answer = answers.get(record.index)
+        if record.ok and answer is not None and answer.token_ids != record.token_ids:
+            pairs = enumerate(zip(record.token_ids, answer.token_ids, strict=False))
+            position = next((place for place, (a, b) in pairs if a != b), 0)
+            found.append(Difference(record.index, position))
+    return found
+
+
+def explain(difference: Difference, answer: Record, repeated: Record) -> Difference:
+    """Add the margin, taken from the same request sent again with log-probabilities.
+
+    It stays unknown if the repeated output differs from `answer` before the position in question.
+    """
+    position = difference.position
+    same = repeated.token_ids[:position] == answer.token_ids[:position]
+    if not same or position >= len(repeated.margins):
+        return difference
+    return Difference(difference.index, position, repeated.margins[position])

@@ -1,0 +1,233 @@
+"""Time of a scheduling step, and of an arrival, with many waiting requests.
+
+The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All schedulers
+and sizes are built first and then stepped in turn, so that other programs disturb all of them
+alike. Times are CPU time of the thread: a step waits for nothing, so this is what it takes on an
+idle machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_semantic_sched.lab.bench.client import Progress
+
+ALL_FEATURES = Path(__file__).with_name("all_features.yaml")
+"""A policy with every feature that costs time in a step."""
+PARTS = ("schedule", "update", "arrival", "prepare")
+"""What is timed: `schedule()`, `update_from_output()`, `add_request()`, and what happens to a new
+request on vLLM's input thread before that."""
+URGENT_PARTS = ("preempts", "beside")
+"""What is timed around an urgent request: the `schedule()` that preempts for it, and the next one,
+in which others run beside it."""
+
+_WARM_UP_STEPS = 20
+_PROMPT_TOKENS = 32
+_OUTPUT_TOKENS = 4064
+
+StepTimes = dict[str, dict[str, float]]
+"""p50 and p99 in microseconds of CPU time, by part."""
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        policy: of SemanticScheduler, by name or path; None for vLLM's own scheduler.
+        text: arrivals have no hint and are read; a stub answers in place of the predictor, which
+            runs in a process of its own.
+    """
+
+    policy: str | None
+    text: bool = False
+
+
+class SaturatedScheduler:
+    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat.
+
+    Args:
+        tenants: number of tenants, which send in turn.
+        level: of the running requests. By default the most urgent one, so that no waiting request
+            can take a seat.
+
+    Raises:
+        RuntimeError: the scheduler does not run exactly `running` requests.
+    """
+
+    def __init__(
+        self, case: Case, running: int, waiting: int, tenants: int = 1, level: int = 0
+    ) -> None:
+        # Imports vLLM: the schedulers are built when they are needed, not when the command starts.
+        from vllm_semantic_sched import SemanticScheduler
+        from vllm_semantic_sched.lab.bench import standalone
+
+        self._standalone = standalone
+        self._random = random.Random(0)
+        self._count = 0
+        self._tenants = tenants
+        # Enough blocks for every seat to reach its full length: preemption for lack of blocks
+        # would add the cost of recomputing to the measurement.
+        blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
+        shape: dict[str, Any] = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
+        if case.policy is not None:
+            shape |= {
+                "scheduler_class": SemanticScheduler,
+                "semantic_sched": {"policy": case.policy},
+            }
+        self.scheduler = standalone.build_scheduler(**shape)
+        if case.text:
+            standalone.read_texts(self.scheduler)
+        self._text = case.text
+        for _ in range(running):
+            self.arrive(self.new_request(level))
+        for _ in range(running):
+            step = self.scheduler.schedule()
+            self.scheduler.update_from_output(step, self.model_output(step))
+            if len(step.num_scheduled_tokens) == running == step.total_num_scheduled_tokens:
+                break
+        for _ in range(waiting):
+            self.arrive(self.new_request(self._random.randint(level + 1, 4)))
+        counts = tuple(self.scheduler.get_request_counts())
+        if counts != (running, waiting):
+            raise RuntimeError(f"expected {running} running, {waiting} waiting, got {counts}")
+
+    def new_request(self, level: int | None = None) -> Any:
+        """Make a request without adding it; by default at a random level from 1 to 4, or without a
+        level if texts are read."""
+        self._count += 1
+        if level is None and not self._text:
+            level = self._random.randint(1, 4)
+        return self._standalone.make_request(
+            f"r{self._count}",
+            prompt_tokens=_PROMPT_TOKENS,
+            output_tokens=_OUTPUT_TOKENS,
+            urgency=level,
+            tenant=f"tenant {self._count % self._tenants}",
+        )
+
+    def prepare(self, request: Any) -> None:
+        """Do what vLLM's input thread does with a new request once it is built."""
+        arrivals = getattr(self.scheduler, "arrivals", None)
+        if arrivals is not None:
+            arrivals.prepare(request)
+
+    def arrive(self, request: Any) -> None:
+        """Prepare and add a request."""
+        self.prepare(request)
+        self.scheduler.add_request(request)
+
+    def model_output(self, step: Any, finish_one: bool = False, finish: str | None = None) -> Any:
+        """Return a model's output for a step; with the last token of the request `finish`, or with
+        `finish_one` of a random one."""
+        if finish_one and step.num_scheduled_tokens:
+            finish = self._random.choice(list(step.num_scheduled_tokens))
+        if finish is not None:
+            request = self.scheduler.requests[finish]
+            request.max_tokens = request.num_output_tokens + 1
+        return self._standalone.model_output(self.scheduler, step)
+
+
+def measure(
+    cases: Mapping[str, Case],
+    sizes: Sequence[int],
+    running: int,
+    tenants: int,
+    steps: int,
+    arrivals: int,
+    finish_every: int,
+    progress: Progress,
+) -> dict[tuple[str, int], StepTimes]:
+    """Time the parts of a step by case and number of waiting requests.
+
+    Args:
+        cases: by name.
+        sizes: numbers of waiting requests.
+        running, tenants: numbers of decoding requests and of tenants.
+        steps: timed steps.
+        arrivals: new requests per step.
+        finish_every: steps per finished request.
+    """
+    loaded: dict[tuple[str, int], SaturatedScheduler] = {}
+    with progress.bar("filling the queues", len(sizes) * len(cases)) as advance:
+        for size in sizes:
+            for name, case in cases.items():
+                loaded[name, size] = SaturatedScheduler(case, running, size, tenants)
+                advance()
+    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
+        case: {part: [] for part in PARTS} for case in loaded
+    }
+    # As vLLM's engine does after start: otherwise a collection would visit every request.
+    gc.collect()
+    gc.freeze()
+    try:
+        with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
+            for step in range(steps + _WARM_UP_STEPS):
+                for key, scheduler in loaded.items():
+                    for part, value in _time_step(scheduler, arrivals, step % finish_every == 0):
+                        if step >= _WARM_UP_STEPS:
+                            seconds[key][part].append(value)
+                advance()
+    finally:
+        gc.unfreeze()
+    return {
+        (name, size): {part: _percentiles(seconds[name, size][part]) for part in PARTS}
+        for name in cases
+        for size in sizes
+    }
+
+
+def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> StepTimes:
+    """Time the steps around urgent requests that preempt running ones; see `URGENT_PARTS`.
+
+    Args:
+        running: decoding requests, of level 1.
+        rounds: urgent requests, one after the other.
+    """
+    loaded = SaturatedScheduler(Case(policy), running, waiting, level=1)
+    seconds: dict[str, list[float]] = {part: [] for part in URGENT_PARTS}
+    for _ in range(rounds):
+        urgent = loaded.new_request(level=0)
+        loaded.arrive(urgent)
+        for part in (*URGENT_PARTS, None):  # in the last step the preempted request returns
+            start = time.thread_time()
+            step = loaded.scheduler.schedule()
+            if part is not None:
+                seconds[part].append(time.thread_time() - start)
+            ends = urgent.request_id if part == "beside" else None
+            output = loaded.model_output(step, finish=ends)
+            loaded.scheduler.update_from_output(step, output)
+    return {part: _percentiles(values) for part, values in seconds.items()}
+
+
+def _time_step(
+    loaded: SaturatedScheduler, arrivals: int, finish: bool
+) -> Iterator[tuple[str, float]]:
+    requests = [loaded.new_request() for _ in range(arrivals)]
+    start = time.thread_time()
+    for request in requests:
+        loaded.prepare(request)
+    yield "prepare", (time.thread_time() - start) / max(1, arrivals)
+    start = time.thread_time()
+    for request in requests:
+        loaded.scheduler.add_request(request)
+    yield "arrival", (time.thread_time() - start) / max(1, arrivals)
+    start = time.thread_time()
+    output = loaded.scheduler.schedule()
+    yield "schedule", time.thread_time() - start
+    answer = loaded.model_output(output, finish_one=finish)
+    start = time.thread_time()
+    loaded.scheduler.update_from_output(output, answer)
+    yield "update", time.thread_time() - start
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 in microseconds."""
+    import numpy as np
+
+    p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}

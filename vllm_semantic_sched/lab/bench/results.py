@@ -1,0 +1,167 @@
+"""A whole comparison, and the JSON file that holds it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.metrics import Summary, failed, latest_send
+from vllm_semantic_sched.lab.bench.rounds import MAX_STEAL, MixResult, Round
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.workload import Workload
+from vllm_semantic_sched.lab.profiling.live_engine import processor
+from vllm_semantic_sched.lab.report.content import installed_versions
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of a decode step on the idle engine, alone and with `seats` requests."""
+
+    seats: int
+    alone: float
+    full: float
+
+    @property
+    def ratio(self) -> float:
+        """step(seats) / step(1)."""
+        return self.full / self.alone if self.alone else math.nan
+
+
+@dataclass
+class Comparison:
+    """A whole run: by mix, then by scheduler, in the order of the first round."""
+
+    options: Mapping[str, object]
+    decode_step: DecodeStep | None = None
+    mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
+
+    def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
+        """Add a round of one scheduler."""
+        rows = self.mixes.setdefault(workload.config.mix, {})
+        rows.setdefault(scheduler.name, MixResult(scheduler, workload)).add(done)
+
+    def reference(self, mix: str) -> Round | None:
+        """Return the round that outputs are compared with: the first one of the first scheduler."""
+        row = next(iter(self.mixes.get(mix, {}).values()), None)
+        return row.rounds[0] if row else None
+
+    def rows(self) -> list[MixResult]:
+        """Return all results, mix by mix."""
+        return [row for rows in self.mixes.values() for row in rows.values()]
+
+    def failures(self) -> list[str]:
+        """Return a sentence for each result with requests that were not answered in full."""
+        return [
+            f"{row.scheduler.name}, mix {row.workload.config.mix}: {len(row.failed)} requests "
+            f"failed, the first with: {row.failed[0].error or 'another output length than wanted'}"
+            for row in self.rows()
+            if row.failed
+        ]
+
+    def write(self, path: Path) -> None:
+        """Write all results except the output texts as JSON; undefined numbers become null."""
+        document = {
+            "environment": environment(),
+            "options": dict(self.options),
+            "max_steal": MAX_STEAL,
+            "decode_step": self.decode_step and asdict(self.decode_step),
+            "mixes": {
+                mix: {name: _mix_document(row) for name, row in rows.items()}
+                for mix, rows in self.mixes.items()
+            },
+        }
+        path.write_text(json.dumps(_finite(document), indent=1, default=str) + "\n")
+
+
+def environment() -> dict[str, object]:
+    """Return the versions and the hardware that measurements depend on."""
+    return {
+        "versions": installed_versions("vllm", "torch", "transformers"),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _mix_document(row: MixResult) -> dict[str, object]:
+    return {
+        "scheduler": asdict(row.scheduler),
+        "title": row.scheduler.title,
+        "workload": asdict(row.workload.config),
+        "length_source": row.workload.length_source,
+        "requests": row.requests,
+        "failed": len(row.failed),
+        "best_round": row.best.name,
+        "tokens_per_second": row.tokens_per_second,
+        "overload": row.overload,
+        "differences": len(row.differences),
+        "counted_differences": len(row.counted_differences),
+        "levels": _levels_document(row.levels),
+        "idle_levels": _levels_document(row.idle_levels),
+        "misread": [_misread_document(record, row.workload) for record in row.misread],
+        "rounds": [_round_document(done, row) for done in row.rounds],
+    }
+
+
+def _levels_document(levels: Mapping[str, Mapping[str, Summary]]) -> dict[str, object]:
+    return {
+        level: {key: asdict(summary) for key, summary in metrics.items()}
+        for level, metrics in levels.items()
+    }
+
+
+def _misread_document(record: Record, workload: Workload) -> dict[str, object]:
+    return {
+        "index": record.index,
+        "text": workload.requests[record.index].text,
+        "level": record.level,
+        "read_level": record.read_level,
+        "ttft": record.ttft,
+    }
+
+
+def _round_document(done: Round, row: MixResult) -> dict[str, object]:
+    return {
+        "round": done.name,
+        "calm": done.calm,
+        "counted": any(done is one for one in row.counted),
+        "best": done is row.best,
+        "steal": done.usage.steal,
+        "idle_steal": done.idle_usage.steal,
+        "cpu_share_elsewhere": done.usage.elsewhere,
+        "tokens_per_second": done.tokens_per_second,
+        "engine_cpu_seconds_per_1000_output_tokens": done.engine_seconds_per_1000,
+        "steps_per_1000_output_tokens": done.steps_per_1000,
+        "idle_ratio": done.idle_ratio,
+        "idle_model": done.idle_model and asdict(done.idle_model),
+        "failed": len(failed(done.records)),
+        "latest_send": latest_send(done.records),
+        "counters": dict(done.usage.counters),
+        "cpu_seconds": dict(done.usage.ours),
+        "differences": [asdict(difference) for difference in done.differences],
+        "records": [_record_document(record) for record in done.records],
+        "idle_records": [_record_document(record) for record in done.idle],
+    }
+
+
+def _record_document(record: Record) -> dict[str, object]:
+    document = asdict(record)
+    del document["token_ids"], document["margins"]
+    return {**document, "token_hash": record.token_hash}
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

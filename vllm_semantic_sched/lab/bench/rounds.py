@@ -1,0 +1,238 @@
+"""One scheduler under one mix of levels: its rounds, and the figures taken from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.metrics import (
+    METRICS,
+    Difference,
+    IdleModel,
+    LevelValues,
+    Summary,
+    by_level,
+    failed,
+    fit_idle,
+    latest_send,
+    normalized_waiting,
+    summarize,
+    throughput,
+)
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.usage import STEPS, Usage
+from vllm_semantic_sched.lab.bench.workload import Workload
+
+MAX_STEAL = 0.03
+"""Largest steal of a calm round."""
+
+_NOTHING = Usage({}, {}, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of one scheduler over one mix, on a server started for it.
+
+    Attributes:
+        number: counts from 1.
+        records: of the load, in the order of the workload.
+        attempt: 1, or more if the round was repeated because of steal.
+        idle: some of the same requests, sent one by one to the same server after the load.
+        usage: during the load.
+        idle_usage: while `idle` was measured.
+        differences: outputs that differ from those of the reference scheduler's first round.
+    """
+
+    number: int
+    records: Sequence[Record]
+    attempt: int = 1
+    idle: Sequence[Record] = ()
+    usage: Usage = _NOTHING
+    idle_usage: Usage = _NOTHING
+    differences: Sequence[Difference] = ()
+
+    @property
+    def name(self) -> str:
+        """Number and, if repeated, attempt."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
+
+    @property
+    def steal(self) -> float:
+        """The larger of the shares taken away during the load and on the idle engine."""
+        return max(self.usage.steal, self.idle_usage.steal)
+
+    @property
+    def calm(self) -> bool:
+        """Whether the hypervisor took little enough away."""
+        return self.steal <= MAX_STEAL
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of the load."""
+        return sum(record.output_tokens for record in self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of this round alone."""
+        return throughput([self.records])
+
+    @property
+    def engine_seconds_per_1000(self) -> float:
+        """EngineCore's CPU seconds per 1,000 output tokens; NaN if not known."""
+        return self._per_1000(self.usage.engine_seconds)
+
+    @property
+    def steps_per_1000(self) -> float:
+        """Engine steps per 1,000 output tokens; NaN if not known."""
+        return self._per_1000(self.usage.counters.get(STEPS, 0.0))
+
+    @cached_property
+    def idle_model(self) -> IdleModel | None:
+        """Latency on the idle engine; None if too few requests were answered there."""
+        return fit_idle(self.idle) if sum(record.ok for record in self.idle) >= 4 else None
+
+    @cached_property
+    def values(self) -> LevelValues:
+        """The load's values of every metric."""
+        return by_level(self.records, self.idle_model)
+
+    @cached_property
+    def idle_values(self) -> LevelValues:
+        """Values of every metric on the idle engine."""
+        return by_level(self.idle, self.idle_model)
+
+    @property
+    def idle_ratio(self) -> float:
+        """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
+        alone = {r.index: normalized_waiting(r) for r in self.idle if r.ok and r.level == 0}
+        loaded = [normalized_waiting(r) for r in self.records if r.ok and r.index in alone]
+        if len(loaded) < len(alone) or not alone:
+            return math.nan
+        return sum(loaded) / sum(alone.values())
+
+    def _per_1000(self, amount: float) -> float:
+        return 1000 * amount / self.output_tokens if amount and self.output_tokens else math.nan
+
+
+@dataclass
+class MixResult:
+    """One scheduler under one mix of levels.
+
+    Every figure is of the `best` round, except p99, which needs more requests than a round has:
+    it is over all `counted` rounds.
+    """
+
+    scheduler: SchedulerSpec
+    workload: Workload
+    rounds: list[Round] = field(default_factory=list)
+    levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
+    idle_levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
+
+    def add(self, done: Round) -> None:
+        """Add a round."""
+        self.rounds.append(done)
+        self.levels = self._summaries(lambda one: one.values)
+        self.idle_levels = self._summaries(lambda one: one.idle_values)
+
+    @property
+    def best(self) -> Round:
+        """The round with the least steal in whole percent; of several, the one in which EngineCore
+        took the least CPU time. No latency has a say in it."""
+        return min(self.rounds, key=lambda one: (round(100 * one.steal), one.usage.engine_seconds))
+
+    @property
+    def counted(self) -> list[Round]:
+        """The calm rounds; if there is none, the best round."""
+        return [one for one in self.rounds if one.calm] or [self.best]
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The records of the best round."""
+        return self.best.records
+
+    @property
+    def requests(self) -> int:
+        """Number of requests sent, in all rounds."""
+        return sum(len(done.records) for done in self.rounds)
+
+    @property
+    def failed(self) -> list[Record]:
+        """Requests of all rounds that were not answered in full."""
+        return failed(record for done in self.rounds for record in done.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of the best round."""
+        return self.best.tokens_per_second
+
+    @property
+    def latest_send(self) -> float:
+        """The largest of all rounds; see `metrics.latest_send`."""
+        return max(latest_send(done.records) for done in self.rounds)
+
+    @property
+    def overload(self) -> float:
+        """Offered output tokens per second divided by those served."""
+        offered = self.workload.output_tokens / max(self.workload.arrival_seconds, 1e-9)
+        return offered / self.tokens_per_second if self.tokens_per_second else math.inf
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Server counters of the best round."""
+        return self.best.usage.counters
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Outputs of all rounds that differ from the reference's first round."""
+        return [difference for done in self.rounds for difference in done.differences]
+
+    @property
+    def counted_differences(self) -> list[Difference]:
+        """Differing outputs that rounding does not explain."""
+        return [difference for difference in self.differences if difference.counts]
+
+    @property
+    def misread(self) -> list[Record]:
+        """Urgency 0, counted rounds: requests that were read as less urgent."""
+        return [
+            record
+            for done in self.counted
+            for record in done.records
+            if record.level == 0 and record.read_level
+        ]
+
+    def p99_ttft(self, without: Sequence[Record] = ()) -> float:
+        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds.
+
+        Args:
+            without: requests to leave out, in every round.
+        """
+        indexes = {record.index for record in without}
+        return summarize(
+            record.ttft
+            for done in self.counted
+            for record in done.records
+            if record.ok and record.level == 0 and record.index not in indexes
+            if record.ttft is not None
+        ).p99
+
+    def mean_waiting(self, levels: Sequence[int]) -> float:
+        """Return the best round's mean normalized waiting time of these levels, s/token."""
+        chosen = (r for r in self.best.records if r.ok and r.level in levels)
+        return summarize(map(normalized_waiting, chosen)).mean
+
+    def _summaries(self, values: Callable[[Round], LevelValues]) -> dict[str, dict[str, Summary]]:
+        counted = [values(done) for done in self.counted]
+        return {
+            level: {
+                metric.key: summarize(
+                    found[metric.key],
+                    [value for one in counted for value in one.get(level, {}).get(metric.key, ())],
+                )
+                for metric in METRICS
+            }
+            for level, found in values(self.best).items()
+        }

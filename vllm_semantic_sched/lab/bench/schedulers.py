@@ -1,0 +1,165 @@
+"""The schedulers that can be compared: how to start each, and what its requests tell it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY, SWAP_CONNECTOR
+from vllm_semantic_sched.lab.bench.readings import write_logging_policy
+from vllm_semantic_sched.lab.bench.server import ServerConfig
+from vllm_semantic_sched.lab.bench.workload import BenchRequest
+
+SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
+MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
+"""Arguments of `vllm serve` that give refused requests a status and a code."""
+NAMES = ("fcfs", "priority", "semantic", "semantic-true", "semantic-known")
+
+_TITLES = {
+    "fcfs": "vLLM FCFS",
+    "priority": "vLLM priority",
+    "semantic": "Semantic (text)",
+    "semantic-true": "Semantic (hint)",
+    "semantic-known": "Semantic (hint, length stated)",
+}
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """One row of the comparison.
+
+    Attributes:
+        name: shown in tables; `kind@POLICY` if the policy is not the run's default.
+        kind: one of `NAMES`.
+        policy, profile: of the semantic schedulers; the engine profile only if it differs from
+            the policy's.
+        extra_args: further arguments of `vllm serve`.
+    """
+
+    name: str
+    kind: str
+    policy: str | None = None
+    extra_args: tuple[str, ...] = ()
+    profile: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The row's heading."""
+        suffix = f" @{self.variant}" if self.variant else ""
+        return _TITLES[self.kind] + suffix
+
+    @property
+    def variant(self) -> str:
+        """Name of the policy, if it is not the run's default: of a file, without folder and
+        ending."""
+        return Path(self.name.partition("@")[2]).name.removesuffix(".yaml")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether urgency is read from the text."""
+        return self.kind == "semantic"
+
+    def server_args(self) -> tuple[str, ...]:
+        """Return the arguments of `vllm serve` that select this scheduler."""
+        if self.kind == "fcfs":
+            return ()
+        if self.kind == "priority":
+            return ("--scheduling-policy", "priority")
+        args: tuple[str, ...] = ("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE)
+        given = {"policy": self.policy, "profile": self.profile}
+        if config := {key: value for key, value in given.items() if value is not None}:
+            args += ("--additional-config", json.dumps({"semantic_sched": config}))
+        return args + self.extra_args
+
+    def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
+        """Return `server` with this scheduler, and a log in `folder`.
+
+        A scheduler that reads texts gets a copy of its policy with an event log, `events_file`.
+
+        Args:
+            start: tells apart the starts of this scheduler.
+        """
+        log = folder / f"server-{self._file_name(start)}.log"
+        spec = self
+        if self.reads_text:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"policy-{self._file_name(start)}.yaml"
+            events = self.events_file(folder, start)
+            write_logging_policy(self.policy or DEFAULT_POLICY, path, events)
+            spec = replace(self, policy=str(path.resolve()))
+        return replace(server, log=log, scheduler_args=spec.server_args())
+
+    def events_file(self, folder: Path, start: str = "1") -> Path:
+        """Return the event log of a scheduler that reads texts."""
+        return folder / f"events-{self._file_name(start)}.jsonl"
+
+    def _file_name(self, start: str) -> str:
+        # A name may contain the path of a policy: keep only what can be part of a file name.
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{start}"
+
+    def request_id(self, mix: str, index: int) -> str:
+        """The id that the client gives a request, unlike those of other schedulers that the same
+        server stands in for."""
+        return f"{self.kind}.{mix}-{index}"
+
+    def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
+        """Return the fields of the request's body that tell this scheduler the urgency, and, for
+        `semantic-known`, the length."""
+        if self.kind == "priority":
+            return {"priority": request.level}
+        if not self.kind.startswith("semantic-"):
+            return {}
+        hint = {"vllm_xargs": {"urgency": request.level}}
+        if self.kind == "semantic-known":
+            return {**hint, "ignore_eos": True, "max_tokens": request.output_tokens}
+        return hint
+
+
+def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:
+    """Group the schedulers that one server can stand in for.
+
+    vLLM's priority policy takes requests of equal priority in order of arrival, as FCFS does. The
+    semantic schedulers of one policy differ only in what the requests tell them.
+    """
+    groups: dict[object, list[SchedulerSpec]] = {}
+    for spec in specs:
+        semantic = spec.kind.startswith("semantic")
+        key = (spec.policy, spec.profile, spec.extra_args) if semantic else None
+        groups.setdefault(key, []).append(spec)
+    return [tuple(group) for group in groups.values()]
+
+
+def swap_arguments(host_gib: float) -> tuple[str, ...]:
+    """Return the arguments of `vllm serve` that keep KV of preempted requests in host memory."""
+    connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
+    return ("--kv-transfer-config", json.dumps(connector))
+
+
+def parse_schedulers(
+    names: str, default_policy: str | None, profile: str | None = None, host_gib: float = 0.0
+) -> list[SchedulerSpec]:
+    """Parse a list like `fcfs,semantic,semantic@sjf`.
+
+    Args:
+        profile: engine profile of the semantic ones, if it is not their policy's.
+        host_gib: host memory for KV of preempted requests; 0: none is kept.
+
+    Raises:
+        ValueError: a name is unknown or repeated, or a stock scheduler is given a policy.
+    """
+    specs: list[SchedulerSpec] = []
+    extra = swap_arguments(host_gib) if host_gib else ()
+    for name in (part.strip() for part in names.split(",")):
+        kind, _, policy = name.partition("@")
+        if kind not in NAMES:
+            raise ValueError(f"unknown scheduler {name!r}: choose from {', '.join(NAMES)}")
+        if policy and not kind.startswith("semantic"):
+            raise ValueError(f"{kind} is vLLM's own and takes no policy, got {name!r}")
+        if any(name == spec.name for spec in specs):
+            raise ValueError(f"scheduler {name!r} is listed twice")
+        specs.append(SchedulerSpec(name, kind, policy or default_policy, extra, profile))
+    return specs

@@ -1,0 +1,262 @@
+"""Runs a real `vllm serve` on the loopback interface for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PREDICTOR = "vllm_semantic_sched.predict.worker"
+"""Name of the predictor process in `VllmServer.cpu_seconds`."""
+
+_ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
+_LOG_TAIL_LINES = 40
+_STOP_GRACE_SECONDS = 10.0
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or ended by itself. The message quotes the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The model to serve and the resources that the server may use.
+
+    The default workload needs more seats (`max_num_seqs`) and, with all seats taken, more KV blocks
+    than the defaults give. `num_blocks` counts blocks of `block_size` tokens and must hold one
+    request of `max_model_len` tokens plus one block; None leaves the choice to vLLM.
+    """
+
+    model: Path
+    log: Path
+    seats: int = 16
+    num_blocks: int | None = 96
+    block_size: int = 32
+    kv_cache_bytes: int = 256 * 2**20
+    # Tokens per streamed message after the first. Formatting one message per token would
+    # cost a small model's server more than the tokens do.
+    stream_interval: int = 8
+    start_seconds: float = 240.0
+    nice: int = 0
+    scheduler_args: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line of the server."""
+        args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        args += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(self.seats)]
+        args += ["--served-model-name", "bench", "--disable-uvicorn-access-log"]
+        # The queueing delay is taken from the engine's own clock, per request.
+        args += ["--enable-per-request-metrics", "--stream-interval", str(self.stream_interval)]
+        args += ["--logits-processors", _ANSWER_LENGTH]
+        if _is_float32(self.model):
+            # vLLM's "auto" turns fp32 weights into bf16, where equal logits are common and
+            # greedy outputs of two runs cannot be compared.
+            args += ["--dtype", "float32"]
+        if self.num_blocks is not None:
+            args += ["--num-gpu-blocks-override", str(self.num_blocks)]
+            args += ["--block-size", str(self.block_size)]
+        if not has_gpu():
+            # Memory may appear in small steps on a virtual machine: give sizes explicitly.
+            args += ["--gpu-memory-utilization", "0.7", "--enforce-eager"]
+            args += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+        return [*args, *self.scheduler_args, *self.extra_args]
+
+    def process_environment(self) -> dict[str, str]:
+        """Return this process's environment with telemetry and downloads turned off."""
+        offline = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
+        environment = {**os.environ, **offline}
+        # Logits processors of vLLM's newer model runner have another interface.
+        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if not has_gpu():
+            # Pinning would put the threads on one core each, whatever else runs there.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            # One core stays free for the HTTP server and the client. With a thread on every
+            # core, the threads of each matrix product wait for the one that was interrupted:
+            # on two cores with other programs running, throughput fell to a fifth.
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+            # On a CPU vLLM runs the worker in another process to place its threads. The settings
+            # above make this unnecessary, and the scheduler, which polls for the worker's
+            # answers, would take most of another core.
+            environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return {**environment, **self.environment}
+
+
+def has_gpu() -> bool:
+    """Return whether torch finds a GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def set_priority(process: int, nice: int) -> None:
+    """Set the priority of a process and of the processes it starts from now on.
+
+    Raises:
+        PermissionError: a priority below 0 needs root.
+    """
+    os.setpriority(os.PRIO_PROCESS, process, nice)
+    # Where Linux groups processes by session, nice counts within a session only, and the
+    # session's own weight is what other programs compete with.
+    # Kernels and sandboxes refuse the weight in their own ways, and limit how often it changes;
+    # without it the priority still counts among the session's own processes.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
+
+
+def prefer_client(server_nice: int) -> None:
+    """Give this process a higher priority than the servers it will start, if that is allowed.
+
+    A client without enough CPU time sends late and reads late; `latest send` in the report shows
+    by how much.
+    """
+    with contextlib.suppress(PermissionError):
+        set_priority(os.getpid(), max(-20, server_nice - 10))
+
+
+class VllmServer:
+    """A running server; `with VllmServer(config) as server:` starts and always stops it.
+
+    Raises:
+        ServerFailed: on entry, if the server ends or is not healthy in time.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address without a trailing slash."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the API server; None if it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> VllmServer:
+        self.config.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.config.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.config.command(self.port),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.config.process_environment(),
+                # A group of its own, so that stopping reaches the engine processes too.
+                start_new_session=True,
+            )
+        atexit.register(self.stop)
+        try:
+            # Also for 0: the client may run at another priority, which the server inherits.
+            set_priority(self._process.pid, self.config.nice)
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the server and every process it started; no-op if already stopped."""
+        process, self._process = self._process, None
+        atexit.unregister(self.stop)
+        if process is None:
+            return
+        group = process.pid  # the leader's id, as the group was made for it
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_GRACE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        process.wait()
+
+    def check(self) -> None:
+        """Raise ServerFailed if the server has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerFailed(f"the server ended unexpectedly\n{self.log_tail()}")
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time used so far by process name: seconds, user plus system."""
+        import psutil
+
+        if self._process is None:
+            return {}
+        used: dict[str, float] = {}
+        leader = psutil.Process(self._process.pid)
+        for process in [leader, *leader.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+                title = process_title(process.cmdline()) or process.name()
+            except psutil.NoSuchProcess:
+                continue
+            name = "api server" if process.pid == leader.pid else title
+            used[name] = used.get(name, 0.0) + times.user + times.system
+        return used
+
+    def get_text(self, path: str) -> str:
+        """GET a text document, for example /metrics."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
+            return str(reply.read().decode())
+
+    def log_tail(self) -> str:
+        """Return the last lines of the server's log."""
+        lines = self.config.log.read_text(errors="replace").splitlines()
+        return f"--- end of {self.config.log.name} ---\n" + "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + self.config.start_seconds
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    pass
+                # 503 until the predictor has loaded its model; vLLM alone has no such path.
+                with urllib.request.urlopen(self.url + "/semsched/ready", timeout=2):
+                    return
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    return
+                time.sleep(0.25)
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.25)
+        raise ServerFailed(
+            f"the server was not healthy after {self.config.start_seconds:.0f} s\n{self.log_tail()}"
+        )
+
+
+def process_title(command: list[str]) -> str:
+    """Return the module that a process runs, or its program without the folder."""
+    if command[1:2] == ["-m"] and len(command) > 2:
+        return command[2]
+    return command[0].rsplit("/", 1)[-1] if command else ""
+
+
+def _is_float32(model: Path) -> bool:
+    config_file = model / "config.json"
+    if not config_file.is_file():
+        return False  # a hub id: leave the choice to vLLM
+    config = json.loads(config_file.read_text())
+    return "float32" in (config.get("dtype"), config.get("torch_dtype"))
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,127 @@
+"""Targets of a measurement, and the ratios that `bench run` requires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.workload import LEVELS
+
+MIN_OVERLOAD = 5.0
+MIN_REQUESTS = 400
+MIN_ROUNDS = 2
+WITHOUT_HOLDS = "no-holds"
+"""Name of the policy file, without its ending, that is the run's policy without holds."""
+
+_TRUE, _TEXT, _KNOWN = "semantic-true", "semantic", "semantic-known"
+
+_ALL = range(LEVELS)
+
+# mix, levels, faster scheduler, other one, least ratio of their mean normalized waiting times
+_WAITING = (
+    ("rare", (0,), _TRUE, "priority", 1.25),
+    ("even", (0,), _TRUE, "priority", 2.5),
+    ("even", (0,), _TRUE, "fcfs", 10.0),
+    ("even", (0,), _TEXT, "fcfs", 8.0),
+    ("even", _ALL, _TRUE, "fcfs", 1.3),
+    ("rare", _ALL, _TRUE, "fcfs", 1.3),
+    ("even", _ALL, _KNOWN, "fcfs", 1.6),
+    ("rare", _ALL, _KNOWN, "fcfs", 1.6),
+)
+
+Rows = Mapping[str, MixResult]
+"""Results of one mix by scheduler."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A requirement: `required` is a minimum for `measured` or, with `at_most`, a maximum."""
+
+    text: str
+    measured: float
+    required: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether the target was reached; False for an undefined measurement."""
+        if self.at_most:
+            return self.measured <= self.required
+        return self.measured >= self.required
+
+
+def missed(targets: Iterable[Target]) -> list[str]:
+    """Return a line for each target that was not reached."""
+    return [f"target missed: {target.text}" for target in targets if not target.met]
+
+
+def check_targets(results: Mapping[str, Rows]) -> list[Target]:
+    """Return every target whose mix and schedulers were run.
+
+    Args:
+        results: by mix, then by scheduler.
+    """
+    targets: list[Target] = []
+    for mix, rows in results.items():
+        targets += _conditions(mix, rows)
+        targets += _waiting(mix, rows)
+        if mix == "rare":
+            targets += _idle_speed(mix, rows)
+        targets += _cost_of_holds(mix, rows)
+    return targets
+
+
+def _conditions(mix: str, rows: Rows) -> Iterator[Target]:
+    """The load for which the other targets are meant."""
+    for name, row in rows.items():
+        answered = 1 - len(row.failed) / row.requests
+        yield Target(f"{mix}: share of requests answered, {name}", answered, 1.0)
+    first = next(iter(rows.values()))
+    yield Target(f"{mix}: overload, {first.scheduler.name}", first.overload, MIN_OVERLOAD)
+    yield Target(f"{mix}: requests", len(first.workload.requests), MIN_REQUESTS)
+    rounds = min(len({done.number for done in row.rounds}) for row in rows.values())
+    yield Target(f"{mix}: rounds of every scheduler", rounds, MIN_ROUNDS)
+
+
+def _waiting(mix: str, rows: Rows) -> Iterator[Target]:
+    for wanted, levels, name, other, required in _WAITING:
+        if wanted == mix and name in rows and other in rows:
+            ratio = rows[other].mean_waiting(levels) / rows[name].mean_waiting(levels)
+            scope = "all levels" if len(levels) == LEVELS else "urgency 0"
+            yield Target(f"{mix}: {scope}, norm. waiting, {other} / {name}", ratio, required)
+
+
+def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
+    """Urgent requests run as fast as on an idle engine, however many others wait."""
+    if _TRUE not in rows:
+        return
+    true = rows[_TRUE]
+    text = f"{mix}: urgency 0, norm. waiting, {_TRUE} / idle engine"
+    yield Target(text, true.best.idle_ratio, 1.2, at_most=True)
+    if "0" in true.idle_levels:
+        ratio = true.p99_ttft() / true.idle_levels["0"]["ttft"].p99
+        text = f"{mix}: urgency 0, p99 TTFT, {_TRUE} / idle engine"
+        yield Target(text, ratio, 4.0, at_most=True)
+    if _TEXT in rows:
+        ratio = rows[_TEXT].p99_ttft(without=rows[_TEXT].misread) / true.p99_ttft()
+        text = f"{mix}: urgency 0 without misread, p99 TTFT, {_TEXT} / {_TRUE}"
+        yield Target(text, ratio, 1.5, at_most=True)
+
+
+def _cost_of_holds(mix: str, rows: Rows) -> Iterator[Target]:
+    """What the scheduler costs without holds, and what holds cost the less urgent."""
+    plain = next((row for row in rows.values() if row.scheduler.variant == WITHOUT_HOLDS), None)
+    if plain is None:
+        return
+    name = plain.scheduler.name
+    if "fcfs" in rows:
+        ours, theirs = (row.best.engine_seconds_per_1000 for row in (plain, rows["fcfs"]))
+        text = f"{mix}: EngineCore CPU per output token, {name} / fcfs"
+        yield Target(text, ours / theirs, 1.03, at_most=True)
+    holding = rows.get(plain.scheduler.kind)
+    if holding is not None:
+        less_urgent = range(1, LEVELS)
+        ratio = holding.mean_waiting(less_urgent) / plain.mean_waiting(less_urgent)
+        text = f"{mix}: urgency 1 to 4, norm. waiting, {holding.scheduler.name} / {name}"
+        yield Target(text, ratio, 1.05, at_most=True)

@@ -1,0 +1,94 @@
+"""Counters of a server and CPU time of the machine, read before and after a load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from vllm_semantic_sched.lab.bench.server import VllmServer
+
+PREEMPTIONS = "vllm:num_preemptions_total"
+STEPS = "vllm:iteration_tokens_total_count"
+"""Engine steps that gave at least one token: vLLM observes this histogram once for each."""
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.eE\d]+)$")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counters at one moment, or their growth between two; CPU times are in seconds.
+
+    `ours` is by process. `busy` is what all processes of the machine used of `total`, and `stolen`
+    what the hypervisor gave to other machines while this one had work to do.
+    """
+
+    counters: Mapping[str, float]
+    ours: Mapping[str, float]
+    busy: float
+    stolen: float
+    total: float
+
+    @classmethod
+    def now(cls, server: VllmServer) -> Usage:
+        """Read everything."""
+        own = psutil.Process().cpu_times()
+        machine = psutil.cpu_times()
+        stolen = float(getattr(machine, "steal", 0.0))
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # Guest time is part of user time and would count twice.
+        total = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        return cls(
+            counters=read_counters(server.get_text("/metrics")),
+            ours={**server.cpu_seconds(), "client": own.user + own.system},
+            busy=total - idle - stolen,
+            stolen=stolen,
+            total=total,
+        )
+
+    def since(self, before: Usage) -> Usage:
+        """Return what was added since `before`."""
+        return Usage(
+            _difference(self.counters, before.counters),
+            _difference(self.ours, before.ours),
+            self.busy - before.busy,
+            self.stolen - before.stolen,
+            self.total - before.total,
+        )
+
+    @property
+    def elsewhere(self) -> float:
+        """Share of the machine's CPU time that other programs used."""
+        return max(0.0, self.busy - sum(self.ours.values())) / self.total if self.total else 0.0
+
+    @property
+    def steal(self) -> float:
+        """Share of the machine's CPU time that the hypervisor took away."""
+        return self.stolen / self.total if self.total else 0.0
+
+    @property
+    def engine_seconds(self) -> float:
+        """CPU time of EngineCore and, where they are processes of their own, its workers."""
+        return sum(used for name, used in self.ours.items() if name.startswith("VLLM::"))
+
+
+def read_counters(metrics: str) -> dict[str, float]:
+    """Parse vLLM's preemptions and steps and the scheduler's counters from /metrics, summed over
+    labels."""
+    values: dict[str, float] = {}
+    for line in metrics.splitlines():
+        match = _SAMPLE.match(line)
+        if not match:
+            continue
+        name = match[1]
+        # A gauge has no meaningful difference.
+        ours = name.startswith("semsched:") and name.endswith("_total")
+        if ours or name in (PREEMPTIONS, STEPS):
+            values[name] = values.get(name, 0.0) + float(match[2])
+    return values
+
+
+def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}

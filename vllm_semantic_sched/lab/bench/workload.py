@@ -1,0 +1,181 @@
+"""The paper's workload: bursts of requests of mixed urgency, open loop.
+
+A burst of randint(0, `max_burst`) requests arrives every `gap` seconds, all at one moment, until
+there are enough (paper, section 5.1). The whole workload is drawn before the first request is
+sent, so that every scheduler gets the same texts, lengths and arrival times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.lab.bench.texts import (
+    QuestionSource,
+    question_source,
+    write_context,
+    write_message,
+)
+from vllm_semantic_sched.sim.datasets import data_root
+
+# The command line shows the defaults below: numpy is imported only where a workload is drawn.
+if TYPE_CHECKING:
+    import numpy as np
+
+LEVELS = 5
+"""Number of urgency levels; 0 is the most urgent."""
+
+MIXES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "even": (0.20, 0.20, 0.20, 0.20, 0.20),
+        "rare": (0.05, 0.15, 0.25, 0.30, 0.25),
+    }
+)
+"""Share of each urgency level, most urgent first."""
+
+ANSWER_FIELD = "bench_answer"
+"""Key in `vllm_xargs` under which `bench.answer_length` finds the length of an answer."""
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What to draw. Times in seconds, lengths in tokens.
+
+    `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
+    tokens between message and question.
+    """
+
+    requests: int = 600
+    mix: str = "even"
+    gap: float = 0.5
+    max_burst: int = 50
+    seed: int = 0
+    min_output_tokens: int = 8
+    max_output_tokens: int = 384
+    long_prompts: float = 0.0
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request: what is sent, when, and what only the benchmark knows.
+
+    `arrival` is in seconds after the start. `level` is the true urgency and `output_tokens` the
+    true output length; the server learns neither, except where a scheduler is given the level on
+    purpose.
+    """
+
+    index: int
+    arrival: float
+    level: int
+    text: str
+    output_tokens: int
+
+    @property
+    def text_hash(self) -> str:
+        """Short digest that identifies the text in records."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests in order of arrival, and where their lengths come from."""
+
+    config: WorkloadConfig
+    requests: tuple[BenchRequest, ...]
+    length_source: str
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of all requests."""
+        return sum(request.output_tokens for request in self.requests)
+
+    @property
+    def arrival_seconds(self) -> float:
+        """Time over which the requests arrive: one gap for every burst, including the last."""
+        return self.requests[-1].arrival + self.config.gap if self.requests else 0.0
+
+
+def parse_mix(mix: str) -> tuple[float, ...]:
+    """Return the shares of the levels: a name in `MIXES`, or five weights separated by colons.
+
+    Raises:
+        ValueError: neither a known name nor five non-negative numbers with a positive sum.
+    """
+    if mix in MIXES:
+        return MIXES[mix]
+    try:
+        weights = [float(part) for part in mix.split(":")]
+    except ValueError:
+        weights = []
+    if len(weights) != LEVELS or min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(
+            f"mix {mix!r} is neither one of {', '.join(MIXES)} nor {LEVELS} weights like 1:2:3:2:2"
+        )
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) -> Workload:
+    """Draw a workload; the same configuration gives the same workload.
+
+    Args:
+        source: where questions and their answer lengths come from; by default the data folder, or
+            the built-in questions if there is none.
+
+    Raises:
+        ValueError: the mix is unknown, or a size is not positive.
+    """
+    import numpy as np
+
+    if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
+        raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
+    if not 0 <= config.long_prompts <= 1:
+        raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
+    # The mix is part of the seed: two mixes sent to one server must not share prompts, or the
+    # second would find them in the prefix cache.
+    rng = np.random.default_rng([config.seed, zlib.crc32(config.mix.encode())])
+    if source is None:
+        source, description = question_source(data_root())
+    else:
+        description = "given by the caller"
+    levels = _draw_levels(parse_mix(config.mix), config.requests, rng)
+    arrivals = _draw_arrivals(config, rng)
+    # A generator of its own: the same requests with and without long contexts.
+    context_rng = np.random.default_rng([config.seed, 1])
+    requests = []
+    for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
+        question = source(rng)
+        parts = [write_message(level, rng), question.text]
+        if level > 0 and context_rng.random() < config.long_prompts:
+            parts.insert(1, write_context(context_rng))
+        text = " ".join(parts)
+        shortest = max(config.min_output_tokens, question.output_tokens)
+        length = min(config.max_output_tokens, shortest)
+        requests.append(BenchRequest(index, arrival, level, text, length))
+    return Workload(config, tuple(requests), description)
+
+
+def _draw_levels(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
+    """Levels in random order whose counts match the shares as closely as whole numbers can.
+
+    If each level were drawn on its own, the count of a rare level, and with it its p99, would
+    vary with the seed.
+    """
+    import numpy as np
+
+    edges = np.rint(np.cumsum(shares) * count).astype(int)
+    levels = np.searchsorted(edges, np.arange(count), side="right")
+    return [int(level) for level in rng.permutation(levels)]
+
+
+def _draw_arrivals(config: WorkloadConfig, rng: np.random.Generator) -> list[float]:
+    arrivals: list[float] = []
+    burst = 0
+    while len(arrivals) < config.requests:
+        size = int(rng.integers(0, config.max_burst + 1))
+        arrivals += [burst * config.gap] * min(size, config.requests - len(arrivals))
+        burst += 1
+    return arrivals

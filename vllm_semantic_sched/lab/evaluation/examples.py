@@ -1,0 +1,214 @@
+"""Labelled texts: reads them from CSV files and from the data folder."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.predict import URGENCY_LEVELS
+from vllm_semantic_sched.sim.datasets import (
+    DataNotFound,
+    alpaca_eval_answers,
+    instruction_pairs,
+    ktas_visits,
+    medical_questions,
+    triage_visits,
+)
+
+BUILTIN_SETS = {
+    "nhamcs-test": "Emergency visits of the NHAMCS survey, from hospitals kept for testing.",
+    "ktas": "Complaints of the KTAS study as nurses wrote them, all that are readable; the level "
+    "is an expert panel's.",
+    "lengths-test": "Dolly and MedQuAD prompts kept for testing.",
+    "alpaca-test": "A tenth of the Alpaca prompts, none of them trained on.",
+    "dolly": "All Dolly prompts; those outside lengths-test may have been trained on.",
+    "alpaca-eval": "AlpacaEval prompts with the answers of 14 models; figures are means over the "
+    "models, from the prompt alone.",
+}
+"""Test sets in the data folder, with a description for reports."""
+
+_COLUMNS = ("text", "level", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text with an urgency level (0-4), an output length in tokens, or both."""
+
+    text: str
+    level: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LabelledSet:
+    """Labelled texts that predictors are measured on.
+
+    Attributes:
+        examples: the texts, each with a level, an output length, or both.
+        groups: by what the set tells texts apart by (`kind`, `language`, `English and others`), the
+            group of each text.
+        answers: per text, the output tokens of each of several answering models; then the
+            examples themselves carry no length.
+    """
+
+    name: str
+    examples: Sequence[Example]
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    answers: Sequence[Mapping[str, int]] | None = None
+
+
+def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
+    """The labelled texts of a CSV, see `read_labelled_set`."""
+    return list(read_labelled_set(path, domain).examples)
+
+
+def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
+    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind; or all
+    of a folder, one for each language, like `es.csv`.
+
+    Args:
+        domain: what labels mean; None for levels by number and the emergency domain's names.
+
+    Raises:
+        ValueError: naming file, line, column and what is valid.
+    """
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path}: a folder without a CSV")
+    rows = [(file.stem, *row) for file in files for row in _rows(file, domain)]
+    groups = {}
+    if all(kind is not None for _, _, kind in rows):
+        groups["kind"] = [kind or "" for _, _, kind in rows]
+    if path.is_dir():
+        groups["language"] = [language for language, _, _ in rows]
+        groups["English and others"] = [
+            "English" if language == "en" else "others" for language, _, _ in rows
+        ]
+    return LabelledSet(path.name, [example for _, example, _ in rows], groups)
+
+
+def write_examples(examples: Sequence[Example], path: Path) -> None:
+    """Write a CSV that `read_examples` reads back the same."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        writer.writerows((one.text, one.level, one.output_tokens) for one in examples)
+
+
+def builtin_set(name: str, root: Path | None) -> LabelledSet:
+    """A test set out of the data folder, one of `BUILTIN_SETS`.
+
+    Raises:
+        DataNotFound: there is no data folder, or a file is missing in it.
+    """
+    if root is None:
+        raise DataNotFound(f"{name} needs the data folder: pass --data-root or set SEMSCHED_DATA")
+    if name == "alpaca-eval":
+        answered = list(alpaca_eval_answers(root))
+        texts = [Example(one.text) for one in answered]
+        return LabelledSet(name, texts, answers=[one.output_tokens for one in answered])
+    if name == "nhamcs-test":
+        visits = [visit for visit in triage_visits(root) if visit.split == "test"]
+        return LabelledSet(name, [Example(visit.text, visit.level) for visit in visits])
+    if name == "ktas":
+        return LabelledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
+    if name == "dolly":
+        pairs = list(instruction_pairs(root, ("dolly_3k.json",)))
+    elif name == "alpaca-test":
+        pairs = [one for one in instruction_pairs(root, ("random_9k.json",)) if one.split == "test"]
+    elif name == "lengths-test":
+        both = (*instruction_pairs(root, ("dolly_3k.json",)), *medical_questions(root))
+        pairs = [pair for pair in both if pair.split == "test"]
+    else:
+        raise ValueError(f"{name!r} is not a built-in test set")
+    return LabelledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in pairs])
+
+
+def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | None]]:
+    """Each row's example, and its kind if there is such a column."""
+    empty = True
+    # -sig: spreadsheets begin a CSV with a mark that would become part of the first column's name
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        level_of = _level_reader(domain)
+        try:
+            columns = reader.fieldnames or []
+            if "text" not in columns or not {"level", "output_tokens"} & set(columns):
+                raise ValueError(
+                    f"{path}, line 1: needs the column text and level and/or output_tokens; it "
+                    f"has {', '.join(columns) or 'none'}"
+                )
+            for row in reader:
+                empty = False
+                yield _row(row, f"{path}, line {_first_line(reader, row)}", level_of)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
+    if empty:
+        raise ValueError(f"{path} has no rows below its header")
+
+
+def _first_line(reader: csv.DictReader[str], row: Mapping[str, Any]) -> int:
+    """The line that the row begins at: the reader counts lines, and a text may span several."""
+    breaks = sum(value.count("\n") for value in row.values() if isinstance(value, str))
+    return reader.line_num - breaks
+
+
+def _row(
+    row: Mapping[str | None, Any], where: str, level_of: Callable[[str], int]
+) -> tuple[Example, str | None]:
+    if None in row:
+        raise ValueError(
+            f"{where}: more fields than the header has columns; put a text with commas in quotes"
+        )
+    text = row["text"] or ""
+    if not text.strip():
+        raise ValueError(f"{where}, column text: empty")
+    level = tokens = None
+    label = (row.get("level") or "").strip()
+    count = (row.get("output_tokens") or "").strip()
+    if not label and not count:
+        raise ValueError(f"{where}: neither a level nor output_tokens is given")
+    if label:
+        try:
+            level = level_of(label)
+        except ValueError as error:
+            raise ValueError(f"{where}, column level: {error}") from error
+    if count:
+        tokens = _integer(count)
+        if tokens is None or tokens < 1:
+            raise ValueError(f"{where}, column output_tokens: {count!r} is not a positive integer")
+    kind = (row["kind"] or "").strip() or "(none)" if "kind" in row else None
+    return Example(text, level, tokens), kind
+
+
+def _level_reader(domain: Domain | None) -> Callable[[str], int]:
+    """A function from label to level, by the domain or, without one, by number 0 to 4 and the
+    names of the emergency domain."""
+
+    def level_of(label: str) -> int:
+        nonlocal domain
+        number = _integer(label)
+        if domain is None and number is not None:
+            if not 0 <= number < URGENCY_LEVELS:
+                raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
+            return number
+        domain = domain or load_domain("emergency")
+        return domain.level_of(label if number is None else str(number))
+
+    return level_of
+
+
+def _integer(value: str) -> int | None:
+    """The integer that `value` holds, None for any other text. Spreadsheets may write 3 as 3.0."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return int(number) if math.isfinite(number) and number == int(number) else None

@@ -1,0 +1,166 @@
+"""Measures what preempting a request costs, and compares it with a profile's predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_semantic_sched.lab.profiling.fit import reduce_seconds
+from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
+from vllm_semantic_sched.policy.config.eviction import Retention
+from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
+
+PROMPTS = (60, 120, 250, 500, 1000, 1900, 3800, 7600)
+GENERATED = (10, 50, 150, 400)
+
+MEDIAN_TARGET, P90_TARGET, CHOICE_TARGET = 0.15, 0.30, 0.95
+GOOD_CHOICE = 1.1
+"""A choice is good if it takes at most this many times as long as the best plan."""
+
+# If copies are cheap compared with computing, every profile chooses well. Slower copies, in
+# prediction and measurement alike, show how well it would choose on other machines.
+SLOWDOWNS = tuple(round(10 ** (exponent / 10), 3) for exponent in range(41))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A preempted request: seconds to recompute its tokens, and to save and load their KV."""
+
+    prompt: int
+    generated: int
+    recompute: float
+    swap: float
+    predicted_recompute: float
+    predicted_swap: float
+
+    def chooses_well(self, profile: EngineProfile, slowdown: float = 1.0) -> bool:
+        """Whether the policy's choice between recompute and swap is good (`GOOD_CHOICE`).
+
+        Compares the times until the next token. A prefill yields that token at once, a load
+        needs one more step.
+
+        Args:
+            slowdown: factor on the time of copies.
+        """
+        job = Job("", 0, 0.0, self.prompt, self.generated, 0, LevelSource.DEFAULT)
+        job.computed = self.prompt + self.generated
+        room = HostRoom(block_size=1, blocks=job.computed)
+        plan = plan_preemption(job, profile.scaled(1.0, 1.0, slowdown), Retention(), room)
+        swap = self.swap * slowdown + profile.gamma2
+        chosen = swap if plan.saved > plan.recomputed else self.recompute
+        return chosen <= GOOD_CHOICE * min(swap, self.recompute)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good a profile is.
+
+    Attributes:
+        recompute, swap: median and 90th percentile of |predicted - measured| / measured.
+        choice: share of points where the policy chooses well.
+        worst_choice, worst_slowdown: smallest such share over all `SLOWDOWNS`, and its slowdown.
+    """
+
+    recompute: tuple[float, float]
+    swap: tuple[float, float]
+    choice: float
+    worst_choice: float
+    worst_slowdown: float
+
+    @property
+    def met(self) -> bool:
+        """Whether all targets are met."""
+        errors = (self.recompute, self.swap)
+        return (
+            all(median <= MEDIAN_TARGET and p90 <= P90_TARGET for median, p90 in errors)
+            and self.choice >= CHOICE_TARGET
+        )
+
+
+def make_lengths(longest: int) -> list[tuple[int, int]]:
+    """Pairs of prompt and generated tokens with at most `longest` tokens together."""
+    return [
+        (prompt, generated)
+        for prompt in PROMPTS
+        for generated in GENERATED
+        if prompt + generated <= longest
+    ]
+
+
+def measure_points(
+    engine: LiveEngine,
+    profile: EngineProfile,
+    lengths: Sequence[tuple[int, int]],
+    repeats: int,
+    statistic: str,
+    seed: int = 1,
+) -> Iterator[list[Point] | None]:
+    """Measure preempted requests: the prefill of prompt and generated tokens in one pass, as vLLM
+    does after a preemption, and the copies of their KV.
+
+    Yields:
+        None after each measurement, then the points.
+    """
+    random = np.random.default_rng(seed)
+    totals = [sum(pair) for pair in lengths]
+    seconds: list[list[float]] = [[] for _ in lengths]
+    engine.run([lengths[0][0]], 4)
+    engine.run([min(totals[-1], engine.token_budget)], 1)
+    for _ in range(repeats):
+        for place in random.permutation(len(lengths)):
+            steps = engine.run([totals[place]], 1)
+            seconds[place].append(sum(step.seconds for step in steps))
+            yield None
+    copies = engine.copy(totals, max(3, 2 * repeats), seed)
+    points = []
+    for (prompt, generated), recompute, save, load in zip(
+        lengths, seconds, copies.save, copies.load, strict=True
+    ):
+        tokens = prompt + generated
+        whole_blocks = -(-tokens // engine.block_size) * engine.block_size
+        points.append(
+            Point(
+                prompt,
+                generated,
+                recompute=reduce_seconds(recompute, statistic),
+                swap=reduce_seconds(save, statistic) + reduce_seconds(load, statistic),
+                predicted_recompute=profile.prefill_alone(tokens, engine.token_budget),
+                predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
+            )
+        )
+    yield points
+
+
+def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
+    """Errors and choices over all points."""
+    shares = {
+        slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
+        for slowdown in SLOWDOWNS
+    }
+    worst = min(SLOWDOWNS, key=lambda slowdown: shares[slowdown])
+    return Verdict(
+        recompute=_errors([(point.predicted_recompute, point.recompute) for point in points]),
+        swap=_errors([(point.predicted_swap, point.swap) for point in points]),
+        choice=shares[1.0],
+        worst_choice=shares[worst],
+        worst_slowdown=worst,
+    )
+
+
+def _errors(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    sizes = [abs(predicted - measured) / measured for predicted, measured in pairs]
+    return float(np.median(sizes)), float(np.percentile(sizes, 90))
+
+
+def report(profile: EngineProfile, points: Sequence[Point], verdict: Verdict) -> dict[str, Any]:
+    """Verdict and points as a JSON document."""
+    return {
+        "profile": {"model": profile.model, "hardware": profile.hardware},
+        "verdict": asdict(verdict) | {"met": verdict.met},
+        "points": [asdict(point) for point in points],
+    }

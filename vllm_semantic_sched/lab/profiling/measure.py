@@ -1,0 +1,183 @@
+"""Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import numpy as np
+
+from vllm_semantic_sched.lab.profiling.fit import (
+    fit_line,
+    fit_steps,
+    merge_decodes,
+    reduce_seconds,
+    reduce_steps,
+)
+from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine, Step
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, Environment, Ranges
+
+DECODE_STEPS = 12  # per batch and repeat
+_SHORTEST = 16  # tokens
+_CONTEXT_TOKENS = 16_384  # most tokens of all sequences of a decode batch together
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Points to measure.
+
+    Attributes:
+        prefills: prompt lengths.
+        decodes: (sequences, tokens of each sequence).
+        transfers: tokens saved and loaded at once, in whole blocks.
+    """
+
+    prefills: list[int]
+    decodes: list[tuple[int, int]]
+    transfers: list[int]
+
+
+def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
+    """Prompts from 16 tokens to the longest that the engine takes, each twice as long as the one
+    before; batches each four times as large as the one before.
+
+    Args:
+        max_tokens: limit of the length of a sequence.
+        max_batch: limit of the sequences in a batch.
+    """
+    longest = min(engine.max_model_len, engine.kv_tokens, max_tokens or engine.max_model_len)
+    seats = min(engine.seats, max_batch or engine.seats)
+    room = min(engine.kv_tokens, max(_CONTEXT_TOKENS, longest))
+    context = longest - DECODE_STEPS - 2
+    block = engine.block_size
+    decodes = [
+        (sequences, tokens)
+        for sequences in geometric_steps(1, seats, 4)
+        for tokens in geometric_steps(2 * _SHORTEST, context, 4)
+        if sequences * (tokens + DECODE_STEPS + block) <= room
+    ]
+    transfers = [block * count for count in geometric_steps(1, max(1, longest // block), 2)]
+    return Grid(geometric_steps(_SHORTEST, longest - 1, 2), decodes, transfers)
+
+
+def geometric_steps(first: int, last: int, factor: int) -> list[int]:
+    """Integers from `first` to `last`, each `factor` times the one before. The last step may be
+    larger: values within 20 % of `last` are left out."""
+    values = [max(1, min(first, last))]
+    while values[-1] * factor <= last / 1.2:
+        values.append(values[-1] * factor)
+    return values if values[-1] >= last else [*values, last]
+
+
+@dataclass
+class Measurements:
+    """Reduced times.
+
+    Attributes:
+        prefill_steps, decode_steps, mixed_steps: steps with prefills, with decodes, with both.
+        prefills, saves, loads: (tokens, seconds) of whole prefills and of copies.
+    """
+
+    prefill_steps: list[Step] = field(default_factory=list)
+    decode_steps: list[Step] = field(default_factory=list)
+    mixed_steps: list[Step] = field(default_factory=list)
+    prefills: list[tuple[int, float]] = field(default_factory=list)
+    saves: list[tuple[int, float]] = field(default_factory=list)
+    loads: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps."""
+        return self.prefill_steps + self.decode_steps + self.mixed_steps
+
+
+def measure(
+    engine: LiveEngine, grid: Grid, repeats: int, statistic: str, seed: int = 0
+) -> Iterator[Measurements | None]:
+    """Measure a grid. Each repeat goes through all points in a new random order, so that a
+    disturbance of the machine does not hit all repeats of one point.
+
+    Yields:
+        None after each measurement of a point, then all measurements.
+    """
+    points: list[tuple[int, int, int]] = [(1, length, 1) for length in grid.prefills]
+    points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
+    runs: list[list[list[Step]]] = [[] for _ in points]
+    random = np.random.default_rng(seed)
+    # The engine does some work slower the first time.
+    engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
+    engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
+    for _ in range(repeats):
+        for place in random.permutation(len(points)):
+            sequences, length, output_tokens = points[place]
+            runs[place].append(engine.run([length] * sequences, output_tokens))
+            yield None
+    found = Measurements()
+    for (sequences, length, output_tokens), point in zip(points, runs, strict=True):
+        steps = reduce_steps(point, statistic)
+        if output_tokens == 1:
+            found.prefill_steps += steps
+            found.prefills.append((length, sum(step.seconds for step in steps)))
+            continue
+        found.mixed_steps += [step for step in steps if step.batch.prefills and sequences > 1]
+        decode = merge_decodes([step for run in point for step in run], statistic)
+        if decode is not None:
+            found.decode_steps.append(decode)
+    copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
+    for pairs, times in ((found.saves, copies.save), (found.loads, copies.load)):
+        for tokens, seconds in zip(grid.transfers, times, strict=True):
+            pairs.append((tokens, reduce_seconds(seconds, statistic)))
+    yield found
+
+
+def make_profile(
+    engine: LiveEngine,
+    grid: Grid,
+    found: Measurements,
+    options: Sequence[str],
+    repeats: int,
+    statistic: str,
+) -> EngineProfile:
+    """Fit a profile to measurements."""
+    steps = fit_steps(found.steps)
+    alone = [step for step in found.decode_steps if step.batch.decodes == 1]
+    decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
+    save = fit_line(*zip(*found.saves, strict=True))
+    load = fit_line(*zip(*found.loads, strict=True))
+    contexts = [tokens for _, tokens in grid.decodes]
+    return EngineProfile(
+        hardware=engine.hardware,
+        model=engine.model,
+        source=f"semsched profile, {statistic} of {repeats}",
+        alpha1=steps.alpha1,
+        alpha2=steps.alpha2,
+        beta_load=load.slope,
+        beta_save=save.slope,
+        gamma1=decode.slope,
+        gamma2=decode.start,
+        load_start=load.start,
+        save_start=save.start,
+        batch=steps.batch,
+        ranges=Ranges(
+            prefill_tokens=(grid.prefills[0], grid.prefills[-1]),
+            decode_context=(min(contexts), max(contexts) + DECODE_STEPS),
+            decode_batch=(1, max(count for count, _ in grid.decodes)),
+            transfer_tokens=(grid.transfers[0], grid.transfers[-1]),
+        ),
+        residuals={
+            "step": steps.residual,
+            "decode": decode.residual,
+            "load": load.residual,
+            "save": save.residual,
+        },
+        environment=Environment(
+            **engine.describe(),
+            kv_bytes_per_token=engine.kv_bytes_per_token,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            # Where the model lies on the measured machine is private.
+            options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
+            statistic=f"{statistic} of {repeats}",
+        ),
+    )

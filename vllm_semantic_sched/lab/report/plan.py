@@ -1,0 +1,128 @@
+"""A capacity plan as the rows of a table, as files and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from vllm_semantic_sched.lab.report.content import number_text
+from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.sim.metrics import ALL, is_promised
+from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answer, Question, Trial
+from vllm_semantic_sched.sim.scenario import Scenario
+
+_LEVEL_METRICS = ("slo_met", "ttft_p99", "e2e_mean", "normalized_waiting")
+_ALL_METRICS = ("tokens_per_second", "preemptions_per_minute", "normalized_waiting")
+
+
+def trial_now(answers: Sequence[Answer], scheduler: str) -> Trial:
+    """The trial of a scheduler at the given load and engines."""
+    return answer_of(answers, scheduler, "now").trials[0]
+
+
+def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
+    """The table: a label and a cell per scheduler."""
+    schedulers = list(scenario.policies)
+
+    def cells(question: Question) -> list[str]:
+        best = [answer_of(answers, scheduler, question).best for scheduler in schedulers]
+        if question == "load":
+            return ["none" if one is None else number_text(rate(one)) for one in best]
+        return [f"more than {MOST_ENGINES}" if one is None else str(one.engines) for one in best]
+
+    lines = [("largest load that keeps all promises, requests/s", cells("load"))]
+    for question, routing in ENGINE_QUESTIONS.items():
+        lines.append((f"engines for the given load, {routing}", cells(question)))
+    trials = [trial_now(answers, scheduler) for scheduler in schedulers]
+    promises = scenario.slos(schedulers[-1])
+    for level, metric in (
+        *((str(level), metric) for level in range(len(promises)) for metric in _LEVEL_METRICS),
+        *((ALL, metric) for metric in _ALL_METRICS),
+    ):
+        values = [trial.levels.get(level, {}).get(metric, math.nan) for trial in trials]
+        if level != ALL and all(map(math.isnan, values)):
+            continue
+        label = f"{level if level == ALL else f'urgency {level}'}: {metric}"
+        if metric == "slo_met":
+            label += f" ({promise_text(promises[int(level)])})"
+        lines.append((label, [number_text(value) for value in values]))
+    return lines
+
+
+def promise_text(slo: Slo) -> str:
+    """Percentage and targets of an SLO."""
+    if not is_promised(slo):
+        return "no promise"
+    targets = {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e}
+    texts = [f"{name} {value:g} s" for name, value in targets.items() if value is not None]
+    return f"{slo.percentile:g} %: {', '.join(texts)}"
+
+
+def write_plan(folder: Path, scenario: Scenario, answers: Sequence[Answer]) -> list[Path]:
+    """Write plan.csv (the table) and plan.json (all trials); returns their paths."""
+    table, document = folder / "plan.csv", folder / "plan.json"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["", *scenario.policies])
+        writer.writerows([label, *cells] for label, cells in rows(scenario, answers))
+    content = {
+        "scenario": scenario.settings.model_dump(mode="json"),
+        "answers": [_answer_document(one) for one in answers],
+    }
+    document.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return [table, document]
+
+
+def _answer_document(one: Answer) -> dict[str, object]:
+    best = None if one.best is None else one.trials.index(one.best)
+    trials = [asdict(trial) for trial in one.trials]
+    return {"scheduler": one.scheduler, "question": one.question, "best": best, "trials": trials}
+
+
+def draw_plan(path: Path, answers: Sequence[Answer]) -> None:
+    """Draw the share of kept promises over the load, and the engines for the given load."""
+    from matplotlib.figure import Figure
+
+    schedulers = list(dict.fromkeys(one.scheduler for one in answers))
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curve, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    for index, scheduler in enumerate(schedulers):
+        load = answer_of(answers, scheduler, "load")
+        trials = sorted(load.trials, key=lambda trial: trial.load)
+        points = [(rate(trial), kept(trial)) for trial in trials]
+        curve.plot(*zip(*points, strict=True), marker="o", ms=3, color=f"C{index}", label=scheduler)
+        if load.best is not None:
+            curve.axvline(rate(load.best), color=f"C{index}", linestyle=":")
+        found = [answer_of(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
+        counts = [0 if best is None else best.engines for best in found]
+        places = [index + offset for offset in (-0.2, 0.2)]
+        drawn = bars.bar(places, counts, width=0.38, color=f"C{index}")
+        drawn.patches[1].set_hatch("//")
+        bars.bar_label(drawn, labels=[str(count) if count else "none" for count in counts])
+    curve.set_xlabel("requests/s")
+    curve.set_ylabel("lowest share of kept promises, any level")
+    curve.legend(frameon=False, fontsize=8)
+    curve.grid(alpha=0.3)
+    bars.set_xticks(range(len(schedulers)), schedulers, fontsize=8)
+    bars.set_title("engines for the given load\n(hatched: urgency-aware routing)", fontsize=9)
+    bars.yaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=120)
+
+
+def answer_of(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:
+    """The answer to a question about a scheduler."""
+    return next(one for one in answers if one.scheduler == scheduler and one.question == question)
+
+
+def rate(trial: Trial) -> float:
+    """Requests per second of a trial."""
+    return trial.levels[ALL]["requests_per_second"]
+
+
+def kept(trial: Trial) -> float:
+    """The lowest share of kept promises of any level."""
+    return min(row["slo_met"] for row in trial.levels.values() if "slo_met" in row)

@@ -1,0 +1,218 @@
+"""The end of training: temperature, thresholds, and figures on the validation split."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_semantic_sched.lab.evaluation.examples import Example, LabelledSet
+from vllm_semantic_sched.lab.evaluation.measure import figures_of, model_guesser
+from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
+from vllm_semantic_sched.lab.training.base import bucket_of
+from vllm_semantic_sched.lab.training.fit import autocast
+from vllm_semantic_sched.lab.training.messages import level_message
+from vllm_semantic_sched.lab.training.mixture import Sources
+from vllm_semantic_sched.lab.training.visits import ktas_message
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import expected_level
+from vllm_semantic_sched.predict import URGENCY_LEVELS
+from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+
+IntArray = NDArray[numpy.int_]
+
+_PER_PART = 2000
+# Resamples that thresholds are fitted to, rounds over the thresholds in each, and places for a
+# threshold between its two levels.
+_RESAMPLES = 30
+_ASCENTS = 4
+_STEPS = 25
+
+_TEMPERATURES = tuple(round(0.5 + 0.05 * step, 2) for step in range(71))
+_TEXTS_PER_PASS = 64
+
+
+def calibrate(
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
+) -> None:
+    """Store in the configuration the temperature of each head that fits the labelled examples best;
+    leaves that of a head without labels.
+
+    Best by the calibration error, on texts that people wrote: those that generators make are
+    easier, and a model calibrated on them is too sure of itself on all others. The log loss would
+    be ruled by the few texts that are surely misread, and make all others look less sure.
+    """
+    if not examples:
+        return
+    network.eval()
+    urgency, length = _logits(network, tokenizer, [example.text for example in examples])
+    edges = network.config.length_bucket_edges
+    for name, logits, labels in (
+        ("temperature", urgency, [one.level for one in examples]),
+        (
+            "length_temperature",
+            length,
+            [
+                None if one.output_tokens is None else bucket_of(one.output_tokens, edges)
+                for one in examples
+            ],
+        ),
+    ):
+        places = [at for at, label in enumerate(labels) if label is not None]
+        if places:
+            truth = torch.tensor([labels[at] for at in places])
+            setattr(network.config, name, best_temperature(logits[places], truth))
+
+
+def best_temperature(logits: Tensor, labels: Tensor) -> float:
+    """What to divide logits (texts, classes) by for the lowest expected calibration error."""
+    truth = labels.tolist()
+
+    def error(temperature: float) -> float:
+        rows = torch.softmax(logits / temperature, dim=1).tolist()
+        return expected_calibration_error(truth, rows) or 0.0
+
+    return min(_TEMPERATURES, key=error)
+
+
+def _logits(
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, texts: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Logits of both heads: (texts, levels) and (texts, buckets)."""
+    parts = []
+    with torch.inference_mode(), autocast():
+        for start in range(0, len(texts), _TEXTS_PER_PASS):
+            part = texts[start : start + _TEXTS_PER_PASS]
+            parts.append(network(*tokenizer.pad(tokenizer.encode(part))))
+    urgency, length = zip(*parts, strict=True)
+    return torch.cat(urgency).float(), torch.cat(length).float()
+
+
+def fitted_thresholds(
+    probabilities: Sequence[Sequence[float]],
+    levels: Sequence[int],
+    certain: float = math.inf,
+    urgent_recall: float = 0.0,
+) -> tuple[float, ...]:
+    """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
+    quadratic weighted kappa.
+
+    Kappa is flat and rugged around its maximum, so the thresholds are means over many resamples of
+    the texts.
+
+    Args:
+        certain: texts with a level at least this probable get that level (`Decision.certain`).
+            Without such texts a threshold must lie between its two levels.
+        urgent_recall: least share of the texts of levels 0 and 1 that are to get one of them.
+    """
+    last = len(probabilities[0]) - 1
+    sure = numpy.array([max(row) >= certain for row in probabilities])
+    truth = numpy.asarray(levels)
+    fixed = numpy.zeros((last + 1, last + 1))  # by decided and by true level
+    decided = numpy.array([likeliest(row) for row in probabilities])
+    numpy.add.at(fixed, (decided, truth), sure)
+    expected = numpy.array([expected_level(row) for row in probabilities])
+    cells = numpy.minimum(last * _STEPS - 1, (expected * _STEPS).astype(int))
+    table = numpy.zeros((last * _STEPS, last + 1))
+    numpy.add.at(table, (cells, truth), ~sure)
+    highest = _STEPS if certain > 1 else _STEPS * 3 // 2
+    least = 1
+    if urgent_recall:
+        found = fixed[:2, :2].sum() + table[:, :2].sum(axis=1).cumsum()
+        enough = urgent_recall * (truth <= 1).sum()
+        least = min(highest, max(1, int(numpy.searchsorted(found, enough)) + 1 - _STEPS))
+    ranges = [(least if place == 1 else 1, highest) for place in range(last)]
+    rng = numpy.random.default_rng(0)
+    many = int(table.sum())
+    shares = table.ravel() / max(1, many)
+    resamples = rng.multinomial(many, shares, size=_RESAMPLES)
+    fits = [_best_cuts(counts.reshape(table.shape), fixed, ranges) for counts in resamples]
+    return tuple(round(float(cut), 2) for cut in numpy.mean(fits, axis=0) / _STEPS)
+
+
+def _best_cuts(
+    table: IntArray, fixed: NDArray[numpy.float64], ranges: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Coordinate ascent from the middles between the levels.
+
+    Args:
+        table: texts by place of the expected level, in steps, and by true level.
+        fixed: other texts, by decided and by true level.
+        ranges: for each threshold its least and greatest distance from the level before it, in
+            steps.
+
+    Returns:
+        A place for each threshold, in steps.
+    """
+    below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
+    levels = table.shape[1]
+    truth = below[-1] + fixed.sum(axis=0)
+    distance = numpy.square(numpy.subtract.outer(range(levels), range(levels)))
+
+    def disagreement(cuts: list[int]) -> float:
+        """1 - kappa."""
+        ends = [0, *(min(cut, len(table)) for cut in cuts), len(table)]
+        decided = numpy.diff(below[ends], axis=0) + fixed
+        chance = numpy.outer(decided.sum(axis=1), truth) / max(1, truth.sum())
+        by_chance = float((distance * chance).sum())
+        return float((distance * decided).sum()) / by_chance if by_chance else 0.0
+
+    cuts = [max(level * _STEPS + _STEPS // 2, level * _STEPS + ranges[level][0])
+            for level in range(levels - 1)]  # fmt: skip
+    for _ in range(_ASCENTS):
+        for place, (least, most) in enumerate(ranges):
+            lower = cuts[place - 1] if place else 0
+            upper = cuts[place + 1] if place + 1 < len(cuts) else math.inf
+            tried = (
+                [*cuts[:place], at, *cuts[place + 1 :]]
+                for at in range(place * _STEPS + least, place * _STEPS + most + 1)
+                if lower < at < upper
+            )
+            cuts = min([cuts, *tried], key=disagreement)
+    return cuts
+
+
+def validation_parts(sources: Sources, seed: int, scale: float) -> dict[str, list[Example]]:
+    """Named sets of held-out texts, at most 2,000 each."""
+    rng = random.Random(seed)
+    visits = rng.sample(sources.visits, min(_PER_PART, len(sources.visits)))
+    messages = [
+        Example(level_message(level, rng), level)
+        for level in range(URGENCY_LEVELS)
+        for _ in range(max(10, round(_PER_PART / 10 * min(1.0, scale))))
+    ]
+    pairs = [*sources.prompts, *sources.questions]
+    chosen = rng.sample(pairs, min(_PER_PART, len(pairs)))
+    return {
+        "NHAMCS visits": [Example(visit.text, visit.level) for visit in visits],
+        "KTAS visits": [Example(ktas_message(visit, rng), visit.level) for visit in sources.ktas],
+        "generated messages": messages,
+        "written messages": list(sources.written),
+        "prompts and questions": [Example(pair.text, 4, pair.output_tokens) for pair in chosen],
+    }
+
+
+def validation_figures(
+    model: Path, sources: Sources, seed: int, scale: float
+) -> dict[str, dict[str, Any]]:
+    """`figures_of` the stored model on each part of the validation split, at the most likely
+    level.
+
+    Args:
+        scale: share of the generated messages to use.
+    """
+    predictor = TextPredictor.load(str(model), torch.get_num_threads())
+    guesser = model_guesser(predictor, texts_per_call=_PER_PART)
+    figures = {}
+    for name, examples in validation_parts(sources, seed, scale).items():
+        guess = guesser([example.text for example in examples])
+        decision = Decision(rule="most_likely")
+        figures[name] = figures_of(LabelledSet(name, examples), guess, decision)
+    return figures

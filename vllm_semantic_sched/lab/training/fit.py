@@ -1,0 +1,190 @@
+"""The training loop: both heads together, on examples that may be drawn afresh every round.
+
+A text with only a level or only a length trains one of the heads. The word embeddings stay as
+pretrained, so that words that the training texts lack keep their place beside the others.
+
+Levels and length buckets are ordered, so a guess that is further off must cost more: the loss is
+cross-entropy plus the squared earth mover's distance between the cumulated distributions (Hou,
+Yu and Samaras, 2016). An urgency level is one person's opinion, and the next person's is often
+the level beside it: a tenth of each label goes there, or the heads would grow too sure of the texts
+that they see many times.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training.base import bucket_of
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
+from vllm_semantic_sched.predict.text import WindowTokenizer
+
+_BATCH = 32
+ENCODER_RATE = 1.2e-4
+FINE_TUNING_RATE = 5e-5
+_HEAD_RATE = 1e-3
+# Rate of a layer over that of the layer above it: the lower ones hold what a word means in every
+# language, which labels that are mostly English must not disturb.
+_LAYER_DECAY = 0.85
+_LENGTH_WEIGHT = 0.5
+_DISTANCE_WEIGHT = 1.0
+_SECOND_OPINION = 0.1
+_WARMUP = 0.06
+_IGNORED = -100
+
+
+class Step(NamedTuple):
+    """Progress of training: step `number` of `steps` in a round, both counted from 1."""
+
+    round: int
+    rounds: int
+    number: int
+    steps: int
+    loss: float
+
+
+def fit(
+    network: UrgencyLengthClassifier,
+    tokenizer: WindowTokenizer,
+    round_examples: Callable[[int], Sequence[Example]],
+    *,
+    seed: int,
+    epochs: int,
+    minutes: float | None = None,
+    encoder_rate: float = ENCODER_RATE,
+    after_round: Callable[[], object] = lambda: None,
+    on_step: Callable[[Step], object] = lambda step: None,
+) -> None:
+    """Train `network` in place for `epochs` rounds, or until `minutes` are over.
+
+    Args:
+        round_examples: the examples of a round, given its number; as many in every round.
+        encoder_rate: learning rate of the encoder; 0 trains the heads alone, those of them
+            whose parameters require gradients.
+        after_round: called after each complete round.
+        on_step: called after each step.
+    """
+    network.distilbert.embeddings.requires_grad_(False)
+    groups = _parameter_groups(network, encoder_rate)
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    started = time.monotonic()
+    network.train()
+    step = 0
+    for epoch in range(epochs):
+        examples = round_examples(epoch)
+        steps = epochs * -(-len(examples) // _BATCH)
+        batches = _batches(examples, tokenizer, network.config.length_bucket_edges, seed + epoch)
+        for ids, mask, levels, lengths in batches:
+            progress = step / steps
+            if minutes:
+                progress = max(progress, (time.monotonic() - started) / 60 / minutes)
+                if progress >= 1:
+                    return
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
+            with autocast():
+                urgency, length = network(ids, mask)
+            loss = _ordinal_loss(urgency, levels, _SECOND_OPINION)
+            loss = loss + _LENGTH_WEIGHT * _ordinal_loss(length, lengths, 0.0)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            per_round = steps // epochs
+            on_step(Step(epoch + 1, epochs, step - epoch * per_round, per_round, loss.item()))
+        after_round()
+
+
+def autocast() -> torch.autocast:
+    """Computes in bfloat16 within its `with` block where the processor has it; the weights stay
+    fp32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
+
+
+def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> None:
+    """Move the network halfway to `weights`, another state of it.
+
+    Halfway between a model and the same model fine-tuned to a few texts lies one that does better
+    on such texts than either, and loses less of what the first one knew (Wortsman et al., "Robust
+    fine-tuning of zero-shot models", 2022).
+    """
+    own = network.state_dict()
+    network.load_state_dict({name: (own[name] + weights[name]) / 2 for name in own})
+
+
+def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
+    """Mean over the labelled rows of (rows, classes); 0 if there is none.
+
+    Args:
+        beside: share of a label that goes to the classes beside it.
+    """
+    known = labels != _IGNORED
+    if not known.any():
+        return logits.sum() * 0.0
+    logits, labels = logits[known].float(), labels[known]
+    distance = ranked_probability_score(logits, labels)
+    targets = shared_with_neighbours(labels, logits.shape[1], beside) if beside else labels
+    return functional.cross_entropy(logits, targets) + _DISTANCE_WEIGHT * distance
+
+
+def shared_with_neighbours(labels: Tensor, classes: int, share: float) -> Tensor:
+    """Labels as distributions (rows, classes), `share` of each in equal parts on the classes beside
+    the label. There are at least two classes."""
+    own = functional.one_hot(labels, classes).float()
+    beside = torch.zeros_like(own)
+    beside[:, 1:] += own[:, :-1]
+    beside[:, :-1] += own[:, 1:]
+    return (1 - share) * own + share * beside / beside.sum(dim=1, keepdim=True)
+
+
+def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the rows of (rows, classes) of the squared earth mover's distance between the
+    predicted distribution and the label."""
+    cumulated = torch.softmax(logits, dim=1).cumsum(dim=1)
+    truth = (torch.arange(logits.shape[1]) >= labels[:, None]).float()
+    return (cumulated - truth).square().sum(dim=1).mean()
+
+
+def _parameter_groups(
+    network: UrgencyLengthClassifier, encoder_rate: float
+) -> list[dict[str, Any]]:
+    layers = network.distilbert.transformer
+    layers.requires_grad_(encoder_rate > 0)
+    heads = [
+        value
+        for name, value in network.named_parameters()
+        if "distilbert." not in name and value.requires_grad
+    ]
+    groups: list[dict[str, Any]] = [{"params": heads, "lr": _HEAD_RATE}]
+    if encoder_rate:
+        for depth, layer in enumerate(reversed(layers.layer)):
+            rate = encoder_rate * _LAYER_DECAY**depth
+            groups.append({"params": [*layer.parameters()], "lr": rate})
+    return groups
+
+
+def _batches(
+    examples: Sequence[Example], tokenizer: WindowTokenizer, edges: Sequence[int], seed: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Batches of similar text length, in random order: little padding, no order effects."""
+    rng = random.Random(seed)
+    rows = tokenizer.encode([example.text for example in examples])
+    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
+    batches = [order[at : at + _BATCH] for at in range(0, len(order), _BATCH)]
+    rng.shuffle(batches)
+    for batch in batches:
+        ids, mask = tokenizer.pad([rows[at] for at in batch])
+        chosen = [examples[at] for at in batch]
+        levels = [_IGNORED if one.level is None else one.level for one in chosen]
+        lengths = [
+            _IGNORED if one.output_tokens is None else bucket_of(one.output_tokens, edges)
+            for one in chosen
+        ]
+        yield ids, mask, torch.tensor(levels), torch.tensor(lengths)

@@ -1,0 +1,97 @@
+"""Text of many languages without labels, on which the student learns what the teacher computes.
+
+Word frequencies come from PyPI's `wordfreq` (Speer, 2022; Apache-2.0, its data CC BY-SA 4.0), whole
+sentences from the translations of Django's interface (BSD-3). None of it is stored in the package.
+"""
+
+from __future__ import annotations
+
+import gettext
+import importlib.util
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LANGUAGES = (
+    *("ar", "bg", "bn", "ca", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "he", "hi"),
+    *("hr", "hu", "id", "it", "ja", "ko", "lt", "lv", "mk", "ms", "nb", "nl", "pl", "pt", "ro"),
+    *("ru", "sk", "sl", "sr", "sv", "sw", "ta", "th", "tl", "tr", "uk", "ur", "vi", "zh"),
+)
+"""ISO 639-1 codes of the languages whose words and sentences are used where there are any."""
+
+# Written without spaces between words.
+_UNSPACED = frozenset({"ja", "zh", "th"})
+_MOST_WORDS = 20_000
+_LONGEST_TEXT = 24  # words
+_PLACEHOLDER = re.compile(r"%\(\w+\)[sd]|%[sd]|\{\w*\}|<[^>]+>|&\w+;")
+
+
+def frequent_words(language: str) -> Mapping[str, float]:
+    """Relative frequencies of a language's most frequent words; empty for a language without them.
+
+    Raises ImportError with the command to run if `wordfreq` is not installed.
+    """
+    try:
+        import wordfreq
+    except ImportError as error:
+        raise ImportError(
+            'the words of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
+        ) from error
+    if language not in wordfreq.available_languages("best"):
+        return {}
+    known = wordfreq.get_frequency_dict(language, "best")
+    return dict(itertools.islice(known.items(), _MOST_WORDS))
+
+
+def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
+    """`count` texts of words drawn by frequency: not sentences, but every word among others."""
+    words = frequent_words(language)
+    if not words:
+        return []
+    names, weights = list(words), list(words.values())
+    joint = "" if language in _UNSPACED else " "
+    return [
+        joint.join(rng.choices(names, weights, k=rng.randint(2, _LONGEST_TEXT)))
+        for _ in range(count)
+    ]
+
+
+def interface_sentences(language: str) -> list[str]:
+    """Sentences of Django's interface in a language; empty if it has none.
+
+    Raises ImportError with the command to run if Django is not installed.
+    """
+    found = importlib.util.find_spec("django")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError(
+            'sentences of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
+        )
+    name = {"zh": "zh_Hans"}.get(language, language)
+    sentences: dict[str, None] = {}
+    for path in sorted(Path(found.submodule_search_locations[0]).rglob(f"{name}/LC_MESSAGES/*.mo")):
+        with path.open("rb") as file:
+            catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        for text in catalog.values():
+            plain = " ".join(_PLACEHOLDER.sub(" ", text).split())
+            if len(plain) > 3 and "Project-Id-Version" not in plain:
+                sentences[plain] = None
+    return list(sentences)
+
+
+def unlabelled_texts(
+    written: Mapping[str, Sequence[str]], per_language: int, rng: random.Random
+) -> dict[str, list[str]]:
+    """About `per_language` texts of each language, shuffled.
+
+    Args:
+        written: by language, the messages that have a level; they count as text here.
+    """
+    texts = {}
+    for language in LANGUAGES:
+        own = [*written.get(language, ()), *interface_sentences(language)]
+        rest = max(0, per_language - len(own))
+        drawn = word_texts(language, rest, rng) or (rng.choices(own, k=rest) if own else [])
+        texts[language] = rng.sample([*own, *drawn], min(per_language, len(own) + len(drawn)))
+    return texts

@@ -1,0 +1,232 @@
+"""The training mixture: messages with a level, prompts with a length, and both combined."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from vllm_semantic_sched.lab.evaluation.domain import WORD, Domain
+from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training import messages, visits
+from vllm_semantic_sched.lab.training.noise import (
+    noisy,
+    with_noise,
+    with_question,
+    with_task,
+    without_marks,
+)
+from vllm_semantic_sched.lab.training.wording import capital, choose, surroundings, written_rows
+from vllm_semantic_sched.sim.datasets import (
+    KtasVisit,
+    Split,
+    TextLength,
+    TriageVisit,
+    instruction_pairs,
+    ktas_visits,
+    medical_questions,
+    split_of,
+    triage_visits,
+)
+
+_Item = TypeVar("_Item")
+
+# Visits in the survey's own words and proportions, so that the model learns its base rates.
+_PLAIN_VISITS = 32_000
+# Visits as chart notes, in the same proportions: such notes are written in emergency departments.
+_CHARTED_VISITS = 7000
+# Visits of each level in other voices; in the survey's proportions no text would get level 0.
+_VOICED_VISITS = (600, 1500, 2000, 1500, 900)
+# Messages written one by one, with a variety that wordings made of parts lack: English ones, and
+# those of all other languages.
+_WRITTEN = 10_000
+_WRITTEN_ELSEWHERE = 24_000
+_CLAIMED_ELSEWHERE = 0.05
+_MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
+_HARMLESS = 3600
+_FRAMED = 3600
+_LOOKALIKES = 1000
+_FEWEST = 20  # records of a kind in a part
+_SOURCE_CODE = 500
+_PROMPTS = 9600
+_MEDICAL_QUESTIONS = 4500
+# Not Alpaca, whose licence forbids commercial use.
+_PROMPT_FILES = ("dolly_3k.json",)
+_COMPOSED = 8000
+_HARMLESS_OF_DOMAIN = 0.4
+"""Share of the last level's examples in a domain that ask for no help at all."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records of one split, read once and rendered afresh every round.
+
+    `ktas` has all KTAS visits, whatever the split: they are few, so they serve for checks alone.
+    """
+
+    visits: tuple[TriageVisit, ...]
+    ktas: tuple[KtasVisit, ...]
+    prompts: tuple[TextLength, ...]
+    questions: tuple[TextLength, ...]
+    written: tuple[Example, ...] = ()
+    written_elsewhere: tuple[Example, ...] = ()
+
+    def part(self, share: float) -> Self:
+        """About a share of the records of each kind, evenly spread, but no fewer than 20."""
+
+        def some(records: tuple[Any, ...]) -> tuple[Any, ...]:
+            return records[:: max(1, min(round(1 / share), len(records) // _FEWEST))]
+
+        return type(self)(*(some(getattr(self, one.name)) for one in fields(self)))
+
+    @classmethod
+    def read(cls, root: Path, split: Split) -> Self:
+        """Read all sources below `root`; raises DataNotFound if one is missing."""
+        return cls(
+            visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
+            ktas=tuple(ktas_visits(root)),
+            prompts=tuple(
+                pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
+            ),
+            questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
+            written=tuple(written_messages(split, "en")),
+            written_elsewhere=tuple(
+                message
+                for language in written_rows()
+                if language != "en"
+                for message in written_messages(split, language)
+            ),
+        )
+
+
+def written_messages(split: Split, language: str) -> list[Example]:
+    """The messages written one by one in a language: four fifths in the training split, the others
+    in the validation split, none in the test split."""
+    if split == "test":
+        return []
+    rows = (Example(text, level) for text, level in written_rows()[language])
+    return [row for row in rows if (split_of(row.text) == "train") == (split == "train")]
+
+
+def written_texts() -> dict[str, list[str]]:
+    """Texts of the training split by language."""
+    return {
+        language: [one.text for one in written_messages("train", language)]
+        for language in written_rows()
+    }
+
+
+def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
+    """About 100,000 shuffled examples (times `scale`); another seed renders them differently."""
+    rng = random.Random(seed)
+    examples = _visit_examples(sources.visits, scale, rng)
+    for written in _sample(sources.written, _WRITTEN * scale, rng):
+        examples.append(Example(noisy(written.text, rng), written.level))
+    for written in _sample(sources.written_elsewhere, _WRITTEN_ELSEWHERE * scale, rng):
+        text = without_marks(written.text, rng)
+        if rng.random() < _CLAIMED_ELSEWHERE:
+            text = rng.choice(surroundings().claims) + text
+        examples.append(Example(with_noise(text, rng), written.level))
+    for level, count in enumerate(_MESSAGES_PER_LEVEL):
+        for _ in range(round(count * scale)):
+            examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
+    for count, prompt in (
+        (_HARMLESS, messages.harmless_prompt),
+        (_FRAMED, messages.framed_emergency),
+        (_LOOKALIKES, messages.lookalike),
+        (_SOURCE_CODE, messages.source_code),
+    ):
+        for _ in range(round(count * scale)):
+            examples.append(Example(noisy(prompt(rng), rng), 4))
+    for pairs, count in ((sources.prompts, _PROMPTS), (sources.questions, _MEDICAL_QUESTIONS)):
+        for pair in _sample(pairs, count * scale, rng):
+            examples.append(Example(noisy(pair.text, rng), 4, pair.output_tokens))
+    for _ in range(round(_COMPOSED * scale)):
+        examples.append(_composed_example(sources, rng))
+    rng.shuffle(examples)
+    return examples
+
+
+def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
+    """`count` shuffled examples of a domain, of each level as many as of the others to within one.
+
+    Raises:
+        ValueError: the domain has neither `examples` nor `wordings`.
+    """
+    if not domain.examples and not domain.wordings:
+        raise ValueError(
+            "the domain has no sentences to train from; give it `examples`, or train on labelled "
+            "messages"
+        )
+    rng = random.Random(seed)
+    levels = len(domain.levels)
+    examples = []
+    for number in range(count):
+        level = number % levels
+        if level == levels - 1 and rng.random() < _HARMLESS_OF_DOMAIN:
+            # Look-alikes of emergencies could be incidents elsewhere ("my server crashed").
+            harmless = messages.harmless_prompt if domain.wordings else messages.everyday_prompt
+            text = harmless(rng)
+        elif domain.wordings:
+            text = messages.level_message(level, rng)
+        else:
+            text = _domain_message(domain, level, rng)
+        examples.append(Example(noisy(text, rng), level))
+    rng.shuffle(examples)
+    return examples
+
+
+def _visit_examples(
+    coded: Sequence[TriageVisit], scale: float, rng: random.Random
+) -> list[Example]:
+    chosen = _sample(coded, _PLAIN_VISITS * scale, rng)
+    examples = [Example(visit.text, visit.level) for visit in chosen]
+    for visit in _sample(coded, _CHARTED_VISITS * scale, rng):
+        examples.append(Example(visits.chart_note(visit, rng), visit.level))
+    for level, count in enumerate(_VOICED_VISITS):
+        chosen = _sample([visit for visit in coded if visit.level == level], count * scale, rng)
+        for visit in chosen:
+            text = with_noise(visits.visit_message(visit, rng), rng)
+            examples.append(Example(text, level))
+    return examples
+
+
+def _composed_example(sources: Sources, rng: random.Random) -> Example:
+    """A message and a request: urgency from the message, length from the request."""
+    source = rng.random()
+    if source < 0.5:
+        level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
+        message = messages.level_message(level, rng)
+    elif source < 0.8 and sources.written:
+        written = rng.choice(
+            sources.written_elsewhere
+            if source > 0.7 and sources.written_elsewhere
+            else sources.written
+        )
+        level, message = written.level or 0, written.text
+    else:
+        visit = rng.choice(sources.visits)
+        level, message = visit.level, visits.visit_message(visit, rng)
+    kind = rng.random()
+    if kind < 0.5:
+        text = with_task(message, rng.choice(surroundings().tasks), rng)
+        return Example(noisy(text, rng), level)
+    pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
+    text = with_question(message, pair.text, rng)
+    return Example(noisy(text, rng), level, pair.output_tokens)
+
+
+def _sample(items: Sequence[_Item], count: float, rng: random.Random) -> list[_Item]:
+    """`count` items, each as often as the others to within one."""
+    if not items:
+        return []
+    whole, rest = divmod(round(count), len(items))
+    return [*items] * whole + rng.sample(items, rest)
+
+
+def _domain_message(domain: Domain, level: int, rng: random.Random) -> str:
+    sentence = choose(rng.choice(domain.examples[level]), rng)
+    sentence = WORD.sub(lambda match: rng.choice(domain.words[match[1]]), sentence)
+    if rng.random() < 0.15:
+        sentence = rng.choice(surroundings().openers_calm) + sentence
+    return capital(sentence) if rng.random() < 0.5 else sentence

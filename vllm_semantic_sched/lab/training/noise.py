@@ -1,0 +1,115 @@
+"""Varies a text: adds background, a claim, a task, hasty typing or a chat template."""
+
+import random
+import unicodedata
+
+from vllm_semantic_sched.lab.training.wording import choose, surroundings
+
+# Shares of the messages and prompts that come late in a long text, after a claim, and after a
+# neutral opening.
+_LATE = 0.12
+_CLAIMS = 0.03
+_OPENED = 0.06
+_WITHOUT_MARKS = 0.15
+_ACCENTS = range(0x300, 0x370)  # combining marks of Latin, Greek and Cyrillic letters
+
+
+def noisy(text: str, rng: random.Random) -> str:
+    """`text` unchanged, late in a longer one, after a claim or a neutral opening, or with noise."""
+    if rng.random() < _LATE:
+        text = after_background(text, rng)
+    if rng.random() < _CLAIMS:  # whatever its urgency is
+        text = rng.choice(surroundings().claims) + text
+    if rng.random() < _OPENED:
+        text = rng.choice(surroundings().openers_neutral) + text
+    return with_noise(text, rng)
+
+
+def after_background(message: str, rng: random.Random) -> str:
+    """`message` after irrelevant sentences, and sometimes before one more."""
+    # No more than four: within the predictor's window the message itself must stay readable.
+    count = rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
+    sentences = [choose(one, rng) for one in rng.sample(surroundings().background, count + 1)]
+    last = sentences.pop()
+    sentences.append(rng.choice(surroundings().turns) + message)
+    if rng.random() < 0.3:
+        sentences.append(last)
+    return rng.choice((" ", " ", "\n")).join(sentences)
+
+
+def with_noise(text: str, rng: random.Random) -> str:
+    """`text` with hasty typing or a chat template around it, often neither."""
+    if rng.random() < 0.4:
+        text = hasty(text, rng)
+    if rng.random() < 0.3:
+        text = in_chat_template(text, rng)
+    return text
+
+
+def without_marks(text: str, rng: random.Random) -> str:
+    """`text`, now and then typed without accents."""
+    if rng.random() > _WITHOUT_MARKS:
+        return text
+    bare = "".join(one for one in unicodedata.normalize("NFD", text) if ord(one) not in _ACCENTS)
+    return unicodedata.normalize("NFC", bare)
+
+
+def with_task(message: str, task: str, rng: random.Random) -> str:
+    """`message` with a short job to do about it, before or after."""
+    form = rng.random()
+    if form < 0.35:
+        return f"{message} {task}"
+    if form < 0.6:
+        return f"{message}\n\n{task}"
+    if form < 0.85:
+        return f"{task}\n{message}"
+    return f'{task} "{message}"'
+
+
+def with_question(message: str, question: str, rng: random.Random) -> str:
+    """`message` with a separate prompt after it, seldom before it."""
+    if rng.random() < 0.12:
+        return f"{question}\n\n{message}"
+    return f"{message}{rng.choice((' ', ' ', chr(10), chr(10) * 2))}{question}"
+
+
+def in_chat_template(text: str, rng: random.Random) -> str:
+    """`text` inside a chat template, as a scheduler may see it."""
+    form = rng.choice(surroundings().templates)
+    wrapped = form.replace("{system}", rng.choice(surroundings().systems)).replace("{text}", text)
+    return wrapped.lower() if rng.random() < 0.15 else wrapped
+
+
+def hasty(text: str, rng: random.Random) -> str:
+    """`text` as typed in a hurry: with wrong case, punctuation and letters."""
+    style = rng.random()
+    if style < 0.35:
+        text = text.lower()
+    elif style < 0.42:
+        text = text.upper()
+    if rng.random() < 0.3:
+        text = text.replace(".", "").replace(",", "").replace("'", "")
+    elif rng.random() < 0.15:
+        text = text.rstrip(".") + rng.choice(("!!", "...", "??", "!!!", "?"))
+    if rng.random() < 0.3:
+        text = _with_typos(text, rng)
+    if rng.random() < 0.1:
+        for long, short in (("please", "pls"), ("you", "u"), (" are ", " r "), ("because", "bc")):
+            text = text.replace(long, short)
+    return text
+
+
+def _with_typos(text: str, rng: random.Random) -> str:
+    letters = list(text)
+    for _ in range(max(1, len(letters) // 40)):
+        place = rng.randrange(max(1, len(letters) - 1))
+        if not letters or not letters[place].isalpha():
+            continue
+        kind = rng.random()
+        if kind < 0.4 and place + 1 < len(letters):
+            letters[place], letters[place + 1] = letters[place + 1], letters[place]
+        elif kind < 0.75:
+            letters[place] = ""
+        else:
+            letters[place] *= 2
+    return "".join(letters)

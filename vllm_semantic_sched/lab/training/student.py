@@ -1,0 +1,124 @@
+"""Makes a DistilBERT of half the encoder's layers that computes nearly the same.
+
+The student starts from every second layer of the teacher, shares its embeddings, and learns to
+reproduce its hidden states, token by token, on text of all languages (as TinyBERT: Jiao et al.,
+2020). So a sentence in any language stays near its translations while the heads learn English
+triage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import BertModel
+
+from vllm_semantic_sched.lab.training.base import distilbert_from_bert
+from vllm_semantic_sched.lab.training.fit import Step, autocast
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+
+_BATCH = 48
+_RATE = 3e-4
+_WARMUP = 0.05
+_POOLED_WEIGHT = 2.0
+_LAYERS = 6
+
+
+def student_of(teacher: BertModel) -> UrgencyLengthClassifier:
+    """A network of 6 layers with random heads, from every second layer of the teacher."""
+    last = teacher.config.num_hidden_layers - 1
+    layers = [round(place * last / (_LAYERS - 1)) for place in range(_LAYERS)]
+    return distilbert_from_bert(teacher, layers)
+
+
+def align(
+    student: UrgencyLengthClassifier,
+    teacher: BertModel,
+    tokenizer: WindowTokenizer,
+    prefix: Sequence[int],
+    texts: Sequence[str],
+    *,
+    seed: int,
+    epochs: int,
+    on_step: Callable[[Step], object] = lambda step: None,
+) -> None:
+    """Train the student's layers, in place, to reproduce the teacher's hidden states.
+
+    Args:
+        prefix: token ids that the teacher sees after the first token and the student does not.
+    """
+    student.distilbert.embeddings.requires_grad_(False)
+    weights = [value for value in student.distilbert.transformer.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=_RATE, weight_decay=0.01, fused=True)
+    rows = tokenizer.encode(texts)
+    rng = random.Random(seed)
+    per_epoch = -(-len(rows) // _BATCH)
+    student.train()
+    for epoch in range(epochs):
+        for number, batch in enumerate(_batches(rows, rng)):
+            progress = (epoch * per_epoch + number) / (epochs * per_epoch)
+            rate = _RATE * min(1.0, progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            ids, mask = tokenizer.pad(batch)
+            with autocast():
+                loss = _distance(student, teacher, ids, mask, prefix)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
+    student.eval()
+
+
+def pooled(states: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the states (texts, tokens, width) over real tokens: (texts, width)."""
+    real = mask.unsqueeze(-1).float()
+    return (states.float() * real).sum(1) / real.sum(1).clamp(min=1.0)
+
+
+def teacher_states(
+    teacher: BertModel, ids: Tensor, mask: Tensor, prefix: Sequence[int]
+) -> list[Tensor]:
+    """Hidden states of every layer (texts, tokens, width), without those of the prefix."""
+    many = len(ids)
+    middle = torch.tensor(list(prefix), dtype=torch.long).expand(many, -1)
+    whole = torch.cat((ids[:, :1], middle, ids[:, 1:]), dim=1)
+    seen = torch.cat((mask[:, :1], torch.ones_like(middle), mask[:, 1:]), dim=1)
+    with torch.inference_mode():
+        output = teacher(whole, attention_mask=seen, output_hidden_states=True)
+    kept = [0, *range(1 + len(prefix), whole.shape[1])]
+    return [state[:, kept].clone() for state in output.hidden_states]
+
+
+def _distance(
+    student: UrgencyLengthClassifier,
+    teacher: BertModel,
+    ids: Tensor,
+    mask: Tensor,
+    prefix: Sequence[int],
+) -> Tensor:
+    """Mean squared difference of the states of every second layer, and of the sentence vectors."""
+    aims = teacher_states(teacher, ids, mask, prefix)
+    states = student.distilbert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    step = (len(aims) - 1) // (len(states) - 1)
+    real = mask.bool()
+    layers = [
+        functional.mse_loss(one[real].float(), aim[real].float())
+        for one, aim in zip(states[1:], aims[step::step], strict=True)
+    ]
+    vectors = functional.cosine_similarity(pooled(states[-1], mask), pooled(aims[-1], mask))
+    # The last layer counts as much as all others together.
+    return layers[-1] + sum(layers[:-1]) / (len(layers) - 1) + _POOLED_WEIGHT * (1 - vectors).mean()
+
+
+def _batches(rows: Sequence[list[int]], rng: random.Random) -> list[list[list[int]]]:
+    """Batches of texts of similar length, in random order."""
+    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
+    batches = [order[at : at + _BATCH] for at in range(0, len(order), _BATCH)]
+    rng.shuffle(batches)
+    return [[rows[at] for at in batch] for batch in batches]

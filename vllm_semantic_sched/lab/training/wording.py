@@ -1,0 +1,184 @@
+"""Reads the example texts in `texts/` and fills in their alternatives and persons."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import yaml
+from pydantic import Field
+
+from vllm_semantic_sched.lab.evaluation.domain import check_template
+from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
+
+_TEXTS = Path(__file__).with_name("texts")
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_PERSON_NAMES = ("who", "he", "him", "his")
+
+_Texts = Annotated[tuple[str, ...], Field(min_length=1)]
+_File = TypeVar("_File", bound=Section)
+
+
+class Wording(Section):
+    """Sentences of one urgency level in six registers; texts/emergency.yaml describes them."""
+
+    third: _Texts
+    first: _Texts
+    scene: _Texts
+    clinical: _Texts
+    told: _Texts
+    handover: _Texts
+
+
+class EmergencyTexts(Section):
+    """Messages by urgency level, most urgent first (texts/emergency.yaml)."""
+
+    immediate: Wording
+    high_risk: Wording
+    several_resources: Wording
+    one_resource: Wording
+    no_resource: Wording
+
+
+class HarmlessTexts(Section):
+    """Prompts of the least urgent level (texts/harmless.yaml)."""
+
+    emergency_nouns: _Texts
+    distractors: _Texts
+    everyday: _Texts
+    frames: _Texts
+    broken_things: _Texts
+    figures_of_speech: _Texts
+
+
+class Surroundings(Section):
+    """What surrounds a message (texts/surroundings.yaml)."""
+
+    men: _Texts
+    women: _Texts
+    openers_calm: _Texts
+    openers_alarmed: _Texts
+    openers_neutral: _Texts
+    questions: _Texts
+    tasks: _Texts
+    details: _Texts
+    negations: _Texts
+    negations_first: _Texts
+    background: _Texts
+    turns: _Texts
+    claims: _Texts
+    templates: _Texts
+    systems: _Texts
+
+
+class Person(NamedTuple):
+    """The person that a message is about, as the speaker calls them."""
+
+    name: str
+    male: bool
+
+    @property
+    def he(self) -> str:
+        """The pronoun."""
+        return "he" if self.male else "she"
+
+    def fill(self, sentence: str) -> str:
+        """`sentence` with {who}, {he}, {him} and {his} filled in."""
+        him, his = ("him", "his") if self.male else ("her", "her")
+        filled = sentence.replace("{who}", self.name).replace("{his}self", f"{him}self")
+        return filled.replace("{he}", self.he).replace("{him}", him).replace("{his}", his)
+
+
+@functools.cache
+def wordings() -> tuple[Wording, ...]:
+    """The wording of each urgency level, level 0 first."""
+    texts = read_texts(_TEXTS / "emergency.yaml", EmergencyTexts, _PERSON_NAMES)
+    return tuple(getattr(texts, name) for name in EmergencyTexts.model_fields)
+
+
+@functools.cache
+def harmless() -> HarmlessTexts:
+    """Prompts of the least urgent level."""
+    return read_texts(_TEXTS / "harmless.yaml", HarmlessTexts, ("noun", "matter"))
+
+
+@functools.cache
+def surroundings() -> Surroundings:
+    """Openings, questions, claims and chat templates."""
+    names = (*_PERSON_NAMES, "age", "young", "old", "text", "system")
+    return read_texts(_TEXTS / "surroundings.yaml", Surroundings, names)
+
+
+@functools.cache
+def reasons() -> Mapping[str, tuple[str, str]]:
+    """Everyday words and chart shorthand for the survey's coded reasons for a visit.
+
+    Both are alternatives joined by `|`, and empty where the file has none.
+    """
+    with (_TEXTS / "reasons.csv").open(encoding="utf-8", newline="") as file:
+        return {row["reason"]: (row["everyday"], row["chart"]) for row in csv.DictReader(file)}
+
+
+@functools.cache
+def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
+    """Text and urgency level of the messages that were written one by one, by ISO 639-1 code of
+    their language."""
+    rows = {}
+    for path in sorted((_TEXTS / "written").glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            rows[path.stem] = [(row["text"], int(row["level"])) for row in csv.DictReader(file)]
+    return rows
+
+
+def choose(sentence: str, rng: random.Random) -> str:
+    """`sentence` with each `[a|b]` replaced by one of its alternatives, innermost first."""
+    while match := _CHOICE.search(sentence):
+        picked = rng.choice(match.group(1).split("|"))
+        sentence = sentence[: match.start()] + picked + sentence[match.end() :]
+    return " ".join(sentence.split())
+
+
+def person(rng: random.Random) -> Person:
+    """Someone at random, with an age in some cases."""
+    male = rng.random() < 0.5
+    name = rng.choice(surroundings().men if male else surroundings().women)
+    name = name.replace("{age}", str(rng.randint(3, 90)))
+    name = name.replace("{young}", str(rng.randint(1, 12)))
+    name = name.replace("{old}", str(rng.randint(55, 92)))
+    return Person(name, male)
+
+
+def capital(sentence: str) -> str:
+    """`sentence` with its first letter in upper case."""
+    return sentence[:1].upper() + sentence[1:]
+
+
+def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) -> _File:
+    """Read and validate a YAML file of texts.
+
+    Raises:
+        PolicyError: a key is unknown or missing, a list is empty, brackets do not match, or a
+            placeholder has no meaning; names the file and the text.
+    """
+    # The C parser where PyYAML has one: these files are long.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    data = yaml.load(path.read_text("utf-8"), Loader=loader)
+    texts = parse_section(section, data, path.name)
+    try:
+        for sentence in _sentences(data):
+            check_template(sentence, placeholders)
+    except ValueError as error:
+        raise PolicyError(f"{path.name}: {error}") from error
+    return texts
+
+
+def _sentences(data: Any) -> Sequence[str]:
+    if isinstance(data, str):
+        return [data]
+    parts = data.values() if isinstance(data, dict) else data
+    return [sentence for part in parts for sentence in _sentences(part)]

@@ -1,0 +1,407 @@
+"""Checks a set-up before a server starts, or beside one that runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from vllm_semantic_sched.engine.startup.settings import (
+    DEFAULT_POLICY,
+    POLICY_VARIABLE,
+    SWAP_CONNECTOR,
+    SwapConfig,
+)
+from vllm_semantic_sched.engine.vllm_api.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.memory import available_memory
+from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.live import fingerprint
+from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
+
+_PACKAGE = "vllm-semantic-sched"
+_VLLM_PORT = 8000  # vLLM's default
+_TIMEOUT = 10.0  # seconds for an answer of the server
+_SHARED_MEMORY = 512 * 2**20  # vLLM's queue between two processes takes 240 MiB of it
+_GIB = 2**30
+# What a server with all options of this package imports.
+_IMPORTS = (
+    "import vllm_semantic_sched.engine.scheduler, vllm_semantic_sched.engine.kv_swap, "
+    "vllm_semantic_sched.engine.http.middleware"
+)
+_IMPORT_SECONDS = 300.0
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        subject: what was checked.
+        text: what was found, and why it matters.
+        advice: what to do; empty if nothing.
+    """
+
+    status: Literal["ok", "warning", "fault"]
+    subject: str
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status}: {self.subject}: {self.text}".replace("\n", "; ")
+        return f"{line} -> {self.advice}" if self.advice else line
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to check.
+
+    Attributes:
+        policy, profile: name or path; None: as a server without such an option.
+        model: the predictor's folder or hub id; None: the policy's.
+        kv_transfer: vLLM's `--kv-transfer-config`, JSON; None: no connector.
+        server: address of a running server; None if none runs.
+        api_key: the server's key, if it has one.
+    """
+
+    policy: str | None = None
+    profile: str | None = None
+    model: str | None = None
+    kv_transfer: str | None = None
+    server: str | None = None
+    api_key: str | None = None
+
+
+def examine(setup: Setup) -> Iterator[Finding]:
+    """Carry out all checks, one after the other; some take seconds."""
+    yield from check_packages()
+    yield from check_vllm()
+    policy = profile = None
+    override = os.environ.get(POLICY_VARIABLE)
+    if override and setup.policy not in (None, override):
+        text = f"${POLICY_VARIABLE}={override} overrides {setup.policy} on a server started here"
+        yield Finding("warning", "policy", text, f"unset {POLICY_VARIABLE}")
+    name = override or setup.policy or DEFAULT_POLICY
+    try:
+        policy = load_policy(name)
+        if setup.profile is not None:
+            policy = policy.model_copy(update={"profile": setup.profile})
+        text = f"{name}: base {policy.base}, {policy.levels} levels"
+        yield Finding("ok", "policy", text)
+    except PolicyError as error:
+        advice = "correct it; `semsched policy keys` lists the keys, `list` the shipped policies"
+        yield Finding("fault", "policy", str(error), advice)
+    wanted_profile = policy.profile if policy else setup.profile or AUTO
+    try:
+        profile = load_profile(wanted_profile)
+        if wanted_profile == AUTO:
+            yield Finding("ok", "profile", "derived from the model and the device at the start")
+        else:
+            yield from check_profile(profile)
+    except PolicyError as error:
+        advice = "name a shipped profile, or measure one with `semsched profile`"
+        yield Finding("fault", "profile", str(error), advice)
+    if policy is not None:
+        yield from check_predictor(policy, setup.model)
+    yield from check_connector(setup.kv_transfer, memory=setup.server is None)
+    yield from check_shared_memory()
+    if setup.server is None:
+        yield from check_port(_VLLM_PORT)
+    else:
+        wanted = None
+        given = setup.policy is not None or setup.profile is not None
+        if given and policy and profile and policy.base != "fcfs":  # fcfs reports no fingerprint
+            wanted = fingerprint(policy, profile)
+        yield from check_server(AdminClient(setup.server, setup.api_key), wanted)
+
+
+# Versions
+
+
+def check_packages(package: str = _PACKAGE) -> Iterator[Finding]:
+    """Python and the packages that this one requires, against its own metadata."""
+    try:
+        wanted = SpecifierSet(importlib.metadata.metadata(package)["Requires-Python"])
+    except importlib.metadata.PackageNotFoundError:
+        text = f"{package} is not installed, so vLLM does not find its metrics plugin"
+        yield Finding("fault", "packages", text, "pip install it in the server's environment")
+        return
+    python = platform.python_version()
+    if python in wanted:
+        yield Finding("ok", "Python", python)
+    else:
+        text = f"{python} is not supported, {wanted} is"
+        yield Finding("fault", "Python", text, "make an environment with a supported Python")
+    installed = _requirements(package)
+    met = [f"{one.name} {version}" for one, version in installed if _is_met(one, version)]
+    if met:
+        yield Finding("ok", "packages", ", ".join(met))
+    yield from _unmet(installed, package)
+
+
+def check_vllm() -> Iterator[Finding]:
+    """vLLM's version, its torch, and whether a server could import both."""
+    found = importlib.metadata.packages_distributions().get("vllm")
+    if not found:
+        text = "not installed in this environment"
+        yield Finding("fault", "vLLM", text, "run this command in the server's environment")
+        return
+    version = importlib.metadata.version(found[0])
+    try:
+        check_vllm_version(version)
+    except UnsupportedVersion as error:
+        text, _, advice = str(error).partition(". ")
+        yield Finding("fault", "vLLM", text, advice)
+        return
+    torch = [pair for pair in _requirements(found[0]) if pair[0].name == "torch"]
+    yield from _unmet(torch, f"vLLM {version}")
+    problem = _import_problem()
+    if problem is None:
+        text = f"{version}, torch {_installed('torch')}; the scheduler can be imported"
+        yield Finding("ok", "vLLM", text)
+    else:
+        text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
+        yield Finding("fault", "vLLM", text, "install vLLM and torch again, for this hardware")
+
+
+def _requirements(package: str) -> list[tuple[Requirement, str | None]]:
+    """Requirements of an installed package without its extras, and the versions installed."""
+    each = map(Requirement, importlib.metadata.requires(package) or ())
+    here = [one for one in each if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [(one, _installed(one.name)) for one in here]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_met(requirement: Requirement, version: str | None) -> bool:
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _unmet(found: list[tuple[Requirement, str | None]], needed_by: str) -> Iterator[Finding]:
+    for one, version in found:
+        if not _is_met(one, version):
+            text = f"{version or 'none'} is installed, {needed_by} needs {one.specifier or 'it'}"
+            yield Finding("fault", one.name, text, f"pip install '{one.name}{one.specifier}'")
+
+
+def _import_problem() -> str | None:
+    """Why a server could not import vLLM and this package; None if it could. In a process of its
+    own, because a build for other hardware may end the process."""
+    command = [sys.executable, "-c", _IMPORTS]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_IMPORT_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+
+
+# Policy and predictor
+
+
+def check_profile(profile: EngineProfile) -> Iterator[Finding]:
+    """The warnings that a server would log."""
+    doubts = profile.doubts(0)  # the context length is not known here
+    for doubt in doubts:
+        text, _, advice = doubt.partition(". ")
+        yield Finding("warning", "profile", text, advice)
+    if not doubts:
+        yield Finding("ok", "profile", f"{profile.hardware}, {profile.model}")
+
+
+def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
+    """Start the predictor process as a server does, and load the instant reader.
+
+    Args:
+        model: instead of the policy's.
+    """
+    if not policy.reads(hinted=False):
+        yield Finding("ok", "predictor", "the policy reads no text")
+        return
+    from vllm_semantic_sched.predict.instant import InstantReader
+    from vllm_semantic_sched.predict.process import PredictorError
+    from vllm_semantic_sched.predict.service import PredictionService
+
+    settings = policy.predictor
+    if model is not None:
+        settings = settings.model_copy(update={"model": model})
+    name = settings.model or "the shipped model"
+    service = PredictionService(settings, logging.getLogger(__name__))
+    try:
+        buckets = service.start()
+    except PredictorError as error:
+        advice = "name another model as predictor.model, or unset it for the shipped one"
+        yield Finding("fault", "predictor", str(error), advice)
+        return
+    finally:
+        service.close()
+    text = f"{name} can be loaded"
+    if not settings.instant.enabled:
+        yield Finding("ok", "predictor", text)
+        return
+    try:
+        reader = InstantReader.load_beside(settings.model, buckets)
+    except Exception as error:  # any: the server catches the same
+        text = f"no instant reader: {error}; requests wait for the predictor"
+        yield Finding("warning", "predictor", text, "train the model again with `semsched train`")
+        return
+    if reader is None:
+        text += "; it has no instant reader, so requests wait for the predictor"
+    yield Finding("ok", "predictor", text)
+
+
+# Memory
+
+
+def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
+    """The swap connector's options.
+
+    Args:
+        given: vLLM's `--kv-transfer-config`.
+        memory: check also that its host pool fits into the memory that is free now.
+    """
+    subject = "KV connector"
+    if given is None:
+        text = "none given; without one, the KV of preempted requests is computed again"
+        yield Finding("ok", subject, text)
+        return
+    try:
+        config = _swap_options(given)
+        pool = parse_section(
+            SwapConfig, config.get("kv_connector_extra_config", {}), "kv_connector_extra_config"
+        )
+    except ValueError as error:
+        advice = f"start it with `semsched serve`, or give {json.dumps(SWAP_CONNECTOR)}"
+        yield Finding("fault", subject, str(error), advice)
+        return
+    yield Finding("ok", subject, f"{pool.host_gib:g} GiB of host memory per worker process")
+    if memory:
+        free = available_memory() / _GIB
+        text = f"{pool.host_gib:g} GiB for the host pool, {free:.1f} GiB available"
+        if pool.host_gib < free:
+            yield Finding("ok", "host memory", text)
+        else:
+            yield Finding("fault", "host memory", text, "lower host_gib, or free memory")
+
+
+def _swap_options(given: str) -> Mapping[str, Any]:
+    """The part of `--kv-transfer-config` that is for the swap connector.
+
+    Raises:
+        ValueError: it is not JSON, names another connector, or lacks an option.
+    """
+    try:
+        config = json.loads(given)
+    except ValueError as error:
+        raise ValueError(f"--kv-transfer-config is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError("--kv-transfer-config is not a JSON object")
+    if config.get("kv_connector") == "MultiConnector":
+        extra = config.get("kv_connector_extra_config")
+        members = extra.get("connectors") if isinstance(extra, dict) else None
+        if not isinstance(members, list) or not members or not isinstance(members[0], dict):
+            raise ValueError("MultiConnector has no list of connectors")
+        config = members[0]  # the swap connector must be the first
+    for key, value in SWAP_CONNECTOR.items():
+        if config.get(key) != value:
+            raise ValueError(f"{key} is {config.get(key)!r} and must be {value!r}")
+    return config
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Room in the file system through which vLLM's processes exchange messages."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        yield Finding("fault", "shared memory", str(error), f"mount {folder}")
+        return
+    text = f"{free / _GIB:.1f} GiB free in {folder}"
+    if free >= _SHARED_MEMORY:
+        yield Finding("ok", "shared memory", text)
+    else:
+        text += "; vLLM with several worker processes needs 0.5 GiB"
+        advice = "start the container with --ipc=host or --shm-size=2g"
+        yield Finding("warning", "shared memory", text, advice)
+
+
+# Server
+
+
+def check_port(port: int) -> Iterator[Finding]:
+    """Whether a server could listen on a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            text = f"{port}, vLLM's default, cannot be used: {error.strerror}"
+            advice = "start vLLM with another --port; to check a running server, give --server"
+            yield Finding("warning", "port", text, advice)
+        else:
+            yield Finding("ok", "port", f"{port}, vLLM's default, is free")
+
+
+def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
+    """A running server: its version, scheduler, middleware and policy.
+
+    Args:
+        wanted: fingerprint of the policy that it should run; None: any.
+    """
+    try:
+        version = str(json.loads(client.get("/version", _TIMEOUT))["version"])
+        check_vllm_version(version)
+    except AdminError as error:
+        advice = "start vLLM there, or correct the address; another program may have the port"
+        yield Finding("fault", "server", str(error), advice)
+        return
+    except (ValueError, KeyError, TypeError):
+        text = f"{client.url} is not a vLLM server: another program has the port"
+        yield Finding("fault", "server", text, "start vLLM with another --port")
+        return
+    except UnsupportedVersion as error:
+        yield Finding("fault", "server", f"{client.url} runs another release: {error}")
+        return
+    yield Finding("ok", "server", f"{client.url} answers, vLLM {version}")
+    try:
+        engines = client.status(_TIMEOUT)
+    except AdminError as error:
+        yield _closed_endpoints(error)
+        return
+    yield Finding("ok", "middleware", f"the operator's endpoints answer; engines: {len(engines)}")
+    if any(engine["paused"] for engine in engines):
+        advice = "semsched maintenance --action resume"
+        yield Finding("warning", "server", "it is paused and starts no requests", advice)
+    running = {engine["policy"].get("fingerprint") for engine in engines}
+    if wanted is not None and running != {wanted}:
+        text = f"the server runs another policy or profile than the one given ({wanted})"
+        yield Finding("warning", "server", text, "semsched policy reload, or restart it with both")
+
+
+def _closed_endpoints(error: AdminError) -> Finding:
+    if error.status == 404:
+        text = "not loaded: no operator's endpoints, refused requests get status 500"
+        advice = "start it with `semsched serve`, or --middleware vllm_semantic_sched.Middleware"
+        return Finding("warning", "middleware", text, advice)
+    if error.status == 501:
+        advice = "start it with `semsched serve`"
+        return Finding("fault", "scheduler", f"the server runs another one ({error})", advice)
+    return Finding("warning", "middleware", f"cannot be checked: {error}")

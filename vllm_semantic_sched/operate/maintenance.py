@@ -1,0 +1,117 @@
+"""Pauses a running server, changes its model, and resumes it. Queued requests survive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, Literal
+
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
+
+POLL_SECONDS = 0.5
+"""Time between two reports of progress."""
+
+Change = Literal["sleep", "reload-weights", "load-lora", "unload-lora"]
+Report = Callable[[str], None]
+"""Gets the present phase, `pausing` or `paused`."""
+
+
+def pause(server: AdminClient, keep: bool, patience: float, report: Report) -> None:
+    """Let nothing new start and wait until the running requests have finished. An interrupt
+    resumes the server.
+
+    Args:
+        keep: freeze running requests instead.
+        patience: seconds after which requests that still run are frozen.
+
+    Raises:
+        AdminError: the server refuses.
+    """
+    deadline = time.monotonic() + patience
+    mode = "keep" if keep else "wait"
+    try:
+        paused: Future[Any] = Future()
+        Thread(target=_post_pause, args=(server, mode, paused), daemon=True).start()
+        while paused not in wait([paused], POLL_SECONDS).done:
+            report("pausing")
+            if time.monotonic() >= deadline and mode == "wait":
+                mode = "keep"
+                server.post("/pause", mode=mode)
+        paused.result()
+    except KeyboardInterrupt:
+        abandon_pause(server)
+        raise
+    report("paused")
+
+
+def abandon_pause(server: AdminClient) -> None:
+    """Resume a server whose pause may still wait for running requests.
+
+    Raises:
+        AdminError: the server refuses.
+    """
+    server.post("/pause", mode="keep")  # vLLM resumes only from a pause that is complete
+    server.post("/resume")
+
+
+def _post_pause(server: AdminClient, mode: str, paused: Future[Any]) -> None:
+    try:
+        paused.set_result(server.post("/pause", mode=mode))
+    except Exception as error:
+        paused.set_exception(error)
+
+
+def change(
+    server: AdminClient,
+    action: Change,
+    *,
+    level: int = 1,
+    lora_name: str | None = None,
+    lora_path: str | None = None,
+    in_place: bool = False,
+) -> float:
+    """Change the model of a paused server, and resume it unless it goes to sleep.
+
+    Args:
+        level: of sleep, see vLLM.
+        lora_name, lora_path: name and absolute folder of the adapter.
+        in_place: replace the adapter of that name.
+
+    Returns:
+        Seconds that the change took.
+
+    Raises:
+        AdminError: the change failed. The server resumes, except where it may hold a mix of old
+            and new weights.
+    """
+    start = time.monotonic()
+    # Both caches may hold results of the old weights: adapters are known by name alone.
+    replaces = action == "reload-weights" or in_place
+    changing = False
+    try:
+        if replaces:
+            server.post("/caches/drop")
+        changing = True
+        if action == "sleep":
+            server.post("/sleep", level=level)
+        elif action == "reload-weights":
+            server.post("/weights/reload")
+        elif action == "load-lora":
+            body = {"lora_name": lora_name, "lora_path": lora_path, "load_inplace": in_place}
+            server.call("POST", "/load_lora_adapter", body, prefix="/v1")
+        else:
+            server.call("POST", "/unload_lora_adapter", {"lora_name": lora_name}, prefix="/v1")
+    except AdminError as error:
+        if replaces and changing:
+            raise AdminError(
+                f"{error}\nThe server stays paused, because it may hold a part of the new "
+                "weights. Try again, or resume it with --action resume."
+            ) from error
+        server.post("/resume")
+        raise
+    seconds = time.monotonic() - start
+    if action != "sleep":
+        server.post("/resume")
+    return seconds

@@ -1,0 +1,114 @@
+"""Reads a running server again and again, and carries out an operator's actions on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.figures import Figures, History, Page, Reading
+from vllm_semantic_sched.operate.maintenance import abandon_pause
+
+_TIMEOUT = 5.0  # seconds for one page; a busy server answers late
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a server answered last.
+
+    Attributes:
+        figures: None if it did not answer.
+        error: why there are no figures, or why they are empty; else None.
+        paused: whether an engine is paused; None if the server does not say.
+        locked: why the operator's endpoints are closed; None if they answer.
+    """
+
+    url: str
+    figures: Figures | None = None
+    error: str | None = None
+    paused: bool | None = None
+    locked: str | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the server takes an operator's actions."""
+        return self.figures is not None and self.locked is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, named as the attributes."""
+        return {
+            "url": self.url,
+            "error": self.error,
+            "paused": self.paused,
+            "locked": self.locked,
+            "figures": None if self.figures is None else self.figures.as_json(),
+        }
+
+
+class ServerWatch:
+    """One server. `poll` and the actions may run on different threads.
+
+    Args:
+        clock: seconds; for the windows of the figures.
+
+    Attributes:
+        state: as of the last `poll`.
+    """
+
+    def __init__(self, client: AdminClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._history = History()
+        self._pausing = False
+        self.state = ServerState(client.url, error="not read yet")
+
+    def poll(self) -> ServerState:
+        """Read the server's metrics and status. Never raises because of the server."""
+        url = self._client.url
+        try:
+            page = Page(self._client.get("/metrics", timeout=_TIMEOUT))
+        except (AdminError, ValueError) as error:
+            self.state = ServerState(url, error=str(error).removeprefix(f"{url}: "))
+            return self.state
+        figures = self._history.add(Reading(self._clock(), page))
+        note = None if page else "no scheduler metrics; they begin with the first request"
+        try:
+            engines = self._client.status(timeout=_TIMEOUT)
+        except AdminError as refusal:
+            self.state = ServerState(url, figures, note, locked=str(refusal))
+        else:
+            paused = any(engine.get("paused") for engine in engines)
+            self.state = ServerState(url, figures, note, paused=paused)
+        return self.state
+
+    def pause(self) -> str:
+        """Start no more requests; waits until the running ones have finished.
+
+        Returns:
+            What happened.
+
+        Raises:
+            AdminError: the server refuses.
+        """
+        self._pausing = True
+        try:
+            self._client.post("/pause", mode="wait")
+        finally:
+            self._pausing = False
+        return "no request is running any more"
+
+    def resume(self) -> str:
+        """Resume, also if a `pause` still waits. See `pause`."""
+        if self._pausing:
+            abandon_pause(self._client)
+        else:
+            self._client.post("/resume")
+        return "resumed"
+
+    def reload(self) -> str:
+        """Make the server read its policy file again. See `pause`."""
+        reports = self._client.post("/policy/reload")["engines"]
+        results = sorted({f"{one['result']}, version {one['version']}" for one in reports})
+        return "policy " + "; ".join(results)

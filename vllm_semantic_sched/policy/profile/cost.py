@@ -1,0 +1,51 @@
+"""Costs in seconds: of the rest of a job, and of keeping or rebuilding its KV."""
+
+from __future__ import annotations
+
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
+
+
+def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
+    """Engine time that a job still needs: load, prefill of tokens without KV, decode.
+
+    Args:
+        expected_output: total output tokens, above `job.generated`.
+    """
+    tokens = job.tokens
+    in_place = job.computed + job.swapped
+    # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
+    prefill = profile.prefill(in_place, tokens) if tokens - in_place > 1 else 0.0
+    decode = profile.decode(tokens, expected_output - job.generated)
+    return profile.load(job.swapped) + prefill + decode if job.swapped else prefill + decode
+
+
+def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:
+    """Whether KV is loaded beside the engine's steps, because loading it before a step would
+    delay that step by more than `max_stall` decode steps."""
+    return profile.load(tokens) > max_stall * profile.gamma2
+
+
+def resume_seconds(
+    on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
+) -> float:
+    """Seconds to restore a preempted job after it got a seat again.
+
+    Args:
+        on_device: number of first tokens whose KV is still on the device.
+        kept_to: the KV of tokens `on_device` to `kept_to` is on the host.
+        held: tokens `kept_to` to `held` are recomputed in one prefill, as vLLM does.
+        max_stall: see `loads_beside_steps`; such a load costs one more step.
+    """
+    loaded = kept_to - on_device
+    seconds = profile.load(loaded) + profile.prefill(kept_to, held)
+    if loads_beside_steps(loaded, profile, max_stall):
+        seconds += profile.gamma2
+    return seconds
+
+
+def starting_over_seconds(job: Job, profile: EngineProfile) -> float:
+    """Engine time that a job has used, and would use again if its client sent it again."""
+    return profile.prefill(0, min(job.computed, job.prompt_tokens)) + profile.decode(
+        job.prompt_tokens, job.generated
+    )

@@ -1,0 +1,234 @@
+"""Explains the decision on one text: level, output length, and the words that decided."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.decision import (
+    applied_rule,
+    decide_level,
+    expected_cost,
+    expected_level,
+    predicted_level,
+    preempting_level,
+)
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_semantic_sched.predict.instant import InstantReader
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+_OCCLUDED = 128  # words left out one by one; a predictor's window holds no more wordpieces
+_CHARACTERS_PER_TOKEN = 4  # of English, for a served model that is not known here
+_ESTIMATES: tuple[Estimate, ...] = ("mean", "median", "p90")
+_PIECES = 8  # of the instant reader's
+_TINY = 1e-12  # a probability that a model could not tell from 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthShare:
+    """One output-length bucket: `shortest` to `longest` tokens (None: no end)."""
+
+    shortest: int
+    longest: int | None
+    probability: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WordWeight:
+    """A word, its position in the text (from 0), and how much probability and log-odds of the
+    decided level fall when the word is left out."""
+
+    word: str
+    position: int
+    probability: float
+    log_odds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class InstantPart:
+    """What the instant reader makes of a text.
+
+    Attributes:
+        level: provisional level.
+        probabilities: per level.
+        tokens: expected output tokens.
+        preempts_as: level at which it may preempt before the predictor has read it; None if not.
+        pieces: wordpieces and pairs of them, and what each adds to the level's logit less the mean
+            of the others', heaviest first.
+    """
+
+    level: int
+    probabilities: tuple[float, ...]
+    tokens: float
+    preempts_as: int | None
+    pieces: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How the scheduler would treat a text.
+
+    Attributes:
+        level: decided urgency level, 0 = most urgent.
+        rule: what decided it, in words.
+        probabilities, costs: per level; costs in levels served too early.
+        lengths: the predicted distribution; empty if the model predicts no lengths.
+        tokens: expected output tokens by estimate; empty likewise.
+        remaining_seconds: predicted engine time for the whole request.
+        words: heaviest first.
+        occluded, word_count: number of words that were left out one by one, and of all words.
+        notes: the parts that the policy does not use.
+        instant: the provisional reading; None without an instant reader.
+
+    The rank is (level, remaining_seconds), as far as the policy's base uses them.
+    """
+
+    level: int
+    rule: str
+    probabilities: tuple[float, ...]
+    costs: tuple[float, ...]
+    lengths: tuple[LengthShare, ...]
+    tokens: dict[str, float]
+    remaining_seconds: float
+    words: tuple[WordWeight, ...]
+    occluded: int
+    word_count: int
+    notes: tuple[str, ...]
+    instant: InstantPart | None = None
+
+
+def explain(
+    text: str,
+    predictor: TextPredictor,
+    policy: Policy,
+    profile: EngineProfile,
+    max_tokens: int | None = None,
+    instant: InstantReader | None = None,
+) -> Explanation:
+    """How the scheduler would treat `text` under a policy.
+
+    Args:
+        max_tokens: the client's limit on output tokens; None: no limit.
+        instant: the predictor's instant reader.
+    """
+    words = text.split()
+    positions = list(range(len(words)))
+    if len(words) > _OCCLUDED:  # a predictor does not see the middle of a long text either
+        positions = [*positions[: _OCCLUDED // 2], *positions[-_OCCLUDED // 2 :]]
+    shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
+    prediction, *without = predictor.predict([text, *shorter])
+    whole = prediction.urgency
+    decided = decide_level(whole, policy.decision)
+    weights = [
+        WordWeight(
+            words[at],
+            at,
+            whole[decided] - one.urgency[decided],
+            _log_odds(whole, decided) - _log_odds(one.urgency, decided),
+        )
+        for at, one in zip(positions, without, strict=True)
+    ]
+
+    core = SchedulingCore(policy, profile, predictor.length_buckets)
+    job = core.arrive(
+        core.draft(
+            "explained",
+            prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
+            max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
+            hint=core.read_hints(None, None),
+            awaits_prediction=True,
+        ),
+        0.0,
+    )
+    core.predicted(job, prediction)
+    lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
+    return Explanation(
+        level=job.level,
+        rule=_rule_in_words(whole, policy.decision),
+        probabilities=whole,
+        costs=tuple(expected_cost(whole, level, policy.decision) for level in range(len(whole))),
+        lengths=lengths,
+        tokens=tokens,
+        remaining_seconds=core.estimates.remaining(job),
+        words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
+        occluded=len(positions),
+        word_count=len(words),
+        notes=_notes(policy, prediction),
+        instant=None if instant is None else _instant_part(text, instant, policy),
+    )
+
+
+def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
+    rule = applied_rule(decision, len(probabilities))
+    if rule == "least_cost":
+        return f"{rule}: lowest expected cost"
+    if rule == "most_likely":
+        return f"{rule}: highest probability"
+    if max(probabilities) >= decision.certain:
+        return f"{rule}: probability of at least {decision.certain:g}"
+    cuts = ", ".join(f"{cut:g}" for cut in decision.thresholds)
+    return f"{rule}: expected level {expected_level(probabilities):.2f}, cut at {cuts}"
+
+
+def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
+    prediction = reader.read(text)
+    level = predicted_level(policy, prediction)
+    return InstantPart(
+        level=level,
+        probabilities=prediction.urgency,
+        tokens=expected_output_tokens(
+            prediction.length or (), reader.length_buckets, 0, policy.length.estimate
+        ),
+        preempts_as=preempting_level(prediction.urgency, level, policy.predictor.instant),
+        pieces=tuple(reader.strongest(text, level, _PIECES)),
+    )
+
+
+def _lengths(
+    prediction: Prediction, buckets: LengthBuckets | None, limit: int
+) -> tuple[tuple[LengthShare, ...], dict[str, float]]:
+    if prediction.length is None or buckets is None:
+        return (), {}
+    starts = (1, *buckets.edges)
+    ends = (*(edge - 1 for edge in buckets.edges), None)
+    shares = tuple(map(LengthShare, starts, ends, prediction.length))
+    tokens: dict[str, float] = {
+        estimate: min(limit, expected_output_tokens(prediction.length, buckets, 0, estimate))
+        for estimate in _ESTIMATES
+    }
+    return shares, tokens
+
+
+def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
+    if policy.base == "fcfs":
+        return ("This policy leaves vLLM's own order: nothing here has an effect.",)
+    if not policy.predictor.enabled:
+        return ("This policy does not read texts (predictor.enabled: false).",)
+    if prediction.unreadable:
+        return (
+            f"The predictor cannot judge this text ({prediction.unreadable}), so the request gets "
+            f"the policy's default level, {policy.default_level}.",
+        )
+    unused = {"level": policy.uses_urgency, "length": policy.uses_length}
+    return tuple(
+        f"Under base policy {policy.base} the {what} has no effect."
+        for what, used in unused.items()
+        if not used
+    )
+
+
+def _log_odds(probabilities: Sequence[float], level: int) -> float:
+    # Summed separately: beside a probability near 1 the others' digits would be lost.
+    others = sum(p for at, p in enumerate(probabilities) if at != level)
+    return math.log(max(probabilities[level], _TINY)) - math.log(max(others, _TINY))

@@ -1,1 +1,0 @@
-"""Reads a server's event log: when each request ran, and how long it waited."""
