@@ -74,7 +74,7 @@ def write_csv(path, columns, rows):
     return path
 
 
-def test_levels_are_learnt_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys):
+def test_levels_are_learned_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys):
     from vllm_semantic_sched.predict.model import TextPredictor
 
     rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]
@@ -144,7 +144,7 @@ def server():
     httpd.server_close()
 
 
-def test_lengths_are_learnt_from_a_server(tmp_path, server, capsys):
+def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
     from vllm_semantic_sched.lab.evaluation.metrics import expected_tokens
     from vllm_semantic_sched.predict.model import TextPredictor
 

@@ -49,7 +49,7 @@ def test_order_of_answers_is_order_of_texts(predictor):
     [
         "Write a poem about rain.",
         "What coloring of cat is almost always female?",
-        "Summarise what matters in a short paragraph.",
+        "Summarize what matters in a short paragraph.",
     ],
 )
 def test_task_for_the_model_does_not_hide_an_emergency(predictor, task):

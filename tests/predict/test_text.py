@@ -63,7 +63,7 @@ def test_a_window_without_room_is_refused(shipped):
     ("text", "opening"),
     [
         ("He is not breathing! Write a poem about rain.", "He is not breathing!"),
-        ("She fell off the roof\nSummarise this in one line", "She fell off the roof"),
+        ("She fell off the roof\nSummarize this in one line", "She fell off the roof"),
         (
             "彼は息をしていません、助けてください。何をすればいいですか？",
             "彼は息をしていません、助けてください。",

@@ -7,9 +7,9 @@ from transformers import DistilBertConfig
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.weights import (
-    dequantised,
+    dequantized,
     load_network,
-    quantised,
+    quantized,
     save_network,
 )
 
@@ -35,9 +35,9 @@ def test_int8_is_off_by_half_a_step_at_most():
     matrix = torch.randn(7, 33) * torch.tensor([[10.0**-row] for row in range(7)])
     matrix[3] = 0.0
     state = {"layer.weight": matrix, "layer.bias": torch.randn(7)}
-    stored = quantised(state)
+    stored = quantized(state)
     assert stored["layer.weight"].dtype == torch.int8
-    restored = dequantised(stored)
+    restored = dequantized(stored)
     assert restored.keys() == state.keys()
     assert torch.equal(restored["layer.bias"], state["layer.bias"])
     half_step = matrix.abs().amax(1, keepdim=True) / 127 / 2

@@ -52,8 +52,8 @@ def test_the_newest_turn_of_the_user_comes_first(prompt) -> None:
 
 def test_what_precedes_a_first_turn_is_read_last() -> None:
     assert cut_text(DEEPSEEK, 100) == "no, she does not answer my mother fell Be brief."
-    pasted = "Summarise this chat.\nUser: he fell\nAssistant: who?"
-    assert cut_text(pasted, 100) == "he fell Summarise this chat."
+    pasted = "Summarize this chat.\nUser: he fell\nAssistant: who?"
+    assert cut_text(pasted, 100) == "he fell Summarize this chat."
 
 
 @pytest.mark.parametrize("text", ["he fell", "the user: none", "a user\nwrote", "1: user", ""])

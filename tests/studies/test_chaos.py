@@ -1,4 +1,4 @@
-"""Judgement of answers, and the requests and policies of the disturbed run."""
+"""Judgment of answers, and the requests and policies of the disturbed run."""
 
 import pytest
 from chaos import (

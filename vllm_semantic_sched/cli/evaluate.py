@@ -1,4 +1,4 @@
-"""Measure how good a predictor is on labelled texts, with baselines beside it.
+"""Measure how good a predictor is on labeled texts, with baselines beside it.
 
 The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name of
 the domain) and/or `output_tokens`, optionally `kind`; from a folder of such files, one for each
@@ -21,10 +21,10 @@ from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.evaluation.examples import (
     BUILTIN_SETS,
     Example,
-    LabelledSet,
+    LabeledSet,
     builtin_set,
     read_examples,
-    read_labelled_set,
+    read_labeled_set,
 )
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -137,7 +137,7 @@ def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
 
 
 def report_on(
-    labelled: LabelledSet,
+    labeled: LabeledSet,
     predictor: TextPredictor,
     baselines: Mapping[str, Guesser],
     decision: Decision,
@@ -154,10 +154,10 @@ def report_on(
     from vllm_semantic_sched.lab.evaluation.page import evaluation_page
     from vllm_semantic_sched.lab.evaluation.report import write_report
 
-    total = texts_to_read(labelled, claims)
-    with tqdm(total=total, desc=labelled.name, unit="text", disable=None) as bar:
+    total = texts_to_read(labeled, claims)
+    with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
         evaluation = evaluate_predictor(
-            labelled,
+            labeled,
             predictor,
             baselines,
             decision,
@@ -182,22 +182,22 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
 
     # All files are read first, so that a mistake in one shows before minutes of work.
     bars = read_bars(args.bars) if args.bars else {}
-    sets = _labelled_sets(args)
+    sets = _labeled_sets(args)
     training = _training_examples(args)
     predictor = TextPredictor.load(args.model, args.threads)
     instant = InstantReader.load(args.model)
     baselines = fit_baselines(training)
     reports = {}
-    for name, labelled in sets.items():
+    for name, labeled in sets.items():
         reports[name] = report_on(
-            labelled,
+            labeled,
             predictor,
             baselines,
             decision,
             args.output / name if args.all else args.output,
             model=args.model or "shipped",
             instant=instant,
-            claims=args.claims and labelled.name == args.data.name,
+            claims=args.claims and labeled.name == args.data.name,
         )
     if args.all:
         text = summary(reports)
@@ -226,11 +226,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--train and --data are the same file; the baselines would know the texts")
 
 
-def _labelled_sets(args: argparse.Namespace) -> dict[str, LabelledSet]:
+def _labeled_sets(args: argparse.Namespace) -> dict[str, LabeledSet]:
     root = args.data_root or data_root()
     sets = {}
     if args.data:
-        sets[args.data.stem] = read_labelled_set(args.data, _domain(args))
+        sets[args.data.stem] = read_labeled_set(args.data, _domain(args))
     for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
         sets[name] = builtin_set(name, root)
     return sets

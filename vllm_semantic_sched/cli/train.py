@@ -6,7 +6,7 @@
         of a multilingual encoder, which it makes first and keeps in MODEL/encoder: to train other
         heads on it, pass `--base MODEL/encoder`
     semsched train urgency --csv FILE --output MODEL
-        urgency levels from your own labelled texts (columns text,level), as a domain defines them
+        urgency levels from your own labeled texts (columns text,level), as a domain defines them
     semsched train urgency --domain incident --output MODEL
         urgency levels from the example sentences of a domain
     semsched train length --from-server URL --prompts FILE --output MODEL
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
-from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labelled_set
+from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.predict import URGENCY_LEVELS
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(instant, base="shipped")
     instant.set_defaults(make=_train_instant)
 
-    urgency = kinds.add_parser("urgency", help="the levels, from labelled texts")
+    urgency = kinds.add_parser("urgency", help="the levels, from labeled texts")
     urgency.add_argument("--csv", type=Path, help="texts with levels: columns text,level")
     urgency.add_argument(
         "--domain",
@@ -266,7 +266,7 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
         policy = _print_thresholds(args.output, tuned.threshold_texts)
         decision = load_policy(policy).decision
     report_on(
-        read_labelled_set(args.output / TEST_FILE),
+        read_labeled_set(args.output / TEST_FILE),
         TextPredictor.load(str(args.output)),
         fit_baselines(read_examples(args.output / TRAINING_FILE)),
         decision,

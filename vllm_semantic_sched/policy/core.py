@@ -504,7 +504,7 @@ class SchedulingCore:
         """`level`, or the next one that the tenant's cap on top levels allows.
 
         Args:
-            counted: the request counts towards the cap already, at its present level.
+            counted: the request counts toward the cap already, at its present level.
         """
         lowest = self.policy.levels - 1
         top_levels, before = self.fairness.top_levels, job.level if counted else None

@@ -1,6 +1,6 @@
 """Reads a text at once: a linear model over the wordpieces of the network's own tokenizer.
 
-Each wordpiece, and each pair of neighbours by a hash, has a row of logits: one per urgency level,
+Each wordpiece, and each pair of neighbors by a hash, has a row of logits: one per urgency level,
 then one per length bucket. A text's logits are the sum of the rows of its n distinct pieces and
 pairs over n ** 0.25, plus a bias. `semsched train` fits the rows to the network's own
 probabilities (`training/distil.py`). Needs neither torch nor transformers.
@@ -25,7 +25,7 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_t
 INSTANT_FILE = "instant.npz"
 
 PAIR_ROWS = 2**16
-"""Rows that pairs of neighbouring wordpieces are hashed to."""
+"""Rows that pairs of neighboring wordpieces are hashed to."""
 
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word
 # counts for nothing in it. Best on validation texts.

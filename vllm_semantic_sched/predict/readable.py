@@ -1,4 +1,4 @@
-"""Tells texts that a reader cannot judge: not recognised is not the same as not urgent."""
+"""Tells texts that a reader cannot judge: not recognized is not the same as not urgent."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SCALE = ".row_scale"
 
 
-def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def quantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with every matrix (rows, columns) as int8 and its row scales (rows,) beside it."""
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -37,7 +37,7 @@ def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def dequantised(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """The fp32 state that `stored` encodes; the error is at most half a row scale."""
     return {
         name: value.to(torch.float32) * stored[name + _SCALE][:, None]
@@ -63,7 +63,7 @@ def save_network(
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
     if precision == "int8":
-        stored = quantised(state)
+        stored = quantized(state)
     else:
         stored = {
             name: (value.half() if value.dim() == 2 else value).contiguous()
@@ -89,6 +89,6 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     path = weights_file(folder)
     if path is None:
         raise FileNotFoundError(f"no weights in {folder}: {' or '.join(WEIGHTS_FILES.values())}")
-    network.load_state_dict(dequantised(load_file(path)))
+    network.load_state_dict(dequantized(load_file(path)))
     network.eval()
     return network

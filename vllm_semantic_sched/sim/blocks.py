@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Number of blocks if the engine's memory is not modelled.
+# Number of blocks if the engine's memory is not modeled.
 UNLIMITED = 1 << 60
 
 

@@ -3,7 +3,7 @@
 Serving does not need it. Each reader takes the folder's root (see `data_root`) and yields plain
 records in file order.
 
-Expected files below the root (each folder's own SOURCE.txt gives origin and licence):
+Expected files below the root (each folder's own SOURCE.txt gives origin and license):
 
     alpagasus/random_9k.json, alpagasus/dolly_3k.json   prompts with real responses
     alpaca_eval_outputs/alpaca_eval_outputs.jsonl       prompts with answers of 14 models

@@ -113,7 +113,7 @@ def mistaken(
     wrong = np.zeros(len(classes), dtype=bool)
     wrong[rng.permutation(len(classes))[: round(error_rate * len(classes))]] = True
     distance = error_rate * count
-    # A fractional distance is the mean of its two neighbours, drawn in proportion.
+    # A fractional distance is the mean of its two neighbors, drawn in proportion.
     steps = np.floor(distance + rng.random(len(classes))).astype(int)
     steps = np.clip(steps, 1, max(1, count - 1))
     up = rng.random(len(classes)) < 0.5

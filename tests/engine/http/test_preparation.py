@@ -85,7 +85,7 @@ def test_without_rules_requests_keep_their_order() -> None:
     assert server.prepared[-1] == "emergency"
 
 
-def test_urgent_text_is_recognised(rules) -> None:
+def test_urgent_text_is_recognized(rules) -> None:
     server = Server(rules)
     text = "my father collapsed, he is not breathing and has no pulse"
     serve(server, *[body(None, f"write a poem about spring, number {at}") for at in range(20)],
@@ -140,7 +140,7 @@ def test_level_of_a_body(rules, raw, level) -> None:
     assert rules.glance(raw).level == level
 
 
-def test_hints_are_honoured_as_far_as_the_policy_allows(rules) -> None:
+def test_hints_are_honored_as_far_as_the_policy_allows(rules) -> None:
     ignoring = parse_policy({"hints": {"urgency": "ignore", "priority": "ignore"}})
     assert GlanceRules(ignoring, None).glance(body(0)).level == ignoring.default_level
 

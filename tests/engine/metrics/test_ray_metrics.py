@@ -31,7 +31,7 @@ def test_histogram_has_the_same_buckets_and_sum(values) -> None:
 
 
 class Collected:
-    """A metric by name with its labelled values."""
+    """A metric by name with its labeled values."""
 
     all: ClassVar[dict[str, defaultdict]] = {}
 

@@ -1,4 +1,4 @@
-"""Labelled texts: tables are read back as written, levels by number or by name."""
+"""Labeled texts: tables are read back as written, levels by number or by name."""
 
 import pytest
 from hypothesis import given

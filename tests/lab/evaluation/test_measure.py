@@ -12,7 +12,7 @@ from vllm_semantic_sched.lab.evaluation.baselines import (
     Guess,
     tfidf_baselines,
 )
-from vllm_semantic_sched.lab.evaluation.examples import Example, LabelledSet
+from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
 from vllm_semantic_sched.lab.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
 from vllm_semantic_sched.lab.evaluation.report import markdown
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -60,8 +60,8 @@ class Urgent(TwoLevels):
 
 
 def test_a_model_without_lengths():
-    labelled = LabelledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
-    result = measure.evaluate_predictor(labelled, Urgent(), {}, Decision())
+    labeled = LabeledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
+    result = measure.evaluate_predictor(labeled, Urgent(), {}, Decision())
     assert result.lengths == []
     assert (result.report["n_level"], result.report["n_length"]) == (1, 0)
     assert result.report["kendall_tau"] is None
@@ -70,13 +70,13 @@ def test_a_model_without_lengths():
 
 def test_all_texts_to_read_are_announced():
     examples = [Example("breathing", 0), Example("a poem", 4), Example("a cough", 2)]
-    labelled, counts = LabelledSet("x", examples), []
+    labeled, counts = LabeledSet("x", examples), []
     for claims in (False, True):
         counts.clear()
         measure.evaluate_predictor(
-            labelled, TwoLevels(), {}, Decision(), claims=claims, advanced=counts.append
+            labeled, TwoLevels(), {}, Decision(), claims=claims, advanced=counts.append
         )
-        assert sum(counts) == measure.texts_to_read(labelled, claims)
+        assert sum(counts) == measure.texts_to_read(labeled, claims)
 
 
 class AlwaysCalm:
@@ -91,9 +91,9 @@ class AlwaysCalm:
 
 def test_both_readers_and_their_disagreements_are_reported():
     texts = [Example("not breathing\nat all", 0), Example("a poem", 1)]
-    labelled = LabelledSet("two", texts)
+    labeled = LabeledSet("two", texts)
     report = measure.evaluate_predictor(
-        labelled, TwoLevels(), {}, Decision(), instant=AlwaysCalm()
+        labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm()
     ).report
     assert report["accuracy"] == 1.0
     assert report["baselines"][measure.INSTANT]["accuracy"] == 0.5
@@ -102,6 +102,6 @@ def test_both_readers_and_their_disagreements_are_reported():
     assert found["texts"] == [
         {"text": "not breathing at all", "level": 0, "network": 0, "instant": 1}
     ]
-    without = measure.evaluate_predictor(labelled, TwoLevels(), {}, Decision()).report
+    without = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision()).report
     assert without["disagreements"] is None and measure.INSTANT not in without["baselines"]
     assert "not breathing at all" in markdown(report)

@@ -30,7 +30,7 @@ def certain(level):
 
 
 @st.composite
-def labelled_rows(draw):
+def labeled_rows(draw):
     truth = draw(st.lists(st.integers(0, LEVELS - 1), min_size=1, max_size=30))
     weights = st.lists(st.integers(0, 9), min_size=LEVELS, max_size=LEVELS).filter(any)
     rows = [draw(weights) for _ in truth]
@@ -89,7 +89,7 @@ def test_precision_of_a_level_that_is_never_decided_is_undefined():
     assert figures["urgent_precision"] is None
 
 
-@given(labelled_rows())
+@given(labeled_rows())
 def test_level_figures_stay_within_their_range(case):
     truth, rows = case
     figures = level_figures(truth, rows, Decision())

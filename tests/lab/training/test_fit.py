@@ -5,7 +5,7 @@ from torch import nn
 from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.fit import average, fit, shared_with_neighbours
+from vllm_semantic_sched.lab.training.fit import average, fit, shared_with_neighbors
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
@@ -19,7 +19,7 @@ def test_average_lies_halfway() -> None:
 
 
 def test_a_label_shares_with_the_levels_beside_it() -> None:
-    shared = shared_with_neighbours(torch.tensor([0, 2, 3]), 4, 0.1)
+    shared = shared_with_neighbors(torch.tensor([0, 2, 3]), 4, 0.1)
     wanted = [[0.9, 0.1, 0.0, 0.0], [0.0, 0.05, 0.9, 0.05], [0.0, 0.0, 0.1, 0.9]]
     assert shared.allclose(torch.tensor(wanted))
 

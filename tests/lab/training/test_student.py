@@ -52,7 +52,7 @@ def small_bert(layers: int = 4) -> BertModel:
     return BertModel(config, add_pooling_layer=False).eval()
 
 
-def quantised(matrix: numpy.ndarray) -> tuple[bytes, numpy.ndarray]:
+def quantized(matrix: numpy.ndarray) -> tuple[bytes, numpy.ndarray]:
     """The 4-bit blocks of a matrix, and the values that they stand for."""
     blocks = matrix.reshape(-1, 32)
     scale = (numpy.abs(blocks).max(axis=1) / 7.0).astype("<f2")
@@ -110,7 +110,7 @@ def packed(bert: BertModel) -> tuple[bytes, dict[str, numpy.ndarray]]:
         array = value.numpy()
         matrix = array.ndim == 2 and "position" not in name and "token_type" not in name
         tensors[short_name(name)], values[name] = (
-            quantised(array) if matrix else (array.tobytes(), array)
+            quantized(array) if matrix else (array.tobytes(), array)
         )
     names = [name.encode() for name in tensors]
     at = len(data) + 4 + sum(2 + len(name) + 21 for name in names)

@@ -60,7 +60,7 @@ def test_cut_answer_never_lowers_an_estimate(history, seen, tokens, asked) -> No
 
 
 @given(histories, distributions, st.integers(1, 100_000))
-def test_answer_moves_the_expectation_towards_its_length(history, seen, tokens) -> None:
+def test_answer_moves_the_expectation_toward_its_length(history, seen, tokens) -> None:
     calibration = after(history)
     before = expected(calibration, seen)
     calibration.learn(seen, tokens, NO_LIMIT, AnswerEnd.STOPPED)

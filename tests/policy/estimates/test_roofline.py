@@ -12,7 +12,7 @@ from vllm_semantic_sched.policy.profile.roofline import (
     device_named,
     known_devices,
     nearest_device,
-    recognise,
+    recognize,
 )
 
 LLAMA = {
@@ -111,7 +111,7 @@ def test_parameters_are_those_of_the_model_cards(name, total, active, kv) -> Non
         ),
     ],
 )
-def test_quantisation(config, options, bits, eight) -> None:
+def test_quantization(config, options, bits, eight) -> None:
     model = shape(LLAMA | {"quantization_config": config}, **options)
     assert (model.weight_bytes, model.eight_bits) == (bits / 8, eight)
 
@@ -142,8 +142,8 @@ def test_configuration_of_a_multimodal_model_and_missing_numbers() -> None:
         ("NVIDIA T400 4GB", None),
     ],
 )
-def test_devices_are_recognised_by_the_names_of_drivers(driver, name) -> None:
-    found = recognise(driver)
+def test_devices_are_recognized_by_the_names_of_drivers(driver, name) -> None:
+    found = recognize(driver)
     assert (found and found.name) == name
 
 

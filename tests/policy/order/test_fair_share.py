@@ -27,7 +27,7 @@ charges = st.lists(
 
 
 @given(charges, st.sets(st.integers(0, 2)))
-def test_offsets_are_bounded_and_steer_towards_the_targets(charges, active) -> None:
+def test_offsets_are_bounded_and_steer_toward_the_targets(charges, active) -> None:
     share = FairShare(KNOBS, tiers(0.2, 0.3, 0.5))
     now, total = 0.0, 0.0
     for level, seconds, pause in charges:

@@ -93,16 +93,16 @@ def test_strict_levels_go_first_whatever_their_length() -> None:
     assert list(queue.ordered()) == [jobs[2], jobs[3], jobs[1], jobs[0]]
 
 
-def test_promoted_and_favoured_jobs_gain_weight() -> None:
+def test_promoted_and_favored_jobs_gain_weight() -> None:
     queue = WaitingQueue(
         default_rank,
         QueueRules(
             weights=WeightedLevels(factor=4.0), offset=lambda level: -1.0 if level == 4 else 0.0
         ),
     )
-    routine, favoured = fill(queue, (3, 1.0), (4, 0.9))
-    assert queue.peek() is favoured  # like a job of level 3
-    queue.remove(favoured)
+    routine, favored = fill(queue, (3, 1.0), (4, 0.9))
+    assert queue.peek() is favored  # like a job of level 3
+    queue.remove(favored)
     aged = make_job(4, aged=4.0)
     queue.push(aged, Rank(aged.effective_level, 50.0, aged.sequence))
     assert queue.peek() is routine  # aging counts only where it may overtake

@@ -37,16 +37,16 @@ class SemanticStatLogger(StatLoggerBase):
         # Skip a name that the table lacks: an exception here would end the API server.
         for name, labels, count in message["counters"]:
             if name in COUNTERS:
-                self._labelled(name, labels).inc(count)
+                self._labeled(name, labels).inc(count)
         for name, labels, counts, total in message["histograms"]:
             if self._through_ray:
                 bounds = HISTOGRAMS[name].buckets
-                observe_all(self._labelled(name, labels), bounds, dict(counts), total)
+                observe_all(self._labeled(name, labels), bounds, dict(counts), total)
             else:
-                _add(self._labelled(name, labels), counts, total)
+                _add(self._labeled(name, labels), counts, total)
         for name, labels, value in message["gauges"]:
             if name in GAUGES:
-                self._labelled(name, labels).set(value)
+                self._labeled(name, labels).set(value)
 
     def log_engine_initialized(self) -> None:
         pass
@@ -63,7 +63,7 @@ class SemanticStatLogger(StatLoggerBase):
         Names start `ray_semsched_` there."""
         cls._through_ray = True
 
-    def _labelled(self, name: str, labels: list[str]) -> Any:
+    def _labeled(self, name: str, labels: list[str]) -> Any:
         return self._metrics[name].labels(self._engine, *labels)
 
     @classmethod

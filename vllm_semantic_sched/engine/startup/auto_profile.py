@@ -18,7 +18,7 @@ from vllm_semantic_sched.policy.profile.roofline import (
     Roofline,
     device_named,
     nearest_device,
-    recognise,
+    recognize,
 )
 
 logger = logging.getLogger("vllm.semantic_sched")
@@ -51,7 +51,7 @@ def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> Engine
 def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple[Device, str]:
     """The engine's device, and the origin of its figures."""
     hardware = describe_hardware(config)
-    known = recognise(hardware.name)
+    known = recognize(hardware.name)
     if known is not None:
         return known, f"the peak figures of {known.name}"
     key = (hardware.kind, hardware.dtype, model.width, model.inner, model.weights)

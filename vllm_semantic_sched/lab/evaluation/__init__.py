@@ -1,1 +1,1 @@
-"""Measures predictors on labelled texts and explains single predictions."""
+"""Measures predictors on labeled texts and explains single predictions."""

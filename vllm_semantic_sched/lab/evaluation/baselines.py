@@ -58,11 +58,11 @@ def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
 
     Raises ValueError if the texts hold no words.
     """
-    levelled = [one for one in examples if one.level is not None]
+    leveled = [one for one in examples if one.level is not None]
     sized = [one for one in examples if one.output_tokens is not None]
     guessers: dict[str, Guesser] = {}
-    if len({one.level for one in levelled}) > 1:
-        guessers[TFIDF_LEVELS] = _levels_guesser(levelled)
+    if len({one.level for one in leveled}) > 1:
+        guessers[TFIDF_LEVELS] = _levels_guesser(leveled)
     if len(sized) > 1:
         guessers[TFIDF_LENGTHS] = _lengths_guesser(sized)
     return guessers

@@ -1,4 +1,4 @@
-"""Labelled texts: reads them from CSV files and from the data folder."""
+"""Labeled texts: reads them from CSV files and from the data folder."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class LabelledSet:
-    """Labelled texts that predictors are measured on.
+class LabeledSet:
+    """Labeled texts that predictors are measured on.
 
     Attributes:
         examples: the texts, each with a level, an output length, or both.
@@ -63,11 +63,11 @@ class LabelledSet:
 
 
 def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
-    """The labelled texts of a CSV, see `read_labelled_set`."""
-    return list(read_labelled_set(path, domain).examples)
+    """The labeled texts of a CSV, see `read_labeled_set`."""
+    return list(read_labeled_set(path, domain).examples)
 
 
-def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
+def read_labeled_set(path: Path, domain: Domain | None = None) -> LabeledSet:
     """Read a CSV with the columns text, level and/or output_tokens, and optionally kind; or all
     of a folder, one for each language, like `es.csv`.
 
@@ -89,7 +89,7 @@ def read_labelled_set(path: Path, domain: Domain | None = None) -> LabelledSet:
         groups["English and others"] = [
             "English" if language == "en" else "others" for language, _, _ in rows
         ]
-    return LabelledSet(path.name, [example for _, example, _ in rows], groups)
+    return LabeledSet(path.name, [example for _, example, _ in rows], groups)
 
 
 def write_examples(examples: Sequence[Example], path: Path) -> None:
@@ -100,7 +100,7 @@ def write_examples(examples: Sequence[Example], path: Path) -> None:
         writer.writerows((one.text, one.level, one.output_tokens) for one in examples)
 
 
-def builtin_set(name: str, root: Path | None) -> LabelledSet:
+def builtin_set(name: str, root: Path | None) -> LabeledSet:
     """A test set out of the data folder, one of `BUILTIN_SETS`.
 
     Raises:
@@ -111,12 +111,12 @@ def builtin_set(name: str, root: Path | None) -> LabelledSet:
     if name == "alpaca-eval":
         answered = list(alpaca_eval_answers(root))
         texts = [Example(one.text) for one in answered]
-        return LabelledSet(name, texts, answers=[one.output_tokens for one in answered])
+        return LabeledSet(name, texts, answers=[one.output_tokens for one in answered])
     if name == "nhamcs-test":
         visits = [visit for visit in triage_visits(root) if visit.split == "test"]
-        return LabelledSet(name, [Example(visit.text, visit.level) for visit in visits])
+        return LabeledSet(name, [Example(visit.text, visit.level) for visit in visits])
     if name == "ktas":
-        return LabelledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
+        return LabeledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
     if name == "dolly":
         pairs = list(instruction_pairs(root, ("dolly_3k.json",)))
     elif name == "alpaca-test":
@@ -126,7 +126,7 @@ def builtin_set(name: str, root: Path | None) -> LabelledSet:
         pairs = [pair for pair in both if pair.split == "test"]
     else:
         raise ValueError(f"{name!r} is not a built-in test set")
-    return LabelledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in pairs])
+    return LabeledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in pairs])
 
 
 def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | None]]:

@@ -1,4 +1,4 @@
-"""Measures predictors on labelled texts, with baselines and claims about the urgency."""
+"""Measures predictors on labeled texts, with baselines and claims about the urgency."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from vllm_semantic_sched.lab.evaluation.baselines import Guess, Guesser, constant_baselines
-from vllm_semantic_sched.lab.evaluation.examples import BUILTIN_SETS, Example, LabelledSet
+from vllm_semantic_sched.lab.evaluation.examples import BUILTIN_SETS, Example, LabeledSet
 from vllm_semantic_sched.lab.evaluation.metrics import (
     expected_tokens,
     group_figures,
@@ -138,7 +138,7 @@ def instant_guesser(reader: InstantReader) -> Guesser:
 
 
 def evaluate_predictor(
-    test_set: LabelledSet,
+    test_set: LabeledSet,
     predictor: TextPredictor,
     baselines: Mapping[str, Guesser],
     decision: Decision,
@@ -163,7 +163,7 @@ def evaluate_predictor(
     guess = guesser(texts)
     report = {
         "source": test_set.name,
-        "description": BUILTIN_SETS.get(test_set.name, "Labelled texts from a file."),
+        "description": BUILTIN_SETS.get(test_set.name, "Labeled texts from a file."),
         "model": model,
         "decision": decision.model_dump(mode="json"),
         **figures_of(test_set, guess, decision),
@@ -173,13 +173,13 @@ def evaluate_predictor(
             changed = decision.model_copy(update={"rule": rule})
             report[rule] = _level_part(test_set, guess, changed)
     report["groups"], report["reliability"] = {}, None
-    places, truth, rows = _levelled(test_set, guess)
+    places, truth, rows = _leveled(test_set, guess)
     if truth:
         report["reliability"] = reliability(truth, rows)
         decided = [decide_level(row, decision) for row in rows]
         for name, groups in test_set.groups.items():
-            levelled = [groups[place] for place in places]
-            report["groups"][name] = group_figures(levelled, truth, decided)
+            leveled = [groups[place] for place in places]
+            report["groups"][name] = group_figures(leveled, truth, decided)
     every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     report["baselines"] = {}
     report["disagreements"] = None
@@ -206,7 +206,7 @@ def disagreements(
 
     Returns:
         `share` of the texts, and `texts`: those with the largest differences, each with its `text`
-        (the beginning), `level` if labelled, and the levels by `network` and `instant`.
+        (the beginning), `level` if labeled, and the levels by `network` and `instant`.
     """
     rows = []
     for one, first, second in zip(
@@ -230,26 +230,26 @@ def disagreements(
     }
 
 
-def texts_to_read(test_set: LabelledSet, claims: bool) -> int:
+def texts_to_read(test_set: LabeledSet, claims: bool) -> int:
     """Number of texts that `evaluate_predictor` reads."""
     claimed = sum(one.level in (0, 4) for one in test_set.examples)
     rounds = len(CLAIMS) + 1 + ("language" in test_set.groups)
     return len(test_set.examples) + claims * rounds * claimed
 
 
-def figures_of(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+def figures_of(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
     """`level_figures` and `length_figures` of a guess, None where there is no label or guess."""
     levels = _level_part(test_set, guess, decision)
     return {"n": len(test_set.examples), **levels, **_length_part(test_set, guess)}
 
 
-def _level_part(test_set: LabelledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
-    _, truth, rows = _levelled(test_set, guess)
+def _level_part(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+    _, truth, rows = _leveled(test_set, guess)
     return level_figures(truth, rows, decision) if truth else {**_NO_LEVELS, "n_level": 0}
 
 
-def _levelled(
-    test_set: LabelledSet, guess: Guess
+def _leveled(
+    test_set: LabeledSet, guess: Guess
 ) -> tuple[list[int], list[int], list[Sequence[float]]]:
     """Place, true level and predicted probabilities of the texts that have the label."""
     rows = guess.urgency
@@ -260,7 +260,7 @@ def _levelled(
     return [*levels], [*levels.values()], [rows[place] for place in levels]
 
 
-def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
+def _length_part(test_set: LabeledSet, guess: Guess) -> dict[str, Any]:
     """Figures against the one answer of each text, or the mean of those against each model."""
     answers = _answers(test_set)
     if guess.tokens is None or not any(answers):
@@ -280,14 +280,14 @@ def _length_part(test_set: LabelledSet, guess: Guess) -> dict[str, Any]:
     return {"n_length": sum(map(bool, answers)), **means, "per_model": per_model}
 
 
-def _lengths(test_set: LabelledSet, guess: Guess) -> list[tuple[float, float]]:
+def _lengths(test_set: LabeledSet, guess: Guess) -> list[tuple[float, float]]:
     if guess.tokens is None:
         return []
     pairs = zip(_answers(test_set), guess.tokens, strict=True)
     return [(fmean(answers.values()), tokens) for answers, tokens in pairs if answers]
 
 
-def _answers(test_set: LabelledSet) -> Sequence[Mapping[str, int]]:
+def _answers(test_set: LabeledSet) -> Sequence[Mapping[str, int]]:
     """Per text, output tokens by answering model; "" is the model of a set with single answers."""
     if test_set.answers is not None:
         return test_set.answers

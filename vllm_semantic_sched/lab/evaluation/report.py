@@ -273,8 +273,8 @@ def confusion_picture(figures: Mapping[str, Any], path: Path) -> None:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for row, counts in enumerate(confusion):
         for column, count in enumerate(counts):
-            colour = "white" if shares[row][column] > 0.6 else "black"
-            axes.text(column, row, str(count), ha="center", va="center", color=colour)
+            shade = "white" if shares[row][column] > 0.6 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=shade)
     picture.savefig(path, dpi=130)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_semantic_sched.lab.evaluation.examples import Example, LabelledSet
+from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
 from vllm_semantic_sched.lab.evaluation.measure import figures_of, model_guesser
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
 from vllm_semantic_sched.lab.training.base import bucket_of
@@ -42,7 +42,7 @@ _TEXTS_PER_PASS = 64
 def calibrate(
     network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> None:
-    """Store in the configuration the temperature of each head that fits the labelled examples best;
+    """Store in the configuration the temperature of each head that fits the labeled examples best;
     leaves that of a head without labels.
 
     Best by the calibration error, on texts that people wrote: those that generators make are
@@ -214,5 +214,5 @@ def validation_figures(
     for name, examples in validation_parts(sources, seed, scale).items():
         guess = guesser([example.text for example in examples])
         decision = Decision(rule="most_likely")
-        figures[name] = figures_of(LabelledSet(name, examples), guess, decision)
+        figures[name] = figures_of(LabeledSet(name, examples), guess, decision)
     return figures

@@ -174,7 +174,7 @@ def _read_pieces(cursor: _Cursor) -> Pieces:
         blob[start:stop].decode("utf-8", "replace")
         for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     ]
-    # The table of normalised characters: `vocabulary` uses the standard one that it came from.
+    # The table of normalized characters: `vocabulary` uses the standard one that it came from.
     _, size = cursor.take("<iI")
     cursor.bytes(size)
     return Pieces(texts, scores, begin, end, pad, unknown)

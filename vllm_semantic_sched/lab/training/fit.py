@@ -120,7 +120,7 @@ def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> 
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
-    """Mean over the labelled rows of (rows, classes); 0 if there is none.
+    """Mean over the labeled rows of (rows, classes); 0 if there is none.
 
     Args:
         beside: share of a label that goes to the classes beside it.
@@ -130,11 +130,11 @@ def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
         return logits.sum() * 0.0
     logits, labels = logits[known].float(), labels[known]
     distance = ranked_probability_score(logits, labels)
-    targets = shared_with_neighbours(labels, logits.shape[1], beside) if beside else labels
+    targets = shared_with_neighbors(labels, logits.shape[1], beside) if beside else labels
     return functional.cross_entropy(logits, targets) + _DISTANCE_WEIGHT * distance
 
 
-def shared_with_neighbours(labels: Tensor, classes: int, share: float) -> Tensor:
+def shared_with_neighbors(labels: Tensor, classes: int, share: float) -> Tensor:
     """Labels as distributions (rows, classes), `share` of each in equal parts on the classes beside
     the label. There are at least two classes."""
     own = functional.one_hot(labels, classes).float()

@@ -80,7 +80,7 @@ def interface_sentences(language: str) -> list[str]:
     return list(sentences)
 
 
-def unlabelled_texts(
+def unlabeled_texts(
     written: Mapping[str, Sequence[str]], per_language: int, rng: random.Random
 ) -> dict[str, list[str]]:
     """About `per_language` texts of each language, shuffled.

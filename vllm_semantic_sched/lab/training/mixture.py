@@ -50,7 +50,7 @@ _FEWEST = 20  # records of a kind in a part
 _SOURCE_CODE = 500
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
-# Not Alpaca, whose licence forbids commercial use.
+# Not Alpaca, whose license forbids commercial use.
 _PROMPT_FILES = ("dolly_3k.json",)
 _COMPOSED = 8000
 _HARMLESS_OF_DOMAIN = 0.4
@@ -155,7 +155,7 @@ def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
     """
     if not domain.examples and not domain.wordings:
         raise ValueError(
-            "the domain has no sentences to train from; give it `examples`, or train on labelled "
+            "the domain has no sentences to train from; give it `examples`, or train on labeled "
             "messages"
         )
     rng = random.Random(seed)

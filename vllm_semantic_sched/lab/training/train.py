@@ -36,7 +36,7 @@ from vllm_semantic_sched.lab.training.fit import (
     average,
     fit,
 )
-from vllm_semantic_sched.lab.training.languages import unlabelled_texts
+from vllm_semantic_sched.lab.training.languages import unlabeled_texts
 from vllm_semantic_sched.lab.training.messages import everyday_prompt
 from vllm_semantic_sched.lab.training.mixture import (
     Sources,
@@ -67,7 +67,7 @@ TEST_FILE = "test.csv"
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _LEAST_TEXTS = 20
-# Beside the labelled texts, for the instant reader: it has no pretraining to fall back on.
+# Beside the labeled texts, for the instant reader: it has no pretraining to fall back on.
 _MOST_EVERYDAY = 5000
 _ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of other languages
 _ALIGNED_EPOCHS = 2
@@ -101,7 +101,7 @@ class Options:
 
 
 class FineTuned(NamedTuple):
-    """Outcome of training on labelled texts.
+    """Outcome of training on labeled texts.
 
     Attributes:
         tests: number of test texts.
@@ -191,15 +191,15 @@ def _aligned_student(
     it."""
     folder, rng = options.output / "encoder", random.Random(options.seed)
     packed = read_encoder(packed_file())
-    labelled = [one.text for one in _first_round(sources, options.seed, scale * _ALIGNED_SCALE)]
-    texts = unlabelled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
-    ids = chosen_pieces(packed.pieces, labelled, texts, _VOCABULARY)
+    labeled = [one.text for one in _first_round(sources, options.seed, scale * _ALIGNED_SCALE)]
+    texts = unlabeled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
+    ids = chosen_pieces(packed.pieces, labeled, texts, _VOCABULARY)
     save_tokenizer(piece_tokenizer(packed.pieces, ids), folder)
     tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
     teacher = packed.with_vocabulary(ids)
     student = student_of(teacher)
     prefix = tokenizer.encode([QUERY_PREFIX])[0][1:-1]
-    corpus = [*labelled, *itertools.chain.from_iterable(texts.values())]
+    corpus = [*labeled, *itertools.chain.from_iterable(texts.values())]
     align(student, teacher, tokenizer, prefix, corpus, seed=options.seed, epochs=_ALIGNED_EPOCHS,
           on_step=options.on_step)  # fmt: skip
     save_network(student, folder, folder, "fp16")
@@ -223,7 +223,7 @@ def _first_round(sources: Sources, seed: int, scale: float) -> list[Example]:
 def train_urgency(
     options: Options, domain_name: str, table: Path | None, count: int, test: Path | None
 ) -> FineTuned:
-    """Train the urgency head on labelled texts, or on the example sentences of a domain.
+    """Train the urgency head on labeled texts, or on the example sentences of a domain.
 
     Args:
         domain_name: what the levels mean: a shipped domain or a YAML file.
@@ -307,7 +307,7 @@ def _fine_tune(
             averaged with the base, whose calibration it keeps.
     """
     if len(examples) < _LEAST_TEXTS:
-        raise ValueError(f"{len(examples)} labelled texts; at least {_LEAST_TEXTS} are needed")
+        raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     training, validation, held_out = (
@@ -385,11 +385,11 @@ def _with_predictions(
     """The examples, each with the base's own prediction as the label of the head to keep."""
     predictor = TextPredictor.load(str(folder), threads)
     buckets = predictor.length_buckets
-    labelled = []
+    labeled = []
     for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
         if keep == "urgency":
             one = replace(one, level=likeliest(guess.urgency))
         elif guess.length is not None and buckets is not None:
             one = replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
-        labelled.append(one)
-    return labelled
+        labeled.append(one)
+    return labeled

@@ -20,16 +20,16 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 def chosen_pieces(
-    pieces: Pieces, labelled: Sequence[str], texts: Mapping[str, Sequence[str]], size: int
+    pieces: Pieces, labeled: Sequence[str], texts: Mapping[str, Sequence[str]], size: int
 ) -> list[int]:
     """Ids of the `size` pieces to keep, the special ones first.
 
     Every single character stays, so that no word of a known script is unknown, and every piece of
-    the labelled texts. The other places go to the languages in equal shares, each taking its most
+    the labeled texts. The other places go to the languages in equal shares, each taking its most
     frequent pieces.
 
     Args:
-        labelled: texts that the heads learn from.
+        labeled: texts that the heads learn from.
         texts: by language.
     """
     kept = dict.fromkeys(pieces.special)
@@ -44,7 +44,7 @@ def chosen_pieces(
             counts.update(encoding.ids)
         return [at for at, _ in counts.most_common()]
 
-    kept.update(dict.fromkeys(by_frequency(labelled)[: size - len(kept)]))
+    kept.update(dict.fromkeys(by_frequency(labeled)[: size - len(kept)]))
     ranked = [by_frequency(sample) for sample in texts.values()]
     # The first choice of every language, then the second of every language, and so on.
     ranks = heapq.merge(*([(rank, at) for rank, at in enumerate(one)] for one in ranked))

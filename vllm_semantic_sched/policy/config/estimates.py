@@ -14,13 +14,13 @@ from vllm_semantic_sched.policy.facts.section import Section
 class Hints(Section):
     """How far the scheduler trusts clients' hints about their own requests."""
 
-    urgency: Literal["honour", "cap", "ignore"] = Field(
-        "honour",
-        description="`vllm_xargs: {urgency: N}`: `honour` uses it, `cap` uses it but no more "
+    urgency: Literal["honor", "cap", "ignore"] = Field(
+        "honor",
+        description="`vllm_xargs: {urgency: N}`: `honor` uses it, `cap` uses it but no more "
         "urgent than `most_urgent_level`, `ignore` does not read it.",
     )
-    priority: Literal["honour", "cap", "ignore"] = Field(
-        "honour",
+    priority: Literal["honor", "cap", "ignore"] = Field(
+        "honor",
         description="vLLM's own `priority` field and the X-Vllm-Priority header, read as an "
         "urgency level when not 0 (vLLM cannot tell 0 from unset); same choices as `urgency`.",
     )

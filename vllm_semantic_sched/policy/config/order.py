@@ -117,7 +117,7 @@ class Deadlines(Section):
 class FairShareKnobs(Section):
     """Target shares of the engine's time (`tiers[].share`)."""
 
-    enabled: bool = Field(False, description="Steer towards the shares.")
+    enabled: bool = Field(False, description="Steer toward the shares.")
     window: float = Field(
         30.0, gt=0, description="Time constant in seconds of the exponential decay of past use."
     )

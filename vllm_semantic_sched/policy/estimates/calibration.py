@@ -39,7 +39,7 @@ class LengthCalibration:
     """Length buckets that follow finished requests.
 
     The expected length of a request is the sum of bucket probability times bucket mean, so the
-    means are the weights of a linear model. The normalised least-mean-squares rule fits them to
+    means are the weights of a linear model. The normalized least-mean-squares rule fits them to
     observed lengths in O(buckets) per finished request. Each mean takes a part of the error in
     proportion to itself, plus more if its bucket is probable. The result is projected onto
     non-decreasing positive means, and each edge keeps its relative place between its two means.

@@ -27,7 +27,7 @@ def expected_output_tokens(
     """Output tokens, given that more than `generated`, at least `shortest` and at most `limit`
     will come.
 
-    Buckets that the request has outlived drop out and the rest is renormalised: the request
+    Buckets that the request has outlived drop out and the rest is renormalized: the request
     moves on to the next bucket (the supervisor of S3, Jin et al. 2023). A request that has not
     reached `shortest` has outlived none, because it was not free to end.
 

@@ -155,7 +155,7 @@ def _corners(held: int, profile: EngineProfile, retention: Retention, host: Host
     if not host.all_or_nothing:
         stall = retention.max_stall * profile.gamma2 - profile.load_start
         longest = max(0, int(stall / profile.beta_load)) // block
-        # Neighbouring blocks as well, because of rounding.
+        # Neighboring blocks as well, because of rounding.
         for blocks in (1, longest - 1, longest, longest + 1, longest + 2):
             corners.add(start + blocks * block)
     return {end for end in corners if start <= end <= most}

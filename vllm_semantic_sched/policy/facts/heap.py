@@ -22,7 +22,7 @@ class AddressableHeap(Generic[T]):
     """Min-heap of items under keys that stay frozen while they are stored.
 
     Removal leaves a dead entry in place. Dead entries are dropped when they reach the top, or
-    together when they outnumber the live ones, so every operation is O(log n) amortised. Items
+    together when they outnumber the live ones, so every operation is O(log n) amortized. Items
     under equal keys leave in the order of their pushes and are never compared.
     """
 

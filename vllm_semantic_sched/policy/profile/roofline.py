@@ -3,7 +3,7 @@
 A step takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline
 model: Williams et al., CACM 2009). No engine has to run: the result is the default profile of a
 server, and serves for machines that one does not have. `ProfileScale` corrects it by measured
-steps. Communication between devices is not modelled.
+steps. Communication between devices is not modeled.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ModelShape:
         shared = expert * _number(config, "n_shared_experts", default=0)
         shared += _number(config, "shared_expert_intermediate_size", default=0) * width * matrices
         kinds = config.get("layer_types") or ()
-        scheme = _quantisation(
+        scheme = _quantization(
             config.get("quantization_config") or whole.get("quantization_config"), quantization
         )
         stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
@@ -352,7 +352,7 @@ def device_named(name: str) -> Device:
     raise PolicyError(f"device {name!r} is not known.{hint} Known: {', '.join(names)}")
 
 
-def recognise(driver_name: str) -> Device | None:
+def recognize(driver_name: str) -> Device | None:
     """The device that a driver reports under this name (`NVIDIA H100 80GB HBM3`); None if it is
     not in devices.yaml."""
     words = {
@@ -416,9 +416,9 @@ def _latent_attention(
     return parameters, latent + rope, nope + rope
 
 
-def _quantisation(config: Any, option: str | None) -> tuple[int, bool] | None:
+def _quantization(config: Any, option: str | None) -> tuple[int, bool] | None:
     """Bits per weight, and whether activations have 8 bits as well; None if the model is not
-    quantised."""
+    quantized."""
     config = config if isinstance(config, Mapping) else {}
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')} {option or ''}"
     method = method.lower()
