@@ -7,7 +7,6 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
-from vllm_semantic_sched.policy.step import EngineView
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.replica import make_engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
@@ -19,24 +18,28 @@ PROFILE = load_profile("a100-qwen1.5-4b")
 Choose = Callable[[Engine], Sequence[Job] | None]
 
 
-def hold_by(engine: Engine, choose: Choose, place: int | None = None) -> None:
+def hold_by(engine: Engine, choose: Choose, before: str | None = None) -> None:
     """Add a part to the engine's steps that holds the jobs of a fake policy.
 
     Args:
         choose: returns the jobs to hold; None: it does not call `hold`.
-        place: of the part among the others; None: the last.
+        before: name of the part that comes next; None: it is the last.
     """
+    step = engine.step
+    guarded = step._guarded
 
-    def part(view: EngineView) -> None:
-        jobs = choose(engine)
-        if jobs is not None:
-            engine.hold(jobs)
+    def with_part(doing: str, part: Any, *args: Any) -> Any:
+        name = part.__name__
+        result = guarded(doing, part, *args) if name != before else None
+        if name == before or (before is None and name == "_limit_prefills"):
+            jobs = choose(engine)
+            if jobs is not None:
+                engine.hold(jobs)
+        return guarded(doing, part, *args) if name == before else result
 
-    parts = list(engine.step.parts)
-    parts.insert(len(parts) if place is None else place, ("holding", part))
-    engine.step.parts = tuple(parts)
+    step._guarded = with_part  # type: ignore[method-assign]
     # No step repeats the last one here: what the part decides is no change to the core.
-    engine.step.repeats = lambda view: False  # type: ignore[method-assign]
+    step.repeats = lambda view: False  # type: ignore[method-assign]
 
 
 def drive(

@@ -2,7 +2,7 @@
 
 import itertools
 
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource, Seat
 
 _sequence = itertools.count()
 
@@ -26,3 +26,28 @@ def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:
     """Advance the core by one step without an engine, and revise estimates."""
     core.tick()
     return core.revise(observe, now)
+
+
+def seated(job: Job) -> Job:
+    """The job, with a seat that holds nothing yet."""
+    job.seat = Seat(blocks=0)
+    return job
+
+
+class FreeingView:
+    """Running jobs of which each frees so many blocks, for nothing."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+
+    def is_ready(self, job: Job) -> bool:
+        return True
+
+    def needed_blocks(self, job: Job) -> int:
+        return 0
+
+    def freeable_blocks(self, job: Job) -> int | None:
+        return self._blocks
+
+    def preemption_seconds(self, job: Job) -> float:
+        return 0.0

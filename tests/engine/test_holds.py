@@ -10,7 +10,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.order.protection import WINDOW
+from vllm_semantic_sched.policy.order.protection import WINDOW, Protection
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 # So much worth that all who may be held are held, until the price is paid.
@@ -43,6 +43,11 @@ def take_time(scheduler) -> list[float]:
     now = [0.0]
     scheduler.clock.seconds = lambda: now[0]
     return now
+
+
+def set_price(protection: Protection, price: float) -> None:
+    protection.knobs = protection.knobs.model_copy(update={"price": price})
+    protection.budget.price = price
 
 
 def test_others_keep_their_seats_and_wait_until_the_urgent_one_is_done(build) -> None:
@@ -146,7 +151,7 @@ def test_holds_stay_within_their_price(build) -> None:
     price, seconds = 5e-4, 0.25
     scheduler = build(max_num_seqs=2)
     protection = scheduler.core.protection
-    protection.adopt(protection.knobs.model_copy(update={"price": price}))
+    set_price(protection, price)
     now = take_time(scheduler)
     add(scheduler, "other", 3, output_tokens=2000)
     add(scheduler, "urgent", 0, output_tokens=2000)
@@ -192,8 +197,7 @@ def test_stream_ahead_of_its_reader_is_held_first(build, pace, held) -> None:
     # Pays for one request to sit out a step of three, not for two.
     lost_in_a_step = load_profile(PROFILE).batch_terms.step / 3
     protection = scheduler.core.protection
-    knobs = {"price": 1.5 * lost_in_a_step / WINDOW}
-    protection.adopt(protection.knobs.model_copy(update=knobs))
+    set_price(protection, 1.5 * lost_in_a_step / WINDOW)
     add(scheduler, "ahead", 1)
     add(scheduler, "other", 2)
     for _ in range(5):

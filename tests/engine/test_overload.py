@@ -108,7 +108,7 @@ def test_requests_that_cannot_receive_a_refusal_are_not_refused(build) -> None:
 
 def test_request_is_admitted_when_admission_raises(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
-    scheduler.overload.arrive = lambda *args: 1 / 0
+    scheduler.core.overload.admit = lambda *args: 1 / 0
     add(scheduler, "a", "b", "c")
     while scheduler.get_num_unfinished_requests():
         assert step(scheduler) == {}
@@ -183,9 +183,9 @@ def test_every_request_ends_exactly_once_under_random_traffic(build, async_sched
                 break
             one_step(0.05)
         assert not scheduler.requests and not scheduler.jobs
-        account, load = scheduler.overload.account, scheduler.overload.load
+        account, load = scheduler.core.overload.account, scheduler.core.overload.load
         assert not account.all.requests and not sum(load.outstanding())
-        assert not len(scheduler.overload.dedup)
+        assert not len(scheduler.core.overload.dedup)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert scheduler.counters.total("policy_errors") == 0

@@ -13,7 +13,6 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.stage import StageLimits
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -36,8 +35,7 @@ class ReplayEngine(Engine):
         core = SchedulingCore(policy, profile, BUCKETS, clock=lambda: self._now)
         capacity = EngineCapacity(recording.seats, recording.blocks, recording.block_size)
         core.set_capacity(capacity)
-        overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
-        core.lifecycle.listeners += [overload, log]
+        core.lifecycle.listeners.append(log)
         host = None
         if recording.host_blocks is not None:
             host = BlockPool(recording.host_blocks, recording.block_size)
@@ -48,7 +46,6 @@ class ReplayEngine(Engine):
             seats=recording.seats,
             token_budget=recording.token_budget,
             host=host,
-            overload=overload,
         )
         self._log = log
         self._jobs: dict[str, Job] = {}
@@ -194,11 +191,11 @@ class ReplayEngine(Engine):
         return self._here.progress[job.request_id][0]
 
 
-def replay(recording: Recording, exchanged: tuple[int, int] | None = None) -> list[list[Decision]]:
+def replay(recording: Recording, exchanged: tuple[str, str] | None = None) -> list[list[Decision]]:
     """The decisions of the simulator's path after each event of a recording.
 
     Args:
-        exchanged: places of two parts of the step whose order is exchanged.
+        exchanged: names of two parts of the step whose order is exchanged.
     """
     log = DecisionLog()
     engine = ReplayEngine(recording, log)
@@ -216,7 +213,16 @@ def replay(recording: Recording, exchanged: tuple[int, int] | None = None) -> li
     return decisions
 
 
-def _exchange(step: SchedulingStep, first: int, second: int) -> None:
-    parts = list(step.parts)
-    parts[first], parts[second] = parts[second], parts[first]
-    step.parts = tuple(parts)
+def _exchange(step: SchedulingStep, first: str, second: str) -> None:
+    """Each of the two parts runs when the other should."""
+    guarded = step._guarded
+    parts = {first: getattr(step, first), second: getattr(step, second)}
+
+    def exchanged(doing: str, part: Any, *args: Any) -> Any:
+        name = part.__name__
+        if name in parts:
+            part = parts[second if name == first else first]
+            args = (args[0], False)[: part.__code__.co_argcount - 1]
+        return guarded(doing, part, *args)
+
+    step._guarded = exchanged  # type: ignore[method-assign]

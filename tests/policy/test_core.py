@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import step
+from jobs import FreeingView, step
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -129,7 +129,7 @@ def test_only_more_urgent_jobs_preempt(base: str, worth: bool) -> None:
     assert core.eviction.worth_preempting(urgent) is worth
     assert not core.eviction.worth_preempting(arrive(core, "c", 4))
     if worth:
-        assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+        assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
 
 
 def test_number_of_preemptions_is_bounded() -> None:
@@ -139,11 +139,11 @@ def test_number_of_preemptions_is_bounded() -> None:
     core.waiting.remove(urgent)
     for _ in range(core.policy.preemption.max_per_request):
         core.start(core.waiting.pop())
-        assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
+        assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
         core.preempt(routine, core.plan_preemption(routine))
         core.enqueue(routine, core.waiting)
     core.start(core.waiting.pop())
-    assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == []
+    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == []
 
 
 def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
@@ -153,8 +153,8 @@ def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     core.start(core.waiting.pop())
     core.start(core.waiting.pop())
     urgent = arrive(core, "urgent", 0)
-    assert core.eviction.victims_for(urgent, Need(1, 0), 8, lambda job: 0) == [routine]
-    assert core.eviction.victims_for(urgent, Need(2, 0), 8, lambda job: 0) == []
+    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
+    assert core.eviction.victims_for(urgent, Need(2, 0), FreeingView(0)) == []
     assert batch in core.running
 
 
@@ -254,11 +254,11 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
     seat(core, urgent)
     assert core.eviction.wants_room == core.eviction.worth_preempting(short) == yields
     need = Need(seats=1, blocks=0)
-    chosen = core.eviction.victims_for(short, need, 8, lambda job: 1)
+    chosen = core.eviction.victims_for(short, need, FreeingView(1))
     assert [job.request_id for job in chosen] == ["long as well"] * yields
     for job in running:
         job.preemptions = 1
-    assert core.eviction.victims_for(short, need, 8, lambda job: 1) == []
+    assert core.eviction.victims_for(short, need, FreeingView(1)) == []
 
 
 def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
@@ -271,7 +271,7 @@ def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
         assert not core.eviction.worth_preempting(job) and not core.eviction.wants_room
     urgent = of_length(core, "urgent", 400, urgency=1)
     assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)
-    assert core.eviction.victims_for(urgent, need, 8, lambda job: 1) == [running]
+    assert core.eviction.victims_for(urgent, need, FreeingView(1)) == [running]
     assert list(core.waiting.ordered()) == [urgent, unread, routine]
 
 
@@ -371,14 +371,14 @@ def test_provisional_level_preempts_as_far_as_it_is_probable(
     core.start(core.waiting.pop())
     job = glance(core, "urgent", provisional)
     assert job.level == 0
-    victims = core.eviction.victims_for(job, Need(1, 0), 8, lambda one: 1)
+    victims = core.eviction.victims_for(job, Need(1, 0), FreeingView(1))
     assert core.eviction.worth_preempting(job) == preempts
     if preempts:
         assert victims == [victim]
     assert core.eviction.held_back(job) == (not preempts)
     core.predicted(job, provisional)  # read: its level is final
     assert core.eviction.worth_preempting(job)
-    assert core.eviction.victims_for(job, Need(1, 0), 8, lambda one: 1) == [victim]
+    assert core.eviction.victims_for(job, Need(1, 0), FreeingView(1)) == [victim]
 
 
 def test_cap_on_top_levels_counts_a_corrected_request_once() -> None:
@@ -392,7 +392,7 @@ def test_cap_on_top_levels_counts_a_corrected_request_once() -> None:
     third = glance(core, "c", SURE, tenant="acme")
     assert third.level == 1  # two have the top level
     core.predicted(third, SURE)
-    assert third.level == 1 and core.fairness.top_levels.count == 1
+    assert third.level == 1 and core.seating.top_levels.count == 1
     core = make_core(**cap)
     for name in "abcd":  # misread ones give their place back
         job = glance(core, name, SURE, tenant="acme")

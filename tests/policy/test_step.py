@@ -18,6 +18,7 @@ PARTS = [
     "revising estimates",
     "ending what waited too long",
     "keeping reservations",
+    "looking for decisions",
     "making room for urgent requests",
     "holding less urgent requests",
     "limiting prefills",
@@ -38,28 +39,48 @@ def arrive(core, engine, index: int, urgency: int | None = None, prediction=None
     return run
 
 
-def test_parts_run_in_order_and_an_error_skips_only_its_part() -> None:
+def test_parts_run_in_order_and_an_error_skips_only_its_part(monkeypatch) -> None:
     core, engine = make_world({}, seats=2)
     failed: list[str] = []
-    step = SchedulingStep(core, on_error=failed.append)
-    assert [doing for doing, _ in step.parts] == PARTS
     ran: list[str] = []
+    step = SchedulingStep(core)
+    guarded = step._guarded
 
-    def watched(doing: str):
-        def part(view) -> None:
-            ran.append(doing)
-            if doing == "revising estimates":
-                raise RuntimeError("broken")
+    def watched(doing: str, part, *args):
+        ran.append(doing)
+        return guarded(doing, part, *args)
 
-        return part
+    def broken(*args):
+        raise RuntimeError("broken")
 
-    step.parts = tuple((doing, watched(doing)) for doing in PARTS)
+    monkeypatch.setattr(step, "_guarded", watched)
+    monkeypatch.setattr(step, "_revise_estimates", broken)
+    with pytest.raises(RuntimeError):
+        step.run(engine)
+    ran.clear()
+    core.on_error = failed.append
     step.run(engine)
     assert ran == PARTS and failed == ["revising estimates"]
-    with pytest.raises(RuntimeError):
-        step_that_raises = SchedulingStep(core)
-        step_that_raises.parts = step.parts
-        step_that_raises.run(engine)
+
+
+@pytest.mark.parametrize(
+    "question", ["is_quiet", "repeats", "_has_nothing_to_decide", "_watches_holds"]
+)
+def test_asking_about_a_step_changes_nothing(question) -> None:
+    core, engine = make_world({"protect": {"level": 0}}, seats=1)
+    arrive(core, engine, 0, urgency=4)
+    arrive(core, engine, 1, urgency=0)
+    engine.begin_step(0.0)
+    step = engine.step
+    before = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
+    for _ in range(2):
+        answer = getattr(step, question)
+        if question == "_watches_holds":
+            answer()
+        elif question != "is_quiet":
+            answer(engine)
+    after = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
+    assert after == before
 
 
 def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:

@@ -141,7 +141,7 @@ def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> 
         assert len(engine.running) == engine.seats  # work conserving
 
     drive(policy, saturate(len(shares), 2500), watch, until=60.0, seats=8)
-    share = seen["core"].fairness.fair_share
+    share = seen["core"].seating.fair_share
     assert all(seen["core"].waiting.queue(level) for level in range(len(shares)))
     assert sum(share.served) == pytest.approx(seen["now"], rel=0.05)
     for served, target in zip(share.served, share.targets, strict=True):

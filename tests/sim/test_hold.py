@@ -21,13 +21,13 @@ from vllm_semantic_sched.sim.sections import EngineModel
 class World:
     """An engine, its clock and its requests."""
 
-    def __init__(self, choose: Choose, place: int | None = None, **engine: Any) -> None:
+    def __init__(self, choose: Choose, before: str | None = None, **engine: Any) -> None:
         policy = parse_policy({"predictor": {"enabled": False}})
         self.now = 0.0
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
         self.engine = make_engine(self.core, EngineModel(**engine), PROFILE, keep_seats=True)
         self.runs: list[Run] = []
-        hold_by(self.engine, choose, place)
+        hold_by(self.engine, choose, before)
 
     def add(self, level: int, prompt: int, output: int) -> Run:
         index = len(self.runs)
@@ -146,7 +146,7 @@ def test_held_prefill_gets_no_chunk() -> None:
 def test_held_request_can_be_preempted_and_comes_back_whole(swap) -> None:
     holding: list[Job] = []
     world = World(
-        lambda engine: list(holding), place=0, seats=2, kv_blocks=60, block_size=4, swap=swap
+        lambda engine: list(holding), before="tick", seats=2, kv_blocks=60, block_size=4, swap=swap
     )
     first, second = world.add(1, 8, 40), world.add(4, 8, 40)
     for _ in range(3):
@@ -239,11 +239,11 @@ class Naive:
     block_size=st.sampled_from([1, 4, 16]),
     budget=st.sampled_from([8, 64]),
     swap=st.booleans(),
-    place=st.sampled_from([0, 5, None]),
+    before=st.sampled_from(["tick", "_make_room", None]),
     share=st.sampled_from([0.1, 0.5, 0.9]),
 )
 def test_random_holds_agree_with_a_count_of_each_request(
-    seed, kind, blocks, block_size, budget, swap, place, share
+    seed, kind, blocks, block_size, budget, swap, before, share
 ) -> None:
     draw = random.Random(seed)
     held: set[Job] = set()
@@ -263,7 +263,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
 
     size = block_size if blocks is not None else 16
     world = World(
-        choose, place, kind=kind, seats=4, kv_blocks=blocks, block_size=size,
+        choose, before, kind=kind, seats=4, kv_blocks=blocks, block_size=size,
         token_budget=budget, swap=swap,
     )  # fmt: skip
     naive = Naive(world.engine, size, blocks is not None)

@@ -133,9 +133,8 @@ def engine_parts(keys: Keys) -> tuple[SchedulingCore, OverloadControl]:
     core = SchedulingCore(policy, load_profile("default"))
     capacity = EngineCapacity(8, 1000, 16)
     core.set_capacity(capacity)
-    control = OverloadControl(policy, core.estimates, core.holdings, capacity)
-    core.lifecycle.listeners.append(control)
-    return core, control
+    assert core.overload is not None
+    return core, core.overload
 
 
 def measured_promises(keys: Keys) -> Any:
@@ -171,7 +170,7 @@ def superseded(keys: Keys) -> Any:
         job = core.arrive(core.draft(name, 10, 100, core.read_hints({}, 0), False), 0.0)
         core.enqueue(job, core.waiting)
         key = "page 7" if core.policy.dedup.enabled else None  # as the engine reads it
-        ended += control.arrive(job, 0.0, lambda: 0, key, name)
+        ended += control.admit(job, 0.0, lambda: 0, key, name)
     return [(job.request_id, refusal.code) for job, refusal in ended]
 
 

@@ -6,9 +6,6 @@ import logging
 from types import TracebackType
 from typing import Protocol
 
-from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import Listener, Transition
-
 
 class ErrorCounter(Protocol):
     """Counts errors, as `engine.metrics.counters.Counters` does."""
@@ -73,32 +70,3 @@ class GuardedBlock:
             return False
         self._guard.failed(self._doing)
         return True
-
-
-class GuardedListener:
-    """Passes events to a listener and keeps its exceptions from the core."""
-
-    def __init__(self, listener: Listener, guard: Guard) -> None:
-        self._listener = listener
-        self._guard = guard
-
-    def moved(self, transition: Transition) -> None:
-        """Pass a transition on."""
-        try:
-            self._listener.moved(transition)
-        except Exception:
-            self._guard.failed("recording a transition")
-
-    def first_token(self, job: Job) -> None:
-        """Pass a first token on."""
-        try:
-            self._listener.first_token(job)
-        except Exception:
-            self._guard.failed("recording a first token")
-
-    def held(self, job: Job, seconds: float) -> None:
-        """Pass the end of a hold on."""
-        try:
-            self._listener.held(job, seconds)
-        except Exception:
-            self._guard.failed("recording a hold")

@@ -1,13 +1,17 @@
-"""Saves victims' KV to the host pool, loads it again, and counts what preemptions cost."""
+"""Preempts running requests, saves their KV to the host pool and loads it again, and counts what
+that costs."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.vllm_api import (
     Request,
     Scheduler,
@@ -16,6 +20,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     free_blocks_at_once,
     free_kv_blocks,
     has_one_block_table,
+    preempt,
     prefix_cached_blocks,
     tokens_with_kv,
     total_kv_blocks,
@@ -49,7 +54,8 @@ class _Returning:
 
 
 class Preemptions:
-    """Carries out preemption plans and counts what they cost.
+    """Preempts requests as planned, for the policy and where vLLM does by itself, and counts what
+    that costs.
 
     Without a usable swap connector every plan recomputes; the reason is logged once, at start.
 
@@ -61,11 +67,14 @@ class Preemptions:
         self,
         scheduler: Scheduler,
         core: SchedulingCore,
+        endings: Endings,
         counters: Counters,
         logger: logging.Logger,
     ) -> None:
         self._scheduler = scheduler
         self._core = core
+        self._endings = endings
+        self._reason = "kv_shortage"  # what vLLM itself preempts for
         self._counters = counters
         self.connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
@@ -104,12 +113,37 @@ class Preemptions:
         room = self._host_room(request, job.computed) if keep else None
         return self._core.plan_preemption(job, room, can_drop=keep)
 
-    def preempt(self, job: Job, request: Request, keep: bool, reason: str) -> PreemptionPlan:
-        """Plan a preemption and begin it, while the request still holds its blocks.
+    def evict(self, request: Request, reason: str) -> None:
+        """Preempt a running request between two steps.
+
+        Args:
+            reason: recorded in the lifecycle (`policy.lifecycle.Transition`), a value of the label
+                `reason` of `semsched:preemptions_total`.
+        """
+        self._endings.defer()
+        try:
+            with self.because(reason):
+                preempt(self._scheduler, request)
+        finally:
+            self._endings.end_deferred()
+        if reason == "urgent":
+            self._counters.add("admission_preemptions")
+
+    @contextmanager
+    def because(self, reason: str) -> Iterator[None]:
+        """While inside, whatever vLLM preempts is preempted for this reason."""
+        before, self._reason = self._reason, reason
+        try:
+            yield
+        finally:
+            self._reason = before
+
+    def begin(self, job: Job, request: Request, keep: bool) -> PreemptionPlan:
+        """Plan the preemption that vLLM is about to carry out, and begin it while the request
+        still holds its blocks.
 
         Args:
             keep: whether its KV may be used later.
-            reason: recorded in the lifecycle (`policy.lifecycle.Transition`).
 
         Returns:
             The plan carried out: one that keeps nothing if the host pool is full.
@@ -123,7 +157,7 @@ class Preemptions:
             if not self.connector.save(request, plan.on_device, end, size):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add
-        if self._core.preempt(job, plan, reason):
+        if self._core.preempt(job, plan, self._reason):
             count("thrashing")
         count("preempted_tokens", count=held)
         if plan.saved:

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
-from vllm_semantic_sched.engine.guard import Guard, GuardedListener
+from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
@@ -43,7 +43,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     attach_message,
     let_prefills_run,
-    preempt,
     replace_queues,
     shares_host,
     watch_new_requests,
@@ -54,7 +53,6 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
@@ -106,15 +104,17 @@ class SemanticScheduler(HookedScheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self.counters = Counters()
         self.clock = ServiceClock()
+        self.step_clock = StepClock()
         self.jobs: dict[str, Job] = {}
         self.guard = Guard(self.counters, logger)
-        self.core = core = SchedulingCore(policy, profile, clock=self.clock)
+        self.core = core = SchedulingCore(
+            policy, profile, clock=self.clock, on_error=self.guard.failed
+        )
         self._request_metrics = RequestMetrics(core, self.counters)
         self._event_log = self._open_event_log(core)
         if self._event_log is not None:
-            core.lifecycle.listeners.append(GuardedListener(self._event_log, self.guard))
-        core.lifecycle.later_listeners.append(GuardedListener(self._request_metrics, self.guard))
-        self._preempting_for = "kv_shortage"  # what vLLM itself preempts for
+            core.lifecycle.listeners.append(self._event_log)
+        core.lifecycle.later_listeners.append(self._request_metrics)
         # self.running is kept sorted, so the tail, where vLLM takes its victims, is the least
         # urgent request.
         replace_queues(
@@ -122,39 +122,33 @@ class SemanticScheduler(HookedScheduler):
             SemanticRequestQueue(core, self.jobs, core.waiting, self.guard),
             SemanticRequestQueue(core, self.jobs, core.new_queue(), self.guard),
         )
+        core.set_capacity(engine_capacity(self), 1 + self.num_spec_tokens)
         self._endings = Endings(self)
-        capacity = engine_capacity(self)
-        core.set_capacity(capacity, 1 + self.num_spec_tokens)
-        self.overload = OverloadControl(policy, core.estimates, core.holdings, capacity)
-        core.lifecycle.later_listeners.append(GuardedListener(self.overload, self.guard))
-        core.adopters.append(self.overload)
         self._clients = ClientRequests(self.refuse, self.counters, logger)
-        self.step_clock = StepClock()
-        self.preemptions = Preemptions(self, core, self.counters, logger)
+        self.preemptions = Preemptions(self, core, self._endings, self.counters, logger)
         self.predictions = PredictionFeed(
             *(core, self.jobs, self.structured_output_manager, self.counters, logger),
             # vLLM starts all engines of a server from one process.
             group=str(os.getppid()) if shares_host(vllm_config) else None,
         )
         self.arrivals = Arrivals(core, self.predictions, self.jobs.__contains__, self.can_refuse)
-        self.step = SchedulingStep(core, self.overload, on_error=self.guard.failed)
+        self.step = SchedulingStep(core)
         self.view = VllmView(
-            self,
-            core,
-            self.jobs,
-            self.clock,
-            self.guard,
+            *(self, core, self.jobs, self.clock, self.guard),
             predictions=self.predictions.take,
-            plan=self.preemptions.plan,
-            evict=self.evict,
+            preemptions=self.preemptions,
             end=self._clients.end,
         )
         self.live_policy = LivePolicy(core, self._reload, self.counters, logger)
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
+        self._report_settings(policy, profile)
+
+    def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
-        if core.protection.enabled and (reason := why_no_holds(vllm_config)) is not None:
-            core.protection.unsafe = True
+        protection = self.core.protection
+        if protection.enabled and (reason := why_no_holds(self.vllm_config)) is not None:
+            protection.unsafe = True
             logger.warning("Semantic scheduling: protect is off, because of %s.", reason)
         if policy.profile != AUTO:
             for doubt in profile.doubts(self.max_model_len):
@@ -192,7 +186,7 @@ class SemanticScheduler(HookedScheduler):
             with self.guard("taking in admitted requests"):
                 self._take_in_admitted()
             with self.guard("ending requests"):
-                self._endings.release()
+                self._endings.end_deferred()
             self.counters.observe("schedule_seconds", time.perf_counter() - begin)
         if not output.total_num_scheduled_tokens:
             self.core.protection.achieved_nothing()
@@ -218,13 +212,10 @@ class SemanticScheduler(HookedScheduler):
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._preempting_for = self._preempting_for, "reset"
         with self.guard("dropping host copies"):
             self.preemptions.lose_copies(self.jobs)
-        try:
+        with self.preemptions.because("reset"):
             return super().reset_prefix_cache(*args, **kwargs)
-        finally:
-            self._preempting_for = before
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
         """End a waiting or running request with a code that its client gets to see. May be called
@@ -275,15 +266,14 @@ class SemanticScheduler(HookedScheduler):
     # Hooks of HookedScheduler
 
     def before_step(self) -> None:
-        self.step.run(self.view)
-        if self.step.protected_prefill:
+        if self.step.run(self.view).protected_prefill:
             let_prefills_run(self)
-        self._endings.hold()
+        self._endings.defer()
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
             job = self.jobs[request.request_id]
-            plan = self.preemptions.preempt(job, request, keep_kv, self._preempting_for)
+            plan = self.preemptions.begin(job, request, keep_kv)
             if plan.kind is PreemptionKind.DROP:
                 self.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
@@ -314,22 +304,6 @@ class SemanticScheduler(HookedScheduler):
         if self.live_policy.loaded is not None:
             with self.guard("adopting a policy"):
                 self.live_policy.adopt()
-
-    def evict(self, request: Request, reason: str) -> None:
-        """Preempt a running request between two steps.
-
-        Args:
-            reason: a value of the label `reason` of `semsched:preemptions_total`.
-        """
-        self._preempting_for = reason
-        self._endings.hold()
-        try:
-            preempt(self, request)
-        finally:
-            self._preempting_for = "kv_shortage"
-            self._endings.release()
-        if reason == "urgent":
-            self.counters.add("admission_preemptions")
 
     def _take_in_admitted(self) -> None:
         """vLLM appends what it admits to self.running; move those to their place."""
@@ -371,7 +345,7 @@ class SemanticScheduler(HookedScheduler):
             self._event_log.report(self.counters)
         gauges = {
             **self._request_metrics.gauges(),
-            **report_overload(self.overload, core.policy.tier_names),
+            **report_overload(core),
             **self.predictions.gauges(),
             **report_fairness(core, self.counters),
             **self.preemptions.gauges(),

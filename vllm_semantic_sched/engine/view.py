@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.vllm_api import (
     PauseState,
     Request,
@@ -29,7 +30,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     watermark_blocks,
 )
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import PreemptionPlan
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -59,8 +59,7 @@ class VllmView:
         clock: seconds during which the engine was serving.
         guard: keeps an error from losing a running request.
         predictions: those that have arrived since the last call.
-        plan: what preempting a running request would do.
-        evict: preempts a running request, for a reason.
+        preemptions: plans them and carries them out.
         end: ends a job without its answer.
     """
 
@@ -73,16 +72,14 @@ class VllmView:
         guard: Guard,
         *,
         predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]],
-        plan: Callable[[Job, Request], PreemptionPlan],
-        evict: Callable[[Request, str], None],
+        preemptions: Preemptions,
         end: Callable[[Job, Refusal], None],
     ) -> None:
         self._scheduler = scheduler
         self._core = core
         self._jobs = jobs
         self._guard = guard
-        self._plan = plan
-        self._evict = evict
+        self._preemptions = preemptions
         self._saved_limits: TokenLimits | None = None
         self._held_decodes = 0
         self.now = clock
@@ -136,7 +133,7 @@ class VllmView:
         return self._jobs[running[0].request_id]
 
     def is_paused(self) -> bool:
-        """Whether an operator holds the queue."""
+        """Whether an operator has paused the queue."""
         return self._scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
@@ -184,7 +181,7 @@ class VllmView:
 
     def preemption_seconds(self, job: Job) -> float:
         """Engine seconds that preempting a running job would cost."""
-        return self._plan(job, self._request(job)).seconds
+        return self._preemptions.plan(job, self._request(job)).seconds
 
     # Orders
 
@@ -217,7 +214,7 @@ class VllmView:
 
     def preempt(self, job: Job, reason: str) -> None:
         """Preempt a running job; vLLM queues it again."""
-        self._evict(self._request(job), reason)
+        self._preemptions.evict(self._request(job), reason)
 
     def hold(self, jobs: Collection[Job]) -> None:
         """Give running requests no token in the next schedule()."""

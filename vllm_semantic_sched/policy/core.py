@@ -28,11 +28,14 @@ from vllm_semantic_sched.policy.facts.job import (
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Lifecycle
-from vllm_semantic_sched.policy.order.fairness import Fairness
 from vllm_semantic_sched.policy.order.protection import Protection
+from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
-from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+from vllm_semantic_sched.policy.overload.admission import ends_requests
+from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
@@ -54,11 +57,14 @@ class SchedulingCore:
     Args:
         buckets: length buckets of the predictor; set later if it is still starting.
         clock: seconds, for the times of the lifecycle; decisions do not read it.
+        on_error: told, inside the except block, which part of a step or which listener failed; the
+            others go on. None: errors are raised.
 
     Attributes:
         worth: worth of a second of a request by level, see `decision.level_worth`.
         version: changes whenever a job comes, goes, moves or gets another rank.
-        adopters: get a new policy after the core's own parts.
+        overload: ends requests; None until the engine's capacity is known, and where the policy
+            ends none and nobody asks for its accounts.
     """
 
     def __init__(
@@ -67,32 +73,30 @@ class SchedulingCore:
         profile: EngineProfile,
         buckets: LengthBuckets | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        on_error: Callable[[str], None] | None = None,
     ) -> None:
         self.policy = policy
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(policy.protect)
         self.worth = level_worth(policy)
-        self.fairness = Fairness(
-            policy,
-            lambda: self.estimates.profile,
-            self._make_queue,
-            self.estimates.tokens_within,
-        )
-        self.waiting = self.fairness.waiting
+        self.seating = Seating(policy, self.estimates)
+        self.waiting = self.seating.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.eviction = VictimEligibility(
-            policy, self.running, self.fairness, self.estimates.rank_seconds
+            policy, self.running, self.seating, self.estimates.rank_seconds
         )
-        self.lifecycle = Lifecycle(clock)
+        self.lifecycle = Lifecycle(clock, on_error)
+        self.overload: OverloadControl | None = None
+        self.on_error = on_error
         self.version = 0
-        self.adopters: list[AdoptsPolicy] = []
+        self._rank_only = QueueRules(policy)
         self._sequence = itertools.count()
         self._outdated: list[Job] = []  # ranked by the previous policy
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError if the engine is too small for the reservations of a policy."""
-        self.fairness.reservation.check(policy.all_tiers)
+        self.seating.reservation.check(policy.all_tiers)
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new policy that `policy.live.check_live_change` accepts.
@@ -101,21 +105,28 @@ class SchedulingCore:
         and get new ones over the coming steps, a bounded number in each. Levels from hints stay;
         predicted and default levels are decided again.
         """
-        self.fairness.adopt(policy)
-        self.protection.adopt(policy.protect)
+        parts: list[AdoptsPolicy] = [
+            self.seating,  # first: it refuses reservations that are too large
+            self.protection,
+            self.estimates,
+            self.running,
+            self.eviction,
+        ]
+        if self.overload is not None:
+            parts.append(self.overload)
+        for part in parts:
+            part.adopt(policy, profile)
+        self._rank_only.adopt_rules(policy)
         self.worth = level_worth(policy)
         self.policy = policy
         self.version += 1
-        parts: list[AdoptsPolicy] = [self.estimates, self.running, self.eviction]
-        for part in [*parts, *self.adopters]:
-            part.adopt(policy, profile)
         # Popped from the end, so that running jobs come first.
         self._outdated = [*self.waiting, *self.running]
 
     @property
     def holdings(self) -> Holdings:
         """Seats and KV blocks of running jobs."""
-        return self.fairness.holdings
+        return self.seating.holdings
 
     @property
     def profile(self) -> EngineProfile:
@@ -127,15 +138,34 @@ class SchedulingCore:
         """Jobs that may still be ranked by the previous policy."""
         return len(self._outdated)
 
-    def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
-        """See `policy.order.fairness.Fairness.set_capacity`."""
-        self.fairness.set_capacity(capacity, tokens_per_step)
+    def set_capacity(
+        self,
+        capacity: EngineCapacity,
+        tokens_per_step: int = 1,
+        keeps_accounts: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Set the engine's capacity, once, before the first request.
+
+        Args:
+            tokens_per_step: most output tokens of one request in a step.
+            keeps_accounts: whether the load is accounted for under a policy that ends no request,
+                too.
+            seed: of random decisions about admission.
+
+        Raises:
+            PolicyError: reservations leave nothing for the other tiers.
+        """
+        self.seating.set_capacity(capacity, tokens_per_step)
+        if keeps_accounts or ends_requests(self.policy):
+            self.overload = OverloadControl(
+                self.policy, self.estimates, self.holdings, capacity, seed
+            )
+            self.lifecycle.later_listeners.append(self.overload)
 
     def new_queue(self) -> WaitingQueue:
         """A waiting queue ordered by rank alone, without tenants or limits."""
-        policy = self.policy
-        rules = QueueRules(by_level=policy.uses_urgency, weights=policy.weighted_levels)
-        return self._make_queue(rules)
+        return WaitingQueue(self._rank_only)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `policy.estimates.hints.read_hints`."""
@@ -186,7 +216,7 @@ class SchedulingCore:
         """Take in a drafted job, without queueing it; returns the job."""
         job.sequence = next(self._sequence)
         job.arrival = now
-        if self.fairness.top_levels.limits and (
+        if self.seating.top_levels.limits and (
             job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         ):
             job.level = self._capped(job, job.level)
@@ -217,23 +247,23 @@ class SchedulingCore:
         if queue is not self.waiting:
             return
         if seconds is None:
-            self.fairness.wait(job)
+            self.seating.wait(job)
         else:
-            self.fairness.arrive(job)
+            self.seating.wait_first(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
         self.version += 1
         queue.push(job, self.rank(job))
         if queue is self.waiting:
-            self.fairness.wait(job)
+            self.seating.wait(job)
 
     def take(self, job: Job, queue: WaitingQueue) -> None:
         """Take the job that `queue.peek` returned out of the queue. It starts or is queued again
         in the same step."""
         self.version += 1
         if queue is self.waiting:
-            self.fairness.take(job)
+            self.seating.take(job)
         else:
             queue.remove(job)
 
@@ -245,7 +275,7 @@ class SchedulingCore:
         if prediction is not None and prediction.unreadable:
             prediction = None
         if job.started is None and job.level_unread:
-            self.fairness.precedence.read(job)
+            self.seating.precedence.read(job)
         job.awaits_prediction = False
         job.drafted_seconds = job.drafted_tokens = None  # estimated without it
         if prediction is not None:
@@ -266,14 +296,14 @@ class SchedulingCore:
         if level != before:
             job.level = level
             self.lifecycle.relevel(job, before)
-            self.fairness.relevel(job, before)
+            self.seating.relevel(job, before)
 
     # Running
 
     def start(self, job: Job) -> None:
         """Record that a job got a seat; its `computed` is up to date."""
         self.version += 1
-        self.fairness.start(job)
+        self.seating.start(job)
         job.swapped = 0
         self.lifecycle.move(job, JobState.RUNNING)
         self._store_running(job)
@@ -362,7 +392,7 @@ class SchedulingCore:
     def tick(self) -> None:
         """Advance virtual time by one engine step."""
         self.running.tick()
-        self.fairness.kv_peak.advance()
+        self.seating.kv_peak.advance()
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
         """Bring estimates and ranks up to date.
@@ -380,10 +410,10 @@ class SchedulingCore:
         for job in running:
             observe(job)
             self._store_running(job)
-        if self.fairness.kv_peak.revise(observe):
+        if self.seating.kv_peak.revise(observe):
             self.version += 1
             self.waiting.changed()
-        moved = self.fairness.step(now, observe)
+        moved = self.seating.step(now, observe)
         for job in moved:
             self.waiting.push(job, self.rank(job))
         if running or waiting or moved:
@@ -395,21 +425,21 @@ class SchedulingCore:
         return (
             bool(self._outdated)
             or self.running.may_outlive
-            or self.fairness.kv_peak.may_outlive
-            or self.fairness.may_move(now)
+            or self.seating.kv_peak.may_outlive
+            or self.seating.may_move(now)
         )
 
     def uneventful_steps(self) -> int:
         """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
         goes or is predicted."""
-        if self._outdated or not self.fairness.timeless:
+        if self._outdated or not self.seating.timeless:
             return 0
-        return min(self.running.steps_to_outlived, self.fairness.kv_peak.steps_to_outlived)
+        return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
 
     def skip_steps(self, steps: int) -> None:
         """Advance by at most `uneventful_steps` engine steps."""
         self.running.skip(steps)
-        self.fairness.kv_peak.advance(steps)
+        self.seating.kv_peak.advance(steps)
 
     @property
     def has_protected(self) -> bool:
@@ -443,20 +473,25 @@ class SchedulingCore:
         moved = [job for job in held if job not in wanted]
         for job in moved:
             self._release(job, now)
-            if self.fairness.waited(job):
+            if self.seating.waited(job):
                 self._store_running(job)
         for job in jobs:
-            if job not in held:
-                held[job] = now
+            assert job.seat is not None
+            since = job.seat.held_since
+            if since is None:
+                job.seat.held_since = now
+                held[job] = None
                 self.running.hold(job)
-            elif self.fairness.waited(job, now - held[job]):
+            elif self.seating.waited(job, now - since):
                 self._store_running(job)
                 moved.append(job)
-        self.fairness.meter.idle = len(held)
+        self.seating.meter.idle = len(held)
         return moved
 
     def _release(self, job: Job, now: float) -> None:
-        seconds = now - self.protection.held.pop(job)
+        del self.protection.held[job]
+        assert job.seat is not None and job.seat.held_since is not None
+        seconds, job.seat.held_since = now - job.seat.held_since, None
         self.running.release(job)
         job.waited += seconds
         self.lifecycle.held(job, seconds)
@@ -466,7 +501,7 @@ class SchedulingCore:
         if job in self.protection.held:
             self._release(job, self.lifecycle.clock())
         self.running.discard(job)
-        self.fairness.leave(job)
+        self.seating.leave(job)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and
@@ -477,7 +512,7 @@ class SchedulingCore:
             level = job.level
             self.set_level(job, self._decided_level(job))
             if job in self.waiting:
-                self.fairness.wait(job)  # intervals of its timers may have changed
+                self.seating.wait(job)  # intervals of its timers may have changed
                 self.waiting.rerank(job, self.rank(job))
                 if job.level != level:
                     waiting.append(job)
@@ -507,24 +542,14 @@ class SchedulingCore:
             counted: the request counts toward the cap already, at its present level.
         """
         lowest = self.policy.levels - 1
-        top_levels, before = self.fairness.top_levels, job.level if counted else None
+        top_levels, before = self.seating.top_levels, job.level if counted else None
         allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)
         if allowed != level:
             job.best_level = allowed
         return allowed
 
-    def _make_queue(self, rules: QueueRules) -> WaitingQueue:
-        return WaitingQueue(self._default_rank, rules)
-
     def _store_running(self, job: Job) -> None:
         seconds = self.estimates.rank_seconds(job)
         rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
-        self.fairness.kv_peak.add(job)
-
-    def _default_rank(self, job: Job) -> Rank:
-        # Not job.level: after a change of policy all buffered jobs must have the same level.
-        level = self.policy.default_level
-        # Among weighted levels they go first: one of them may be urgent.
-        remaining = 0.0 if self.policy.weighted_levels.weighs(level) else float("inf")
-        return rank_of(self.policy.base, level, remaining, job.sequence)
+        self.seating.kv_peak.add(job)

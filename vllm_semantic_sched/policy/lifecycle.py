@@ -6,7 +6,7 @@ overload control, metrics, event log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -82,13 +82,19 @@ class Lifecycle:
         later_listeners: called after every transition but arrivals, after `listeners`. An arrival
             happens between two steps and has to be cheap.
         starting: jobs that have had a seat but no token yet.
+
+    Args:
+        on_error: told, inside the except block, what failed in a listener; None: errors are raised.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], on_error: Callable[[str], None] | None = None
+    ) -> None:
         self.listeners: list[Listener] = []
         self.later_listeners: list[Listener] = []
         self.starting: dict[Job, None] = {}
         self.clock = clock
+        self._on_error = on_error
         self._waiting: dict[int, _Waiting] = {}
 
     def arrive(self, job: Job) -> None:
@@ -99,9 +105,7 @@ class Lifecycle:
             waiting = self._at(job.level)
         waiting.in_order[job] = None
         if self.listeners:
-            transition = Transition(job, None, job.state, job.arrival)
-            for listener in self.listeners:
-                listener.moved(transition)
+            self._tell(self.listeners, Transition(job, None, job.state, job.arrival))
 
     def move(self, job: Job, state: JobState, reason: str = "", plan: str = "") -> None:
         """Change a job's state; see `Transition` for the arguments.
@@ -121,7 +125,8 @@ class Lifecycle:
         else:
             self.starting.pop(job, None)
         if self.listeners or self.later_listeners:
-            self._tell(job, before, now, reason, plan)
+            transition = Transition(job, before, state, now, reason, plan)
+            self._tell((*self.listeners, *self.later_listeners), transition)
 
     def first_token(self, job: Job) -> None:
         """Record the time of a job's first token."""
@@ -129,12 +134,18 @@ class Lifecycle:
             self.starting.pop(job, None)
             job.first_token = self.clock()
             for listener in (*self.listeners, *self.later_listeners):
-                listener.first_token(job)
+                try:
+                    listener.first_token(job)
+                except Exception:
+                    self._failed("recording a first token")
 
     def held(self, job: Job, seconds: float) -> None:
         """Record that a running job was held for this long."""
         for listener in (*self.listeners, *self.later_listeners):
-            listener.held(job, seconds)
+            try:
+                listener.held(job, seconds)
+            except Exception:
+                self._failed("recording a hold")
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a waiting job from level `before` to `job.level`."""
@@ -158,7 +169,14 @@ class Lifecycle:
             waiting = self._waiting[level] = _Waiting()
         return waiting
 
-    def _tell(self, job: Job, before: JobState, now: float, reason: str, plan: str) -> None:
-        transition = Transition(job, before, job.state, now, reason, plan)
-        for listener in (*self.listeners, *self.later_listeners):
-            listener.moved(transition)
+    def _tell(self, listeners: Iterable[Listener], transition: Transition) -> None:
+        for listener in listeners:
+            try:
+                listener.moved(transition)
+            except Exception:
+                self._failed("recording a transition")
+
+    def _failed(self, doing: str) -> None:
+        if self._on_error is None:
+            raise
+        self._on_error(doing)

@@ -1,25 +1,7 @@
 """One scheduling step: every decision before the engine runs, in one order.
 
-The engine and the simulator both call `SchedulingStep.run`. They differ in what answers its
-questions (`EngineView`): vLLM's own accounts, or a model of them.
-
-The order, and why:
-
-1. Virtual time moves on, because the previous step is over: whatever is stored from here on is
-   stored at the present time.
-2. Predictions that have come back are applied, so that everything after them uses the level and
-   the length that are known now.
-3. Estimates that were outlived are revised, waiting requests are promoted, and a new policy
-   ranks some more jobs. Jobs that changed are judged again by the limits of their tier.
-4. Requests that waited too long or belong to a shed tier are ended. They must be gone before
-   room is made: no running request is preempted for one that ends in the same step.
-5. Requests that outgrew a hard reservation or their tenant's cap are preempted. What they held
-   counts as free when room is made.
-6. Room is made: running requests are preempted for more urgent waiting ones.
-7. Less urgent decoding requests are held while a protected one runs. Those that were just
-   preempted need no hold.
-8. Prefills make way for a more urgent newcomer. This comes last, because it depends on who runs and
-   who is next.
+The engine and the simulator both call `SchedulingStep.run`, which states the order. They differ in
+what answers its questions (`EngineView`): vLLM's own accounts, or a model of them.
 """
 
 from __future__ import annotations
@@ -27,14 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.victims import (
-    AdmissionView,
-    Room,
-    plan_admission_preemptions,
-)
+from vllm_semantic_sched.policy.eviction.victims import AdmissionView, Room
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.stage import (
@@ -43,7 +21,7 @@ from vllm_semantic_sched.policy.order.stage import (
     gates_prefills,
     prefills_that_yield,
 )
-from vllm_semantic_sched.policy.overload.control import Ended, OverloadControl
+from vllm_semantic_sched.policy.overload.control import Ended
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.profile.formula import Batch
 
@@ -80,7 +58,7 @@ class EngineView(AdmissionView, Protocol):
         """The most urgent running job; None if it is in prefill, or none runs."""
 
     def is_paused(self) -> bool:
-        """Whether an operator holds the queue: no request gets a seat."""
+        """Whether an operator has paused the queue: no request gets a seat."""
 
     def free_seats(self) -> int:
         """Seats for waiting requests; negative where more are taken than there are."""
@@ -115,55 +93,69 @@ class EngineView(AdmissionView, Protocol):
         """Bound the prefills of the coming step."""
 
 
+class StepOutcome(NamedTuple):
+    """What the engine and the next steps need to know of a step.
+
+    Attributes:
+        begun: version of the core when it began.
+        quiet: version of the core at which nothing was left to decide about seats, holds and
+            prefills; None if something was.
+        repeated: version of the core at which the step was found to repeat itself; None if it was
+            not.
+        protected_prefill: whether it is to prefill a protected job, running or next, so that the
+            engine must not put prefills off.
+    """
+
+    begun: int
+    quiet: int | None = None
+    repeated: int | None = None
+    protected_prefill: bool = False
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
 class SchedulingStep:
     """The sequence of a step over one engine.
 
-    Args:
-        overload: None for a policy that never ends a request.
-        on_error: told, inside the except block, what failed; the step goes on with the next part.
-            None: errors are raised.
-
     Attributes:
-        parts: what `run` does, in order, each with a phrase that says what it does.
-        protected_prefill: whether the step is to prefill a protected job, running or next, so that
-            the engine must not put prefills off.
+        last: what the last step found.
     """
 
-    def __init__(
-        self,
-        core: SchedulingCore,
-        overload: OverloadControl | None = None,
-        on_error: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, core: SchedulingCore) -> None:
         self._core = core
-        self._overload = overload
-        self._on_error = on_error
-        self._quiet_version = -1  # of the core, when a step found nothing to decide
-        self._begun_version = -1  # of the core, when the last step began
-        self._settled_version = -1  # of the core, when `repeats` found it settled
-        self._watches_holds = False
-        self.protected_prefill = False
-        self.parts: tuple[tuple[str, Callable[[EngineView], None]], ...] = (
-            ("advancing virtual time", self._tick),
-            ("applying predictions", self._apply_predictions),
-            ("revising estimates", self._revise_estimates),
-            ("ending what waited too long", self._end_overdue),
-            ("keeping reservations", self._keep_reservations),
-            ("making room for urgent requests", self._make_room),
-            ("holding less urgent requests", self._hold),
-            ("limiting prefills", self._limit_prefills),
-        )
+        self.last = StepOutcome(begun=-1)
 
-    def run(self, view: EngineView) -> None:
-        """Take every decision before a step; the engine then runs it."""
-        self._begun_version = self._core.version
-        for doing, part in self.parts:
-            try:
-                part(view)
-            except Exception:
-                if self._on_error is None:
-                    raise
-                self._on_error(doing)
+    def run(self, view: EngineView) -> StepOutcome:
+        """Take every decision before a step; the engine then runs it. An error skips only the call
+        that it comes from."""
+        core, guarded = self._core, self._guarded
+        begun = core.version
+        # The previous step is over: whatever is stored from here on is stored at the present time.
+        guarded("advancing virtual time", core.tick)
+        # Everything after uses the level and the length that are known now.
+        guarded("applying predictions", self._apply_predictions, view)
+        # Outlived estimates, promotions by waiting, some more jobs ranked by a new policy. Jobs
+        # that changed are judged again by the limits of their tier.
+        guarded("revising estimates", self._revise_estimates, view)
+        # Before room is made: no running request is preempted for one that ends in this step.
+        guarded("ending what waited too long", self._end_overdue, view)
+        # What outgrew a hard reservation or its tenant's cap is free when room is made.
+        guarded("keeping reservations", self._keep_reservations, view)
+        idle = guarded("looking for decisions", self._has_nothing_to_decide, view)
+        decided_at = core.version
+        # Running requests are preempted for more urgent waiting ones.
+        guarded("making room for urgent requests", self._make_room, view, idle)
+        # Those that were just preempted need no hold.
+        watching = guarded("holding less urgent requests", self._hold, view)
+        # Last, because it depends on who runs and who is next.
+        quiet = bool(idle) and core.version == decided_at and not watching
+        protected = guarded("limiting prefills", self._limit_prefills, view, quiet)
+        self.last = StepOutcome(
+            begun, decided_at if quiet else None, self.last.repeated, bool(protected)
+        )
+        return self.last
 
     def arrived(
         self, view: EngineView, job: Job, dedup_key: str | None = None, origin: str = ""
@@ -173,9 +165,10 @@ class SchedulingStep:
         Args:
             dedup_key, origin: see `policy.overload.dedup`.
         """
-        if self._overload is not None:
+        overload = self._core.overload
+        if overload is not None:
             seats = partial(self._seats_open, view)
-            ended = self._overload.arrive(job, job.arrival, seats, dedup_key, origin)
+            ended = overload.admit(job, job.arrival, seats, dedup_key, origin)
             if ended:
                 self._end(view, ended)
 
@@ -188,38 +181,47 @@ class SchedulingStep:
     def is_quiet(self) -> bool:
         """Whether the last step had nothing to decide about seats, holds and prefills, and no job
         has come, gone or moved since, so that the next one has not either."""
-        return self._core.version == self._quiet_version and not self._watches_holds
+        return self._core.version == self.last.quiet
 
     def repeats(self, view: EngineView) -> bool:
         """Whether the coming step has to decide what the last one decided: no job has come, gone
         or moved since that began, no timer has expired, and none wants room. Then free blocks can
         only get fewer and estimates of remaining time smaller: nobody starts, nobody preempts. The
         engine may call `repeat` in place of `run` if the same prefills go on and none ended."""
-        core = self._core
-        version = core.version
-        if version != self._begun_version or self._overload is not None:
+        core, last = self._core, self.last
+        if core.version != last.begun or core.overload is not None:
             return False
         if core.may_revise(view.now()):
             return False
-        if version != self._settled_version:
-            # A step without prefills could find that the engine has become quiet.
-            starts = view.free_seats() > 0 and core.waiting.peek() is not None
-            same = self.is_quiet or starts or view.prefilling()
-            if not same or self._watches_holds or core.eviction.wants_room:
-                return False
-            self._settled_version = version
-        return True
+        if core.version == last.repeated:
+            return True
+        # A step without prefills could find that the engine has become quiet.
+        starts = view.free_seats() > 0 and core.waiting.peek() is not None
+        same = self.is_quiet or starts or bool(view.prefilling())
+        return same and not self._watches_holds() and not core.eviction.wants_room
 
     def repeat(self, view: EngineView) -> None:
         """Begin a step that decides what the last one did."""
-        self._core.tick()
-        if self._core.protection.enabled:
-            self._core.protection.begin_step(view.now(), busy=True)
+        core = self._core
+        if self.last.repeated != core.version:
+            self.last = self.last._replace(repeated=core.version)
+        core.tick()
+        if core.protection.enabled:
+            core.protection.begin_step(view.now(), busy=True)
+
+    def _guarded(
+        self, doing: str, part: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T | None:
+        """The result of a part; None if it failed and errors are not raised."""
+        try:
+            return part(*args, **kwargs)
+        except Exception:
+            if self._core.on_error is None:
+                raise
+            self._core.on_error(doing)
+            return None
 
     # Parts
-
-    def _tick(self, view: EngineView) -> None:
-        self._core.tick()
 
     def _apply_predictions(self, view: EngineView) -> None:
         changed = []
@@ -237,8 +239,9 @@ class SchedulingStep:
             self._changed(view, changed)
 
     def _end_overdue(self, view: EngineView) -> None:
-        if self._overload is not None:
-            self._end(view, self._overload.step(view.now(), view.kv_use()))
+        overload = self._core.overload
+        if overload is not None:
+            self._end(view, overload.step(view.now(), view.kv_use()))
 
     def _keep_reservations(self, view: EngineView) -> None:
         while (found := self._core.eviction.over_quota_job()) is not None:
@@ -247,61 +250,63 @@ class SchedulingStep:
                 break
             view.preempt(job, reason)
 
-    def _make_room(self, view: EngineView) -> None:
-        core = self._core
-        if self._nothing_to_decide(view) or not core.eviction.wants_room or view.is_paused():
-            return
-        room = Room(
-            seats=view.free_seats(),
-            blocks=view.free_blocks(),
-            prefill_tokens=view.token_budget() - len(core.running),
-        )
-        limit = core.policy.preemption.max_victims_per_step
-        for victim in plan_admission_preemptions(
-            core.waiting, core.eviction, core.fairness, limit, room, view
-        ):
-            view.preempt(victim, "urgent")
-
-    def _hold(self, view: EngineView) -> None:
-        core, now = self._core, view.now()
-        held: Sequence[Job] = ()
-        self._watches_holds = False
-        if core.protection.enabled:
-            may_hold = core.protection.begin_step(now, busy=len(core.running) > 0)
-            self._watches_holds = core.has_protected and len(core.waiting) > 0
-            if may_hold and self._watches_holds:
-                held = self._held_for_protected(view)
-        moved = core.hold(held, now)
-        if moved:
-            view.reposition(moved)
-        if held:
-            view.hold(held)
-
-    def _limit_prefills(self, view: EngineView) -> None:
-        self.protected_prefill = False
-        if not self.is_quiet:
-            self.protected_prefill = self._has_protected_prefill(view)
-            limits = self._stage_limits(view)
-            if limits is not NO_LIMITS:
-                view.limit_prefills(limits)
-
-    # Decisions of the parts
-
-    def _nothing_to_decide(self, view: EngineView) -> bool:
+    def _has_nothing_to_decide(self, view: EngineView) -> bool:
         """Whether all that the step can do is decode. Most steps are like that, and asking all
         questions in them would double the time of a simulation."""
         core = self._core
-        if self.is_quiet and core.fairness.steady:
+        if self.is_quiet and core.seating.steady:
             return True
-        quiet = not view.prefilling() and (
+        return not view.prefilling() and (
             not len(core.waiting)
             or (
                 (view.free_seats() <= 0 or core.waiting.peek() is None)
                 and not core.eviction.wants_room
             )
         )
-        self._quiet_version = core.version if quiet else -1
-        return quiet
+
+    def _make_room(self, view: EngineView, idle: bool | None) -> None:
+        core = self._core
+        if idle or not core.eviction.wants_room or view.is_paused():
+            return
+        room = Room(
+            seats=view.free_seats(),
+            blocks=view.free_blocks(),
+            prefill_tokens=view.token_budget() - len(core.running),
+        )
+        for victim in core.eviction.plan(room, view):
+            view.preempt(victim, "urgent")
+
+    def _hold(self, view: EngineView) -> bool:
+        """Hold decoding jobs; returns whether the next steps may hold some, too."""
+        core, now = self._core, view.now()
+        held: Sequence[Job] = ()
+        watching = self._watches_holds()
+        if core.protection.enabled:
+            may_hold = core.protection.begin_step(now, busy=len(core.running) > 0)
+            if may_hold and watching:
+                held = self._held_for_protected(view)
+        moved = core.hold(held, now)
+        if moved:
+            view.reposition(moved)
+        if held:
+            view.hold(held)
+        return watching
+
+    def _limit_prefills(self, view: EngineView, quiet: bool) -> bool:
+        """Bound the prefills of the step; returns whether it is to prefill a protected job."""
+        if quiet:
+            return False
+        limits = self._stage_limits(view)
+        if limits is not NO_LIMITS:
+            view.limit_prefills(limits)
+        return self._has_protected_prefill(view)
+
+    # Decisions of the parts
+
+    def _watches_holds(self) -> bool:
+        """Whether jobs may be held for protected ones."""
+        core = self._core
+        return core.protection.enabled and core.has_protected and len(core.waiting) > 0
 
     def _held_for_protected(self, view: EngineView) -> list[Job]:
         """Running jobs to hold for those that are protected, if one of these gets a token in this
@@ -388,12 +393,13 @@ class SchedulingStep:
 
     def _changed(self, view: EngineView, jobs: list[Job]) -> None:
         view.reposition(jobs)
-        if self._overload is None:
+        overload = self._core.overload
+        if overload is None:
             return
         for job in jobs:
             if not job.state.is_end:
                 seats = partial(self._seats_open, view)
-                self._end(view, self._overload.revised(job, view.now(), seats))
+                self._end(view, overload.revised(job, view.now(), seats))
 
     def _end(self, view: EngineView, ended: Iterable[Ended]) -> None:
         for job, refusal in ended:

@@ -12,7 +12,6 @@ from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionKi
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.stage import NO_LIMITS, StageLimits
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.sim.blocks import BlockPool
@@ -34,7 +33,6 @@ class Engine:
     Decodes take their tokens from the budget before prefills do.
 
     Args:
-        overload: None for a policy that never ends a request.
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
         host: where victims' KV may go; None: nowhere.
@@ -54,7 +52,6 @@ class Engine:
         seats: int,
         token_budget: int | None,
         host: BlockPool | None,
-        overload: OverloadControl | None = None,
         keep_seats: bool = False,
         ended: Callable[[Run], None] = lambda run: None,
     ) -> None:
@@ -64,7 +61,7 @@ class Engine:
         self.running: list[Job] = []
         self._orders: list[tuple[float, float, int]] = []  # of these
         self.waiting = [0] * core.policy.levels
-        self.step = SchedulingStep(core, overload)
+        self.step = SchedulingStep(core)
         self._cost = cost
         self._token_budget = math.inf if token_budget is None else token_budget
         self._host = host
@@ -78,7 +75,7 @@ class Engine:
         self._swapped_out: list[int] = []
         self._predictions: list[Run] = []
         self._limits = NO_LIMITS
-        core.fairness.precedence.level_of = lambda job: self._runs[job].request.level
+        core.seating.precedence.level_of = lambda job: self._runs[job].request.level
         self._held: dict[Job, float] = {}  # and since when
         self._hold_given = False  # in this step
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.tiers import TierQueue
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
@@ -132,15 +128,6 @@ class Replica:
         self._observer.done(run)
 
 
-def _limits(policy: Policy) -> bool:
-    """Whether a policy ever refuses anybody; without, its bookkeeping can be saved."""
-    return (
-        policy.admission != Admission()
-        or policy.shedding.enabled
-        or any(policy.tier(level).queue != TierQueue() for level in range(policy.levels))
-    )
-
-
 def make_engine(
     core: SchedulingCore,
     model: EngineModel,
@@ -162,12 +149,7 @@ def make_engine(
         batch = model.batch or profile.batch_terms
         cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
     capacity = EngineCapacity(model.seats, model.kv_blocks, model.block_size)
-    core.set_capacity(capacity)
-    overload = None
-    if _limits(core.policy):
-        overload = OverloadControl(core.policy, core.estimates, core.holdings, capacity, seed)
-        core.lifecycle.listeners.append(overload)
-        core.adopters.append(overload)
+    core.set_capacity(capacity, keeps_accounts=False, seed=seed)
     return Engine(
         core,
         cost,
@@ -175,7 +157,6 @@ def make_engine(
         seats=model.seats,
         token_budget=None if model.kind == "paper" else model.token_budget,
         host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
-        overload=overload,
         keep_seats=keep_seats,
         ended=ended,
     )

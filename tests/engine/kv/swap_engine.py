@@ -117,7 +117,7 @@ class SwapEngine:
             assert step < 5000, "the engine makes no progress"
             running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
             if step % every == 0 and running:
-                scheduler.evict(chance.choice(running), "urgent")
+                scheduler.preemptions.evict(chance.choice(running), "urgent")
                 forced += 1
             also(step, names)
             for output in self.engine.step():
@@ -261,7 +261,7 @@ class SwapEngine:
             while self.engine.has_unfinished_requests():
                 step += 1
                 if mode is not None and step % 6 == 0 and self.scheduler.running:
-                    self.scheduler.evict(self.scheduler.running[0], "urgent")
+                    self.scheduler.preemptions.evict(self.scheduler.running[0], "urgent")
                 for output in self.engine.step():
                     found = output.outputs[0].logprobs
             return [

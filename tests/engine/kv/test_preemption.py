@@ -213,7 +213,7 @@ def test_preemptions_do_not_change_answers(
         running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
         # An answer has to get on between two preemptions.
         if step % (5 if asynchronous else 2) == 0 and running:
-            scheduler.evict(chance.choice(running), "urgent")
+            scheduler.preemptions.evict(chance.choice(running), "urgent")
             forced += 1
 
     answers = FakeDevice(scheduler).answer(requests, int(asynchronous), preempt)
@@ -241,7 +241,7 @@ def test_cancelling_swapped_or_loading_requests_frees_everything(build, asynchro
 
     def disturb(step: int) -> None:
         if step % 4 == 0 and scheduler.running:
-            scheduler.evict(chance.choice(scheduler.running), "urgent")
+            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
         for where, names in (("away", ledger.held), ("loading", ledger.loading)):
             name = next((name for name in names if name not in cancelled[where]), None)
             if name is not None and len(cancelled[where]) < 4:
@@ -271,7 +271,7 @@ def test_sliding_window_layers_are_saved_whole_or_not_at_all(build, caching, max
 
     def preempt(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
-            scheduler.evict(chance.choice(scheduler.running), "urgent")
+            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
 
     answers = FakeDevice(scheduler, window).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request, window) for request in requests}
@@ -290,7 +290,7 @@ def test_blocks_in_the_prefix_cache_are_not_saved(build) -> None:
 
     def preempt(step: int) -> None:
         if step == 6:
-            scheduler.evict(scheduler.running[0], "urgent")
+            scheduler.preemptions.evict(scheduler.running[0], "urgent")
 
     answers = FakeDevice(scheduler).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
@@ -335,7 +335,7 @@ def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
         for _ in range(3):
             run_step(scheduler)
         if name in scheduler.requests:
-            scheduler.evict(scheduler.requests[name], "urgent")
+            scheduler.preemptions.evict(scheduler.requests[name], "urgent")
 
 
 def test_mistyped_pool_size_is_reported() -> None:
@@ -363,7 +363,7 @@ def test_requests_for_prompt_logprobs_are_recomputed(build) -> None:
     request.skip_reading_prefix_cache = True
     scheduler.add_request(request)
     run_step(scheduler)
-    scheduler.evict(request, "urgent")
+    scheduler.preemptions.evict(request, "urgent")
     assert scheduler.counters.total("preemptions", ("recompute", "urgent")) == 1
 
 

@@ -227,7 +227,7 @@ def test_estimates_follow_the_scale_and_ranks_stay_comparable() -> None:
 
 def test_shares_and_tenants_are_charged_corrected_times() -> None:
     subject = core(fair_share={"enabled": True})
-    charged = subject.fairness.fair_share.served
+    charged = subject.seating.fair_share.served
     for factor in (1.0, 8.0):
         if factor > 1:
             observe(subject, factor)

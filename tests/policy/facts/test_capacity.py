@@ -32,7 +32,7 @@ def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
         else:
             continue
         if action in ("take", "grow"):
-            holdings.hold(job, tokens)
+            holdings.occupy(job, tokens)
             blocks[job] = -(-tokens // 16)
             expected.setdefault(job, 0)
         elif action == "expect":
@@ -65,7 +65,7 @@ def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
 def test_jobs_hold_no_blocks_without_a_known_capacity() -> None:
     holdings = Holdings(LEVELS)
     job = make_job(1, tenant="a")
-    holdings.hold(job, 100)
+    holdings.occupy(job, 100)
     assert holdings.level(1).seats == 1 and holdings.blocks(job) == 0
     holdings.expect(make_job(0), 100)  # has no seat
     assert holdings.level(0).tokens == 0 and holdings.tenant("b") is None

@@ -152,4 +152,4 @@ def test_job_that_was_not_ready_returns_unchanged() -> None:
     assert core.waiting.peek() is urgent
     core.requeue(aged, core.waiting)
     assert core.waiting.peek() is aged
-    assert core.fairness.overtaking.count == 0
+    assert core.seating.overtaking.count == 0

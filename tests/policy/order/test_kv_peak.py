@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, seated
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import KvPeakKnobs
@@ -61,7 +61,7 @@ def test_peak_is_that_of_growing_token_by_token(actions, prompt, output) -> None
     for kind, first, second in actions:
         if kind == "add":
             job = sized(first, second)
-            peak.add(job)
+            peak.add(seated(job))
             running[job] = [first, second]
         elif kind == "discard" and running:
             job = list(running)[first % len(running)]
@@ -90,7 +90,7 @@ def test_a_job_alone_is_always_admitted(actions, prompt, output, blocks) -> None
     for kind, first, second in actions:
         if kind == "add":
             jobs.append(sized(first, second))
-            peak.add(jobs[-1])
+            peak.add(seated(jobs[-1]))
     for job in jobs:
         peak.discard(job)
     assert peak.admits(sized(prompt, output))
@@ -99,7 +99,7 @@ def test_a_job_alone_is_always_admitted(actions, prompt, output, blocks) -> None
 def test_a_job_waits_until_its_growth_fits() -> None:
     peak = make_peak(blocks=20)  # 320 tokens
     running = sized(100, 60)
-    peak.add(running)
+    peak.add(seated(running))
     long, short = sized(100, 60), sized(100, 10)
     # Each grows to 160, and each counts a block to spare: 350 tokens, but 250 after ten steps.
     assert not peak.admits(long)
@@ -116,7 +116,7 @@ def test_outlived_estimates_are_revised() -> None:
     peak = KvPeak(ON, lambda job, share: job.tokens + 10)
     peak.set_capacity(EngineCapacity(16, 100, BLOCK))
     job = make_job(prompt_tokens=50)
-    peak.add(job)
+    peak.add(seated(job))
     peak.advance(9)
     assert not peak.revise(lambda job: None)
     peak.advance()

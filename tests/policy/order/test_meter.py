@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, seated
 
+from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -18,10 +19,12 @@ PROFILE = load_profile("default")
 def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> None:
     charged: dict = {}
     reported: dict = {}
+    holdings = Holdings(5)
+    holdings.occupy = reported.__setitem__
     meter = Meter(
         lambda: PROFILE,
         lambda job, seconds: charged.__setitem__(job, charged.get(job, 0.0) + seconds),
-        reported.__setitem__,
+        holdings,
     )
     meter.tokens_per_step = per_step
     jobs = [(make_job(computed=100), start, length) for start, length in lives]
@@ -29,7 +32,7 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
         meter.step(lambda job: None)
         for job, start, length in jobs:
             if step == start:
-                meter.start(job)
+                meter.start(seated(job))
             elif step > start and job in reported:
                 job.generated += per_step
                 job.computed = job.tokens - 1
@@ -46,10 +49,10 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
 
 def test_running_jobs_share_the_time_of_a_step() -> None:
     charged = {}
-    meter = Meter(lambda: PROFILE, charged.__setitem__, lambda job, tokens: None)
+    meter = Meter(lambda: PROFILE, charged.__setitem__, Holdings(5))
     first, second = make_job(computed=100), make_job(computed=100)
-    meter.start(first)
-    meter.start(second)
+    meter.start(seated(first))
+    meter.start(seated(second))
     first.generated = second.generated = 10
     meter.stop(first)
     meter.stop(second)
@@ -59,9 +62,9 @@ def test_running_jobs_share_the_time_of_a_step() -> None:
 
 def test_interrupted_prefill_is_charged_in_part() -> None:
     seconds: list[float] = []
-    meter = Meter(lambda: PROFILE, lambda job, cost: seconds.append(cost), lambda job, tokens: None)
+    meter = Meter(lambda: PROFILE, lambda job, cost: seconds.append(cost), Holdings(5))
     job = make_job(prompt_tokens=1000)
-    meter.start(job)
+    meter.start(seated(job))
     job.computed = 400
     meter.stop(job)
     assert sum(seconds) == pytest.approx(-PROFILE.prefill(400, 1000))
@@ -70,17 +73,17 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
 def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     charged: list[float] = []
     profile = PROFILE
-    meter = Meter(lambda: profile, lambda job, cost: charged.append(cost), lambda job, tokens: None)
+    meter = Meter(lambda: profile, lambda job, cost: charged.append(cost), Holdings(5))
     job = make_job(prompt_tokens=1000)
     before = meter.admission_seconds(job)
-    meter.start(job)
+    meter.start(seated(job))
     profile = PROFILE.scaled(3.0, 2.0, 1.0)
     assert meter.admission_seconds(job) == pytest.approx(3 * before)
     meter.stop(job)  # nothing was computed: exactly the charge is returned
     assert sum(charged) == pytest.approx(-before)
     job = make_job(computed=100)
     charged.clear()
-    meter.start(job)
+    meter.start(seated(job))
     job.generated = 10
     meter.stop(job)
     before, after = (

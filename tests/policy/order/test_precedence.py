@@ -103,7 +103,7 @@ def test_prediction_before_the_other_seat_is_no_excuse() -> None:
 def test_true_level_shows_what_was_misread() -> None:
     core = make_core()
     true = {"critical": 0, "chatter": 4}
-    core.fairness.precedence.level_of = lambda job: true[job.request_id]
+    core.seating.precedence.level_of = lambda job: true[job.request_id]
     critical, chatter = hinted(core, "critical", 3), hinted(core, "chatter", 2)
     seat(core, chatter, critical)
     assert critical.passed is PassCause.MISREAD and chatter.passed is None

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 
+from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.order.protection import WINDOW, Budget, Protection
 from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile
@@ -90,7 +91,7 @@ def test_off_without_a_level_or_a_price(knobs) -> None:
 def test_a_step_without_tokens_is_followed_by_one_without_holds() -> None:
     protection = Protection(Protect(level=0))
     assert protection.begin_step(0.0, busy=False)
-    protection.held[make_job(3, request_id="held")] = 0.0
+    protection.held[make_job(3, request_id="held")] = None
     protection.achieved_nothing()
     assert not protection.begin_step(0.001, busy=True)
     assert protection.begin_step(0.002, busy=True)
@@ -107,7 +108,7 @@ def test_idle_time_earns_nothing() -> None:
 def test_another_price_counts_what_was_spent_before() -> None:
     protection = Protection(Protect(level=0, price=0.1))
     protection.budget.spend(0.04 * WINDOW)
-    protection.adopt(Protect(level=0, price=0.05))
+    protection.adopt(parse_policy({"protect": {"level": 0, "price": 0.05}}), PROFILE)
     assert protection.budget.left == pytest.approx(0.01 * WINDOW)
 
 

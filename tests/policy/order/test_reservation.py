@@ -65,7 +65,7 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
                         need = kept.shortage(level, tokens)
                         assert need.seats > 0 or need.blocks > 0
             if admitted:
-                holdings.hold(job, tokens)
+                holdings.occupy(job, tokens)
                 held[job] = tokens
         elif held:
             job = list(held)[tokens % len(held)]
@@ -74,7 +74,7 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
                 del held[job]
             elif kind == "grow":
                 held[job] += tokens
-                holdings.hold(job, held[job])
+                holdings.occupy(job, held[job])
             else:
                 before, job.level = job.level, level
                 holdings.relevel(job, before)
@@ -85,10 +85,10 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
 def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:
     kept, holdings = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
     for _ in range(5):
-        holdings.hold(make_job(2), 16)
+        holdings.occupy(make_job(2), 16)
     assert not kept.admits(2, 16) and kept.admits(1, 16)
     for _ in range(3):
-        holdings.hold(make_job(1), 16)
+        holdings.occupy(make_job(1), 16)
     assert not kept.admits(1, 16) and kept.admits(0, 16)
     assert kept.shortage(1, 16) == Need(1, 0)
     assert kept.shortage(2, 16) == Need(1, 0) and kept.shortage(0, 16) == Need(0, 0)
@@ -97,9 +97,9 @@ def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:
 def test_single_request_may_exceed_its_block_limit() -> None:
     kept, holdings = reservation(Reserve(kv=0.5), NONE)
     assert kept.admits(1, 16 * 90)
-    holdings.hold(make_job(1), 16 * 90)
+    holdings.occupy(make_job(1), 16 * 90)
     assert not kept.admits(1, 16) and kept.over_limit() is None
-    holdings.hold(make_job(1), 16)
+    holdings.occupy(make_job(1), 16)
     assert kept.over_limit() == 0
 
 
@@ -108,7 +108,7 @@ def test_borrowers_are_found_until_enough_is_returned() -> None:
     jobs = [make_job(2) for _ in range(8)]
     for job in jobs:
         assert kept.admits(2, 16)
-        holdings.hold(job, 16)
+        holdings.occupy(job, 16)
     assert kept.lent(0) and not kept.lent(1)
     borrowed = kept.borrowed_from(0)
     assert [borrowed(job) for job in jobs] == [True, True] + [False] * 6

@@ -16,7 +16,7 @@ from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.order.meter import AHEAD
-from vllm_semantic_sched.policy.order.queues import LevelQueue
+from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
 from vllm_semantic_sched.policy.order.tenants import (
     ANONYMOUS,
     TopLevelGuard,
@@ -88,7 +88,9 @@ steps = st.lists(
 
 @given(steps)
 def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
-    lane = LevelQueue(True, lambda job: Rank(2, float("inf"), job.sequence))
+    rules = QueueRules(parse_policy({}))
+    rules.by_tenant = True
+    lane = LevelQueue(rules)
     model: dict = {}
     counters: dict[str, float] = {}
     left_last = 0.0
@@ -106,11 +108,11 @@ def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
         if not model:
             continue
         if kind == "take":
-            rank, job = lane.peek(lambda tenant: True)
+            rank, job = lane.peek()
             least = min(counters[t] for t in waiting)
             assert counters[job.tenant] == least
             assert rank == min(r for j, r in model.items() if j.tenant == job.tenant)
-            assert next(lane.ordered(lambda job: 1.0)) == (rank, job)
+            assert next(lane.ordered()) == (rank, job)
             lane.counters.charge(job.tenant, float(pick))
             counters[job.tenant] += pick
         else:
@@ -119,7 +121,7 @@ def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
         del model[job]
         if all(other.tenant != job.tenant for other in model):
             left_last = counters[job.tenant]
-        ordered = list(lane.ordered(lambda job: 1.0))
+        ordered = list(lane.ordered())
         assert sorted(ordered) == sorted((rank, job) for job, rank in model.items())
     assert bool(lane) == bool(model)
 
@@ -160,7 +162,7 @@ def test_capped_request_stays_down_and_counts_once_its_level_is_known() -> None:
     assert arrive("b", 0).level == 1
     unread = arrive("c", None)
     core.predicted(unread, Prediction((1.0, 0.0, 0.0, 0.0, 0.0)))
-    assert unread.level == 1 and core.fairness.top_levels.count == 2
+    assert unread.level == 1 and core.seating.top_levels.count == 2
     core.adopt(core.policy, core.profile)
     while core.outdated:
         step(core, lambda job: None, 0.0)

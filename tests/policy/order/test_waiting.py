@@ -4,13 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
+from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Rank
-from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
-
-def default_rank(job) -> Rank:
-    return Rank(2, float("inf"), job.sequence)
+RULES = QueueRules(parse_policy({}))
+default_rank = RULES.default_rank
 
 
 steps = st.lists(
@@ -26,7 +27,7 @@ steps = st.lists(
 
 @given(steps)
 def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
-    queue = WaitingQueue(default_rank)
+    queue = WaitingQueue(RULES)
     model = {}
     for kind, level, remaining, pick in steps:
         jobs = list(model)
@@ -57,7 +58,7 @@ def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
 
 
 def test_buffered_job_is_schedulable_without_a_better_one() -> None:
-    queue = WaitingQueue(default_rank)
+    queue = WaitingQueue(RULES)
     unread, routine, urgent = make_job(), make_job(4), make_job(0)
     queue.buffer(unread)
     queue.push(routine, Rank(4, 1.0, routine.sequence))
@@ -68,7 +69,9 @@ def test_buffered_job_is_schedulable_without_a_better_one() -> None:
 
 def weighted_queue(factor=4.0, strict_level=1) -> WaitingQueue:
     weights = WeightedLevels(factor=factor, strict_level=strict_level)
-    return WaitingQueue(default_rank, QueueRules(weights=weights))
+    rules = QueueRules(parse_policy({}))
+    rules.weights = weights
+    return WaitingQueue(rules)
 
 
 def fill(queue, *levels_and_seconds):
@@ -94,12 +97,10 @@ def test_strict_levels_go_first_whatever_their_length() -> None:
 
 
 def test_promoted_and_favored_jobs_gain_weight() -> None:
-    queue = WaitingQueue(
-        default_rank,
-        QueueRules(
-            weights=WeightedLevels(factor=4.0), offset=lambda level: -1.0 if level == 4 else 0.0
-        ),
-    )
+    rules = QueueRules(parse_policy({}))
+    rules.weights = WeightedLevels(factor=4.0)
+    rules.offset = lambda level: -1.0 if level == 4 else 0.0
+    queue = WaitingQueue(rules)
     routine, favored = fill(queue, (3, 1.0), (4, 0.9))
     assert queue.peek() is favored  # like a job of level 3
     queue.remove(favored)
@@ -128,7 +129,7 @@ def test_weighted_order_is_total_and_keeps_the_order_within_a_level(jobs) -> Non
     )
 )
 def test_choice_kept_when_a_job_is_added_is_the_one_made_anew(steps) -> None:
-    queue = WaitingQueue(default_rank)
+    queue = WaitingQueue(RULES)
     for kind, level, remaining in steps:
         if kind == "add":
             job = make_job(level)

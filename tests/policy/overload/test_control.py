@@ -15,7 +15,6 @@ from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -33,9 +32,7 @@ class World:
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
         capacity = EngineCapacity(seats, kv_tokens, block_size=1)
         self.core.set_capacity(capacity)
-        self.control = OverloadControl(policy, self.core.estimates, self.core.holdings, capacity)
-        self.core.lifecycle.listeners.append(self.control)
-        self.core.adopters.append(self.control)
+        self.control = self.core.overload
         self.seats = seats
         self.jobs: list[Job] = []
         self.refused: dict[Job, Code] = {}
@@ -71,7 +68,7 @@ class World:
         self.jobs.append(job)
         self.core.enqueue(job, self.core.waiting)
         seats = partial(getattr, self, "free_seats")
-        self.end(self.control.arrive(job, self.now, seats, key, origin or f"r{number}"))
+        self.end(self.control.admit(job, self.now, seats, key, origin or f"r{number}"))
         return job
 
     def end(self, endings) -> None:
@@ -509,7 +506,7 @@ def test_provisional_level_alone_refuses_no_request() -> None:
             world.core.draft("new", 100, 50, hint, True, provisional=provisional), world.now
         )
         world.core.enqueue(job, world.core.waiting)
-        world.end(world.control.arrive(job, world.now, lambda: world.free_seats))
+        world.end(world.control.admit(job, world.now, lambda: world.free_seats))
         return job
 
     job = arrive(calm)

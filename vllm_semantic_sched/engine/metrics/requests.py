@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.lifecycle import Transition
-from vllm_semantic_sched.policy.overload.control import OverloadControl
 
 
 class RequestMetrics:
@@ -75,7 +72,7 @@ class RequestMetrics:
 def report_fairness(core: SchedulingCore, counters: Counters) -> Gauges:
     """Update the counters of aging, deadlines and tenants, and return the gauges of fair shares,
     reservations and tenants that the policy uses. O(tiers)."""
-    fairness, names = core.fairness, core.policy.tier_names
+    fairness, names = core.seating, core.policy.tier_names
     counters.raise_to("promotions", fairness.promotions.count)
     counters.raise_to("overtakings", fairness.overtaking.count)
     counters.raise_to("hurried_requests", fairness.deadlines.count)
@@ -101,9 +98,11 @@ def report_fairness(core: SchedulingCore, counters: Counters) -> Gauges:
     return dict(gauges)
 
 
-def report_overload(control: OverloadControl, names: Sequence[str]) -> Gauges:
-    """Gauges of pressure, shedding and promises; `names` are those of the tiers. O(tiers)."""
-    load = control.load
+def report_overload(core: SchedulingCore) -> Gauges:
+    """Gauges of pressure, shedding and promises. O(tiers)."""
+    assert core.overload is not None
+    load, account = core.overload.load, core.overload.account
+    names = core.policy.tier_names
     use = load.use()
     levels = range(len(names))
     # Where nothing was measured of late, nothing was broken.
@@ -117,7 +116,7 @@ def report_overload(control: OverloadControl, names: Sequence[str]) -> Gauges:
         },
         "shed_tiers": float(sum(map(load.is_shed, levels))),
         "queued_tokens": {
-            name: round(control.account.level(level).tokens) for level, name in enumerate(names)
+            name: round(account.level(level).tokens) for level, name in enumerate(names)
         },
         "slo_compliance": {
             names[level]: 1.0 if share is None else round(share, 4)

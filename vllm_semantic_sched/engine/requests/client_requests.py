@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.arrivals import Arrival, parent_of
-from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.step import EngineView, SchedulingStep
 
 _MOST_ANSWERS = 128
 _REMEMBERED = 256
@@ -35,7 +34,7 @@ class ClientRequests:
         self._logger = logger
         self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
 
-    def arrived(self, arrival: Arrival, step: SchedulingStep, view: VllmView) -> None:
+    def arrived(self, arrival: Arrival, step: SchedulingStep, view: EngineView) -> None:
         """A request is in the queue; it, or others because of it, may end."""
         self._counters.add("requests", arrival.source)
         if arrival.glanced:

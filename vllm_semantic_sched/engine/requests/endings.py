@@ -112,12 +112,12 @@ class Endings:
         self._end(request, refusal)
         return True
 
-    def hold(self) -> None:
-        """Defer endings from now on: vLLM is about to iterate over its queues."""
+    def defer(self) -> None:
+        """Put endings off from now on: vLLM is about to iterate over its queues."""
         self._deferred = {}
 
-    def release(self) -> None:
-        """End the requests that were deferred since `hold`."""
+    def end_deferred(self) -> None:
+        """End the requests that were put off since `defer`."""
         deferred, self._deferred = self._deferred, None
         for request_id, refusal in (deferred or {}).items():
             self.end(request_id, refusal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,9 @@ class Held:
         self.tokens = self.tokens + tokens if self.seats else 0.0  # clears rounding errors
 
 
-@dataclass(slots=True)
-class _Holding:
-    blocks: int
-    tokens: float = 0.0
-
-
 class Holdings:
-    """The only record of what jobs with a seat hold. Changes are O(levels), questions O(1).
+    """Gives jobs their `seat` record, and sums up what they hold. Changes are O(levels), questions
+    O(1).
 
     A job counts from when it is taken out of the queue until it loses its seat, at its own level,
     without what it gained by waiting. Its blocks are those that the meter reported last: up to
@@ -69,18 +64,16 @@ class Holdings:
 
     def __init__(self, levels: int) -> None:
         self.capacity: EngineCapacity | None = None
-        self._jobs: dict[Job, _Holding] = {}
         self._levels = [Held() for _ in range(levels)]
         self._below = [Held() for _ in range(levels)]  # sums, asked for more often than changed
         self._tenants: dict[str, Held] = {}
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(held.seats for held in self._levels)
 
     def blocks(self, job: Job) -> int:
         """KV blocks of one job; 0 if it has no seat."""
-        held = self._jobs.get(job)
-        return held.blocks if held is not None else 0
+        return job.seat.blocks if job.seat is not None else 0
 
     def level(self, level: int) -> Held:
         """Holdings of the jobs of one level."""
@@ -102,38 +95,39 @@ class Holdings:
         """Holdings of each tenant with a seat."""
         return iter(self._tenants.items())
 
-    def hold(self, job: Job, tokens: int) -> None:
+    def occupy(self, job: Job, tokens: int) -> Seat:
         """Record that a job has, or is about to get, a seat and KV for this many tokens."""
         blocks = self.capacity.blocks_for(tokens) if self.capacity is not None else 0
-        holding = self._jobs.get(job)
-        if holding is None:
-            self._jobs[job] = _Holding(blocks)
+        seat = job.seat
+        if seat is None:
+            seat = job.seat = Seat(blocks)
             self._add(job, 1, blocks, 0.0)
         else:
-            self._add(job, 0, blocks - holding.blocks, 0.0)
-            holding.blocks = blocks
+            self._add(job, 0, blocks - seat.blocks, 0.0)
+            seat.blocks = blocks
+        return seat
 
     def expect(self, job: Job, tokens: float) -> None:
         """Record how many KV tokens a job is predicted to need; no-op without a seat."""
-        holding = self._jobs.get(job)
-        if holding is not None:
-            self._add(job, 0, 0, tokens - holding.tokens)
-            holding.tokens = tokens
+        seat = job.seat
+        if seat is not None:
+            self._add(job, 0, 0, tokens - seat.expected)
+            seat.expected = tokens
 
     def release(self, job: Job) -> None:
-        """Record that a job lost its seat; no-op if it had none."""
-        holding = self._jobs.pop(job, None)
-        if holding is not None:
-            self._add(job, -1, -holding.blocks, -holding.tokens)
+        """Take back the seat of a job; no-op if it has none."""
+        seat, job.seat = job.seat, None
+        if seat is not None:
+            self._add(job, -1, -seat.blocks, -seat.expected)
             if not self._tenants[job.tenant].seats:
                 del self._tenants[job.tenant]
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a job's holdings from level `before` to `job.level`."""
-        holding = self._jobs.get(job)
-        if holding is not None:
-            self._add_to_level(before, -1, -holding.blocks, -holding.tokens)
-            self._add_to_level(job.level, 1, holding.blocks, holding.tokens)
+        seat = job.seat
+        if seat is not None:
+            self._add_to_level(before, -1, -seat.blocks, -seat.expected)
+            self._add_to_level(job.level, 1, seat.blocks, seat.expected)
 
     def _add(self, job: Job, seats: int, blocks: int, tokens: float) -> None:
         self._add_to_level(job.level, seats, blocks, tokens)

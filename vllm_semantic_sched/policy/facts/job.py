@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
@@ -124,6 +125,69 @@ class PassCause(enum.Enum):
     NOT_READY = "not_ready"  # the engine skipped it: its grammar, adapter or KV was not ready
 
 
+class PrefillCost(Protocol):
+    """The part of an engine profile that prices an admission."""
+
+    def prefill(self, start: int, end: int) -> float:
+        """Seconds to compute the tokens from `start` to `end`."""
+
+
+class Charge(NamedTuple):
+    """What an admission was charged, to undo it.
+
+    Attributes:
+        level, seconds: the tier that was charged, and how much.
+        overtook, credit: see `order.aging.Overtaking`.
+        passes: see `WaitingQueue.passes`.
+    """
+
+    level: int
+    seconds: float
+    overtook: bool
+    credit: float
+    passes: Mapping[int, PassCause]
+
+
+@dataclass(slots=True)
+class Stint:
+    """What the meter knows of a job since it got its seat.
+
+    Attributes:
+        charged: tokens, prompt and output, that have been charged.
+        prefill: tokens to compute before the first output token.
+        generated: output tokens at the start.
+        profile: by which the admission was charged.
+    """
+
+    charged: int
+    prefill: int
+    generated: int
+    profile: PrefillCost
+
+
+@dataclass(slots=True)
+class Seat:
+    """What a job holds from when it is taken out of the queue until it loses its seat.
+
+    Attributes:
+        blocks: KV blocks, as the meter reported them last.
+        expected: KV tokens that it is predicted to need in the end.
+        charge: of its admission, until it starts.
+        stint: what the meter knows, where use is metered.
+        start: tokens less steps, for the predicted peak of KV use.
+        held_since: while it is held, since when, in seconds.
+        held_at: the same in the virtual time of the running jobs.
+    """
+
+    blocks: int
+    expected: float = 0.0
+    charge: Charge | None = None
+    stint: Stint | None = None
+    start: int = 0
+    held_since: float | None = None
+    held_at: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One request.
@@ -155,6 +219,7 @@ class Job:
         read_after, unread_level: first seats given before its prediction came, and its level until
             then; 0 if its level came from a hint or has not changed since.
         passed: why a less urgent, later job got its first seat before; None: none did.
+        seat: what it holds; None without a seat.
     """
 
     request_id: str
@@ -190,6 +255,7 @@ class Job:
     read_after: int = 0
     unread_level: int = 0
     passed: PassCause | None = None
+    seat: Seat | None = None
 
     @property
     def effective_level(self) -> float:

@@ -50,7 +50,6 @@ class KvPeak:
         self._tokens_within = tokens_within
         self._step = 0
         self._ends: AddressableHeap[Job] = AddressableHeap()  # last step by estimate
-        self._starts: dict[Job, int] = {}  # tokens less steps
         # By the last step, latest first: ends (negative), sums of starts, and for each place the
         # highest use at its end and those of later places if one more job runs.
         self._sorted: tuple[list[float], list[float], list[float]] | None = None
@@ -62,12 +61,12 @@ class KvPeak:
         self.capacity = math.inf if blocks is None else blocks * capacity.block_size
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._ends)
 
     def admits(self, job: Job) -> bool:
         """Whether a waiting job may start by its predicted use. Always, if no other job runs, so
         that none waits for ever."""
-        if not self.knobs.enabled or not self._starts or self.capacity == math.inf:
+        if not self.knobs.enabled or not len(self._ends) or self.capacity == math.inf:
             return True
         if job.level <= self.knobs.exempt_level or job.overdue:
             return True
@@ -85,14 +84,14 @@ class KvPeak:
         """Count a job that gets a seat, or whose estimate changed."""
         if self.knobs.enabled:
             start, end = self._measure(job)
-            self._starts[job] = start
+            assert job.seat is not None
+            job.seat.start = start
             self._ends.push(job, end)
             self._sorted = None
 
     def discard(self, job: Job) -> None:
         """Forget a job; no-op if it is not counted."""
-        if self._starts.pop(job, None) is not None:
-            self._ends.discard(job)
+        if self._ends.discard(job):
             self._sorted = None
 
     def advance(self, steps: int = 1) -> None:
@@ -129,9 +128,10 @@ class KvPeak:
 
     def _sums(self) -> tuple[list[float], list[float], list[float]]:
         if self._sorted is None:
-            jobs = sorted(self._starts, key=self._ends.key, reverse=True)
+            jobs = sorted(self._ends, key=self._ends.key, reverse=True)
             ends = [self._ends.key(job) for job in jobs]
-            starts = [0.0, *itertools.accumulate(float(self._starts[job]) for job in jobs)]
+            seats = [job.seat for job in jobs if job.seat is not None]
+            starts = [0.0, *itertools.accumulate(float(seat.start) for seat in seats)]
             # With one more job, n + 1 + 1 hold a token more per step at the end of place n.
             at_ends = [starts[n + 1] + (n + 2) * end for n, end in enumerate(ends)]
             later = [*itertools.accumulate(reversed(at_ends), max)][::-1]

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, Stint
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Tokens between two visits of a job: 256 running jobs cost four visits per step.
 AHEAD = 64
-
-
-@dataclass(slots=True)
-class _Stint:
-    charged: int  # tokens, prompt and output, that have been charged
-    prefill: int  # tokens to compute before the first output token
-    generated: int  # output tokens at the start
-    profile: EngineProfile  # by which the admission was charged
 
 
 class Meter:
@@ -31,7 +23,7 @@ class Meter:
         profile: the engine profile as corrected so far.
         charge: gets engine seconds that a job used; negative for a prefill that was charged on
             admission but not computed.
-        hold: gets the most KV tokens of a job until its next visit.
+        holdings: get the most KV tokens of a job until its next visit.
 
     Attributes:
         tokens_per_step: most output tokens of one job in a step (more than 1 with speculative
@@ -43,20 +35,19 @@ class Meter:
         self,
         profile: Callable[[], EngineProfile],
         charge: Callable[[Job, float], None],
-        hold: Callable[[Job, int], None],
+        holdings: Holdings,
     ) -> None:
         self._profile = profile
         self.tokens_per_step = 1
         self.idle = 0
         self._charge = charge
-        self._hold = hold
+        self._holdings = holdings
         self._step = 0
-        self._stints: dict[Job, _Stint] = {}
         self._due: AddressableHeap[Job] = AddressableHeap()
 
     def __len__(self) -> int:
         """Number of jobs with a seat."""
-        return len(self._stints)
+        return len(self._due)
 
     def admission_seconds(self, job: Job) -> float:
         """Engine time until a job can decode: load and prefill."""
@@ -65,18 +56,19 @@ class Meter:
 
     def start(self, job: Job) -> None:
         """Start following a job that got a seat and whose admission has been charged."""
-        self._stints[job] = _Stint(job.tokens, job.tokens, job.generated, self._profile())
-        self._tell(job)
+        assert job.seat is not None
+        job.seat.stint = stint = Stint(job.tokens, job.tokens, job.generated, self._profile())
+        self._report(job, stint)
 
     def stop(self, job: Job) -> None:
         """Stop following a job; its `generated` and `computed` are up to date."""
-        stint = self._stints.get(job)
-        if stint is None:
+        stint = job.seat.stint if job.seat is not None else None
+        if job.seat is None or stint is None:
             return
         seconds = self._decode_seconds(job, stint)
         if job.generated == stint.generated and job.computed < stint.prefill:
             seconds -= stint.profile.prefill(job.computed, stint.prefill)
-        del self._stints[job]
+        job.seat.stint = None
         self._due.discard(job)
         self._charge(job, seconds)
 
@@ -86,18 +78,18 @@ class Meter:
         self._step += 1
         while (job := self._due.peek()) is not None and self._due.key(job) <= self._step:
             observe(job)
-            self._tell(job)
+            assert job.seat is not None and job.seat.stint is not None
+            self._report(job, job.seat.stint)
 
-    def _tell(self, job: Job) -> None:
-        stint = self._stints[job]
+    def _report(self, job: Job, stint: Stint) -> None:
         self._charge(job, self._decode_seconds(job, stint))
         stint.charged = job.tokens
-        self._hold(job, job.tokens + AHEAD)
+        self._holdings.occupy(job, job.tokens + AHEAD)
         self._due.push(job, self._step + max(1, AHEAD // self.tokens_per_step))
 
-    def _decode_seconds(self, job: Job, stint: _Stint) -> float:
+    def _decode_seconds(self, job: Job, stint: Stint) -> float:
         # Running jobs share the time of a decode step.
-        sharing = max(1, len(self._stints) - self.idle)
+        sharing = max(1, len(self) - self.idle)
         profile = self._profile()
         price = profile.gamma1 * job.tokens + profile.batch_terms.sequences(sharing) / sharing
         return (job.tokens - stint.charged) * price

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
@@ -97,7 +98,7 @@ class Protection:
     Attributes:
         knobs: may be replaced by `adopt`.
         unsafe: whether this engine cannot hold requests.
-        held: jobs held in the present step, and the time since when.
+        held: jobs held in the present step.
         budget: what holds have cost.
         steps: steps with holds so far.
         tokens_forgone: tokens that held requests would have got.
@@ -106,17 +107,17 @@ class Protection:
     def __init__(self, knobs: Protect) -> None:
         self.knobs = knobs
         self.unsafe = False
-        self.held: dict[Job, float] = {}
+        self.held: dict[Job, None] = {}
         self.budget = Budget(knobs.price)
         self.steps = 0
         self.tokens_forgone = 0
         self._futile = False
         self._last: float | None = None
 
-    def adopt(self, knobs: Protect) -> None:
-        """Switch to other knobs; what has been spent stays spent."""
-        self.knobs = knobs
-        self.budget.price = knobs.price
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+        """Switch to a new policy; what has been spent stays spent."""
+        self.knobs = policy.protect
+        self.budget.price = policy.protect.price
 
     @property
     def enabled(self) -> bool:

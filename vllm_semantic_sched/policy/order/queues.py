@@ -3,11 +3,66 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.job import Job, Rank
+from vllm_semantic_sched.policy.facts.job import Job, Rank, rank_of
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
+
+
+class QueueRules:
+    """What counts in a queue besides the ranks of its jobs: here nothing.
+
+    Attributes:
+        by_level: whether the rank uses the level.
+        by_tenant: whether the tenant with the least service goes first within a level.
+        weights: how urgency and remaining time count together.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.by_level = policy.uses_urgency
+        self.by_tenant = False
+        self.adopt_rules(policy)
+
+    def adopt_rules(self, policy: Policy) -> None:
+        """Switch to the rules of a new policy."""
+        self.policy = policy
+        self.weights = policy.weighted_levels
+
+    def default_rank(self, job: Job) -> Rank:
+        """Rank of a job without a prediction. It depends only on the sequence number and rises
+        with it, so that the oldest buffered job is the best one."""
+        # Not job.level: after a change of policy all buffered jobs must have the same level.
+        level = self.policy.default_level
+        # Among weighted levels they go first: one of them may be urgent.
+        remaining = 0.0 if self.weights.weighs(level) else float("inf")
+        return rank_of(self.policy.base, level, remaining, job.sequence)
+
+    def offset(self, level: int) -> float:
+        """Levels to add to the jobs of a level; negative is sooner."""
+        return 0.0
+
+    def may_overtake(self) -> bool:
+        """Whether an aged job may go before a more urgent one now."""
+        return False
+
+    def admits(self, job: Job) -> bool:
+        """Whether a job may have a seat now; a level whose first job may not is skipped."""
+        return True
+
+    def tenant_may_go(self, job: Job) -> bool:
+        """Whether a job's tenant may have another seat; if not, the next tenant goes."""
+        return True
+
+    def fits(self, job: Job) -> bool:
+        """Whether the job that is next may start now. While it may not, none does, or small
+        requests would pass it for ever."""
+        return True
+
+    def cost(self, job: Job) -> float:
+        """Engine seconds that a job's admission adds to its tenant's counter."""
+        return 0.0
 
 
 class TenantQueue:
@@ -15,14 +70,10 @@ class TenantQueue:
 
     Jobs with a known level are in a heap by rank. Jobs without a prediction yet are in a buffer in
     arrival order; they can be scheduled at a default rank.
-
-    Args:
-        default_rank: rank of a buffered job. It must depend only on the sequence number and rise
-            with it, so that the oldest buffered job is the best one.
     """
 
-    def __init__(self, default_rank: Callable[[Job], Rank]) -> None:
-        self._default_rank = default_rank
+    def __init__(self, rules: QueueRules) -> None:
+        self._rules = rules
         self._heap: AddressableHeap[Job] = AddressableHeap()
         self._buffer: dict[Job, None] = {}
 
@@ -61,7 +112,7 @@ class TenantQueue:
         if not self._buffer:
             return head
         oldest = next(iter(self._buffer))
-        rank = self._default_rank(oldest)
+        rank = self._rules.default_rank(oldest)
         return (rank, oldest) if head is None or rank < head[0] else head
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
@@ -69,25 +120,21 @@ class TenantQueue:
         ranked = self._heap.ordered_pairs()
         if not self._buffer:
             return ranked
-        buffered = ((self._default_rank(job), job) for job in self._buffer)
+        buffered = ((self._rules.default_rank(job), job) for job in self._buffer)
         return heapq.merge(ranked, buffered, key=lambda pair: pair[0])
 
 
 class LevelQueue:
-    """All waiting jobs of one level.
-
-    Args:
-        by_tenant: serve the tenant with the least service first; else one queue for all.
-        default_rank: see `TenantQueue`.
+    """All waiting jobs of one level, in one queue or one per tenant.
 
     Attributes:
         counters: service by tenant.
         overdue: the overdue jobs, by arrival.
     """
 
-    def __init__(self, by_tenant: bool, default_rank: Callable[[Job], Rank]) -> None:
-        self._by_tenant = by_tenant
-        self._default_rank = default_rank
+    def __init__(self, rules: QueueRules) -> None:
+        self._rules = rules
+        self._by_tenant = rules.by_tenant
         self._queues: dict[str, TenantQueue] = {}
         self.counters = VirtualCounters()
         self.overdue: AddressableHeap[Job] = AddressableHeap()
@@ -130,27 +177,23 @@ class LevelQueue:
             del self._queues[tenant]
             self.counters.leave(tenant)
 
-    def peek(self, may_go: Callable[[Job], bool]) -> tuple[Rank, Job] | None:
-        """The next job and its rank, or None; tenants whose next job fails `may_go` are skipped."""
+    def peek(self) -> tuple[Rank, Job] | None:
+        """The next job and its rank, or None; tenants that may not go are skipped."""
         if not self._by_tenant:
             return self._queues[ANONYMOUS].peek() if self._queues else None
         for _, tenant in self.counters.ordered():
             head = self._queues[tenant].peek()
-            if head is not None and may_go(head[1]):
+            if head is not None and self._rules.tenant_may_go(head[1]):
                 return head
         return None
 
-    def ordered(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
-        """The jobs in the order in which they would run if nothing else happened, lazily.
-
-        Args:
-            cost: engine seconds that a job's admission adds to its tenant's counter.
-        """
+    def ordered(self) -> Iterator[tuple[Rank, Job]]:
+        """The jobs in the order in which they would run if nothing else happened, lazily."""
         if len(self._queues) == 1:
             return next(iter(self._queues.values())).ordered()
-        return self._in_turns(cost)
+        return self._in_turns()
 
-    def _in_turns(self, cost: Callable[[Job], float]) -> Iterator[tuple[Rank, Job]]:
+    def _in_turns(self) -> Iterator[tuple[Rank, Job]]:
         queues: dict[str, Iterator[tuple[Rank, Job]]] = {}
         turns: list[tuple[float, int, str]] = []
         tenants = self.counters.ordered()
@@ -166,7 +209,7 @@ class LevelQueue:
             head = next(queues[tenant], None)
             if head is not None:
                 yield head
-                heapq.heappush(turns, (counter + cost(head[1]), place, tenant))
+                heapq.heappush(turns, (counter + self._rules.cost(head[1]), place, tenant))
 
     def tenant_of(self, job: Job) -> str:
         """Key of the queue that a job is in."""
@@ -176,6 +219,6 @@ class LevelQueue:
         tenant = job.tenant if self._by_tenant else ANONYMOUS
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = TenantQueue(self._default_rank)
+            queue = self._queues[tenant] = TenantQueue(self._rules)
             self.counters.enter(tenant)
         return queue

@@ -26,7 +26,6 @@ class RunningSet:
         self._now = 0.0
         self._eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
-        self._held: dict[Job, float] = {}  # since when, in virtual time
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new profile; stored keys stay as they are."""
@@ -52,16 +51,18 @@ class RunningSet:
         tag = self._now + rank.remaining if rank.remaining else 0.0
         self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
         self._due.push(job, self._now + remaining)
-        if job in self._held:
-            self._held[job] = self._now
+        if job.seat is not None and job.seat.held_at is not None:
+            job.seat.held_at = self._now
 
     def hold(self, job: Job) -> None:
         """A stored job gets no tokens until `release`."""
-        self._held[job] = self._now
+        assert job.seat is not None
+        job.seat.held_at = self._now
 
     def release(self, job: Job) -> None:
         """A held job gets tokens again."""
-        missed = self._now - self._held.pop(job)
+        assert job.seat is not None and job.seat.held_at is not None
+        missed, job.seat.held_at = self._now - job.seat.held_at, None
         if missed and job in self._eviction:
             level, tag, sequence = self._eviction.key(job)
             self._eviction.push(job, (level, tag - missed if tag else tag, sequence))
@@ -69,7 +70,6 @@ class RunningSet:
 
     def discard(self, job: Job) -> bool:
         """Remove a job; False if it is not stored."""
-        self._held.pop(job, None)
         self._due.discard(job)
         return self._eviction.discard(job)
 
@@ -81,7 +81,8 @@ class RunningSet:
     def remaining(self, job: Job) -> float:
         """Predicted seconds of work left: the stored value less the steps since."""
         tag: float = -self._eviction.key(job)[1]
-        return max(0.0, tag - self._held.get(job, self._now))
+        held_at = job.seat.held_at if job.seat is not None else None
+        return max(0.0, tag - (self._now if held_at is None else held_at))
 
     def least_urgent(self) -> Job | None:
         """The root of the eviction heap: least urgent, most remaining time."""

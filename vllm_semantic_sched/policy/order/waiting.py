@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from vllm_semantic_sched.policy.config.order import WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
-from vllm_semantic_sched.policy.order.aging import Overtaking
-from vllm_semantic_sched.policy.order.queues import LevelQueue
+from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
 
-_UNWEIGHTED = WeightedLevels()
 _new_tuple = tuple.__new__
-
-
-@dataclass(slots=True)
-class QueueRules:
-    """Rules for the choice among levels besides ranks; the defaults change nothing.
-
-    Attributes:
-        by_level: whether the rank uses the level.
-        weights: how urgency and remaining time count together.
-        by_tenant: see `LevelQueue`.
-        offset: levels to add to a level's jobs; negative is sooner.
-        admits: whether a job may have a seat now; a level whose first job may not is skipped.
-        tenant_may_go: see `LevelQueue.peek`.
-        fits: whether the job that is next may start now; while it may not, none does, or small
-            requests would pass it for ever.
-        overtaking: limits how often aged jobs overtake more urgent ones.
-        cost: see `LevelQueue.ordered`.
-    """
-
-    by_level: bool = True
-    weights: WeightedLevels = _UNWEIGHTED
-    by_tenant: bool = False
-    offset: Callable[[int], float] = lambda level: 0.0
-    admits: Callable[[Job], bool] = lambda job: True
-    tenant_may_go: Callable[[Job], bool] = lambda job: True
-    fits: Callable[[Job], bool] = lambda job: True
-    overtaking: Overtaking | None = None
-    cost: Callable[[Job], float] = lambda job: 0.0
 
 
 class WaitingQueue:
@@ -49,16 +18,10 @@ class WaitingQueue:
     Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and
     admissibility, which change from step to step, apply when the first jobs of the levels are
     compared.
-
-    Args:
-        default_rank: see `TenantQueue`.
     """
 
-    def __init__(
-        self, default_rank: Callable[[Job], Rank], rules: QueueRules | None = None
-    ) -> None:
-        self._default_rank = default_rank
-        self._rules = rules or QueueRules()
+    def __init__(self, rules: QueueRules) -> None:
+        self._rules = rules
         self._levels: dict[int, LevelQueue] = {}
         self._places: dict[Job, int] = {}
         self._next: tuple[Job | None, bool] | None = None
@@ -86,7 +49,7 @@ class WaitingQueue:
     def queue(self, level: int) -> LevelQueue:
         """The queue of a level."""
         if level not in self._levels:
-            self._levels[level] = LevelQueue(self._rules.by_tenant, self._default_rank)
+            self._levels[level] = LevelQueue(self._rules)
         return self._levels[level]
 
     def buffer(self, job: Job) -> None:
@@ -119,7 +82,7 @@ class WaitingQueue:
         if self._levels[self._places[job]].is_buffered(job):
             if self._places[job] == job.level:
                 return
-            rank = self._default_rank(job)
+            rank = self._rules.default_rank(job)
         self.push(job, rank)
 
     def remove(self, job: Job) -> bool:
@@ -177,7 +140,7 @@ class WaitingQueue:
                 yield job
 
     def _keyed(self, queue: LevelQueue) -> Iterator[tuple[Rank, Job]]:
-        for rank, job in queue.ordered(self._rules.cost):
+        for rank, job in queue.ordered():
             yield self._key(rank, job, aged=False), job
 
     def _choose(self) -> tuple[Job | None, bool]:
@@ -191,19 +154,18 @@ class WaitingQueue:
         if not self._places:
             return None, False
         rules = self._rules
-        admits, may_go = rules.admits, rules.tenant_may_go
+        admits = rules.admits
         heads: list[tuple[Rank, Job]] = []
         best: tuple[Rank, Job] | None = None
         for queue in self._levels.values():
-            head = queue.peek(may_go)
+            head = queue.peek()
             if head is None or not admits(head[1]):
                 continue
             heads.append(head)
             key = self._key(head[0], head[1], aged=False)
             if best is None or key < best[0]:
                 best = (key, head[1])
-        overtaking = rules.overtaking
-        if overtaking is None or not overtaking.allowed:
+        if not rules.may_overtake():
             return (best[1] if best else None), False
         oldest = self._oldest_overdue()
         if oldest is not None:
@@ -224,7 +186,7 @@ class WaitingQueue:
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):
             return PassCause.PROMOTED
-        head = queue.peek(self._rules.tenant_may_go)
+        head = queue.peek()
         if head is None or not self._rules.admits(head[1]):
             return PassCause.LIMIT
         promoted = self._rules.by_level and self._level(job) <= self._level(head[1])

@@ -9,7 +9,7 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
+from vllm_semantic_sched.policy.facts.tiers import Tier, TierQueue, target_shares
 from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
@@ -44,6 +44,15 @@ def admits_all(policy: Policy) -> bool:
         limits += [queue.requests, queue.tokens]
     unbounded = all(limit is None for limit in limits)
     return unbounded and rules.over_share == "off" and not policy.shedding.enabled
+
+
+def ends_requests(policy: Policy) -> bool:
+    """Whether a policy may refuse or end any request, by a timeout too."""
+    return (
+        policy.admission != Admission()
+        or policy.shedding.enabled
+        or any(policy.tier(level).queue != TierQueue() for level in range(policy.levels))
+    )
 
 
 def fits(

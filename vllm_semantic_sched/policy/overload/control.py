@@ -92,7 +92,7 @@ class OverloadControl:
 
     # Decisions
 
-    def arrive(
+    def admit(
         self,
         job: Job,
         now: float,

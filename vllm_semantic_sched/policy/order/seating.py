@@ -1,56 +1,41 @@
-"""Combines aging, deadlines, shares, tenants and reservations for the core."""
+"""From queue to seat: aging, deadlines, shares, tenants and reservations decide who is next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
-from vllm_semantic_sched.policy.facts.job import Job, PassCause
+from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.precedence import Precedence
+from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
-from vllm_semantic_sched.policy.order.waiting import QueueRules, WaitingQueue
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
-class _Charge(NamedTuple):
-    """Record of an admission, to undo it."""
-
-    level: int
-    seconds: float
-    overtook: bool
-    credit: float
-    passes: Mapping[int, PassCause]
-
-
-class Fairness:
-    """Follows jobs through the queue and their seats, and adjusts the order of the queue.
+class Seating(QueueRules):
+    """Follows jobs through the queue and their seats, and rules the order of the queue.
 
     A job that the engine takes out of the queue either starts or returns within the same step,
     because it was not ready.
 
-    Args:
-        profile: the engine profile as corrected so far.
+    Attributes:
+        waiting: the queue.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        profile: Callable[[], EngineProfile],
-        make_queue: Callable[[QueueRules], WaitingQueue],
-        tokens_within: Callable[[Job, float], float],
-    ) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, estimates: Estimator) -> None:
+        super().__init__(policy)
         self.holdings = Holdings(policy.levels)
         self.promotions = Promotions(policy.aging)
         self.overtaking = Overtaking(policy.aging)
@@ -59,22 +44,11 @@ class Fairness:
         self.top_levels = TopLevelGuard(policy.tenants.top)
         self.reservation = Reservation(policy.all_tiers, self.holdings)
         self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
-        self.kv_peak = KvPeak(policy.kv_peak, tokens_within)
+        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens_within)
         self.precedence = Precedence(policy.levels)
-        self.meter = Meter(profile, self._charge, self.holdings.hold)
-        self._taken: dict[Job, _Charge] = {}
-        self._rules = QueueRules(
-            by_level=policy.uses_urgency,
-            weights=policy.weighted_levels,
-            by_tenant=policy.tenants.fair,
-            offset=self._offset,
-            admits=self._admits,
-            tenant_may_go=self.tenant_caps.admits,
-            fits=self.kv_peak.admits,
-            overtaking=self.overtaking,
-            cost=self.meter.admission_seconds,
-        )
-        self.waiting = make_queue(self._rules)
+        self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
+        self.by_tenant = policy.tenants.fair
+        self.waiting = WaitingQueue(self)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
         """Set the engine's capacity.
@@ -90,43 +64,64 @@ class Fairness:
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
-    def adopt(self, policy: Policy) -> None:
+    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
         """Switch to a new policy.
 
         Raises:
             PolicyError: its reservations leave nothing for the other tiers; nothing has changed.
         """
         self.reservation.set_tiers(policy.all_tiers)
-        self._policy = policy
+        self.adopt_rules(policy)
         self.promotions.knobs = self.overtaking.knobs = policy.aging
         self.deadlines.knobs = policy.deadlines
         self.fair_share.adopt(policy.fair_share, policy.all_tiers)
         self.top_levels.knobs = policy.tenants.top
         self.tenant_caps.knobs = policy.tenants
         self.kv_peak.knobs = policy.kv_peak
-        self._rules.weights = policy.weighted_levels
         self.waiting.changed()
 
     @property
     def reorders_levels(self) -> bool:
         """Whether a less urgent job can get ahead of a more urgent one."""
-        policy = self._policy
+        policy = self.policy
         return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
 
-    # Job lifecycle
+    # Rules of the queue, see `QueueRules`
 
-    def arrive(self, job: Job) -> None:
+    def offset(self, level: int) -> float:
+        return self.fair_share.offsets[level]
+
+    def may_overtake(self) -> bool:
+        return self.overtaking.allowed
+
+    def admits(self, job: Job) -> bool:
+        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
+            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
+        )
+
+    def tenant_may_go(self, job: Job) -> bool:
+        return self.tenant_caps.admits(job)
+
+    def fits(self, job: Job) -> bool:
+        return self.kv_peak.admits(job)
+
+    def cost(self, job: Job) -> float:
+        return self.meter.admission_seconds(job)
+
+    # From queue to seat
+
+    def wait_first(self, job: Job) -> None:
         """Record that a job enters the queue for the first time."""
-        if self._policy.aging.enabled:
+        if self.policy.aging.enabled:
             self.promotions.wait(job)
-        if self._policy.deadlines.enabled:
-            self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
-        if self._policy.kv_peak.enabled:
+        if self.policy.deadlines.enabled:
+            self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
+        if self.policy.kv_peak.enabled:
             self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
         """Record that a job enters the queue or returns to it."""
-        charge = self._taken.pop(job, None)
+        charge = job.seat.charge if job.seat is not None else None
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._account(job, charge.level, -charge.seconds, first=not job.preemptions)
@@ -143,21 +138,21 @@ class Fairness:
 
     def start(self, job: Job) -> None:
         """Record that a job got its seat."""
-        if job not in self._taken:
+        if job.seat is None or job.seat.charge is None:
             self._admit(job, overtook=False)
-        charge = self._taken.pop(job)
+        assert job.seat is not None and job.seat.charge is not None
+        charge, job.seat.charge = job.seat.charge, None
         if job.started is None:
             self.precedence.seat(job, charge.passes)
         self._stop_timers(job)
         # Without it a tier over its share would take back the seat that it just lost.
-        job.share_boost = max(0.0, -self._offset(job.level))
+        job.share_boost = max(0.0, -self.offset(job.level))
         if self._metered:
             self.meter.start(job)
         self.waiting.changed()
 
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
-        self._taken.pop(job, None)
         self._stop_timers(job)
         self.meter.stop(job)
         self.holdings.release(job)
@@ -197,7 +192,7 @@ class Fairness:
     def preempting_level(self, level: int) -> float:
         """The level that counts when a job of `level` preempts: `level` plus the offset of a tier
         over its share."""
-        return level + max(0.0, self._offset(level))
+        return level + max(0.0, self.offset(level))
 
     def shortage(self, job: Job) -> Need:
         """Seats and blocks that less urgent tiers must free before hard reservations admit a
@@ -213,16 +208,16 @@ class Fairness:
     def timeless(self) -> bool:
         """Whether the order of the queue changes only when a job comes, goes, is predicted or
         outlives its estimate."""
-        return self.steady and not self._policy.aging.enabled and not self._policy.deadlines.enabled
+        return self.steady and not self.policy.aging.enabled and not self.policy.deadlines.enabled
 
     @property
     def _metered(self) -> bool:
-        policy = self._policy
+        policy = self.policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
 
     def _start_timers(self, job: Job) -> None:
         self.promotions.wait(job)
-        self.deadlines.wait(job, self._policy.all_tiers[job.level].slo)
+        self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
 
     def _stop_timers(self, job: Job) -> None:
         self.promotions.stop(job)
@@ -231,8 +226,8 @@ class Fairness:
     def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
         seconds = self.meter.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
-        self._taken[job] = _Charge(job.level, seconds, overtook, credit, passes)
-        self.holdings.hold(job, job.tokens + AHEAD)
+        seat = self.holdings.occupy(job, job.tokens + AHEAD)
+        seat.charge = Charge(job.level, seconds, overtook, credit, passes)
         self.kv_peak.add(job)
         self._account(job, job.level, seconds, first=not job.preemptions)
         self.waiting.changed()
@@ -247,11 +242,3 @@ class Fairness:
         if first:
             queue = self.waiting.queue(level)
             queue.counters.charge(queue.tenant_of(job), seconds)
-
-    def _offset(self, level: int) -> float:
-        return self.fair_share.offsets[level]
-
-    def _admits(self, job: Job) -> bool:
-        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
-            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
-        )
