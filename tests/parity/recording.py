@@ -245,7 +245,7 @@ def record(scheduler: Any, policy: str) -> Recording:
         inner(request)
         done()
 
-    def run(inner: Any, view: Any) -> None:
+    def run(inner: Any, view: Any) -> Any:
         here = events[-1]
         here.free_blocks, here.kv_use = view.free_blocks(), view.kv_use()
         if swap is not None:
@@ -256,8 +256,9 @@ def record(scheduler: Any, policy: str) -> Recording:
                 request.num_output_tokens,
                 tokens_with_kv(request),
             )
-        inner(view)
+        outcome = inner(view)
         log.ordered(core)
+        return outcome
 
     def predictions(inner: Any) -> Any:
         for job, prediction in inner():
