@@ -57,24 +57,16 @@ def simulate(
         RequestTooLarge: a request does not fit into the engine.
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
-    seed = settings.seed + repeat
-    workload = draw_workload(
-        settings.workload, policy.levels, np.random.default_rng([seed, _WORKLOAD_STREAM])
-    )
-    predictions = draw_predictions(
-        settings.predictor,
-        workload,
-        policy.levels,
-        np.random.default_rng([seed, _PREDICTOR_STREAM]),
-    )
+
+    def random(stream: int) -> np.random.Generator:
+        return np.random.default_rng([settings.seed + repeat, stream])
+
+    workload = draw_workload(settings.workload, policy.levels, random(_WORKLOAD_STREAM))
+    read = (settings.predictor, workload, policy.levels)
+    predictions = draw_predictions(*read, random(_PREDICTOR_STREAM))
     if given is not None:
         workload, predictions = given
-    instant = draw_instant(
-        settings.predictor,
-        workload,
-        policy.levels,
-        np.random.default_rng([seed, _INSTANT_STREAM]),
-    )
+    instant = draw_instant(settings.predictor, workload, policy.levels, random(_INSTANT_STREAM))
     runs: list[Run] = []
     simulation = _Simulation(scenario, policy, workload, predictions, instant, keep_seats)
     simulation.before_step = before_step
