@@ -115,7 +115,7 @@ def main() -> int:
                 stored = yaml.safe_load(RESULTS.read_text()) if RESULTS.exists() else {}
                 stored.setdefault(version, {}).update(row)
                 RESULTS.write_text(yaml.safe_dump(stored))
-                subprocess.run([sys.executable, SCRIPTS / "reference.py", REFERENCE], check=True)
+                subprocess.run([sys.executable, SCRIPTS / "reference.py"], check=True)
     show(table)
     return 0 if good else 1
 

@@ -1,14 +1,14 @@
-"""Update the tables of docs/reference.md: policy keys, refusal codes, metrics, releases of vLLM.
+"""Update configs/policy-keys.yaml, which has every policy key, and the tables of docs/reference.md:
+refusal codes, metrics, releases of vLLM.
 
-python scripts/reference.py docs/reference.md
+python scripts/reference.py
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import sys
-from collections.abc import Iterator
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +20,21 @@ from vllm_semantic_sched.policy.facts.section import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
 
-_KEYS_HEAD = (
-    "| key | default | takes effect | meaning | refusal code | metrics |",
-    "|---|---|---|---|---|---|",
-)
 _CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
 _METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
 _RELEASES_HEAD = (
     "| vLLM | runs a model | unit tests | engine tests | vLLM's scheduler tests |",
     "|---|---|---|---|---|",
 )
-_RELEASES = Path(__file__).resolve().parents[1] / "tests" / "data" / "matrix.yaml"
-_YAML_WORDS = {"None": "unset", "True": "true", "False": "false", "()": "[]"}
+_YAML_WORDS = {"None": "null", "True": "true", "False": "false", "()": "[]", "off": "'off'"}
+_HEAD = (
+    "Every key of a policy file with its default and meaning, written by scripts/reference.py. Copy "
+    "the keys that you change; `null` is: not set. A running server takes a changed file up on "
+    "`semsched policy reload`, except for keys that take effect at restart."
+)
+_ROOT = Path(__file__).resolve().parents[1]
+_RELEASES = _ROOT / "tests" / "data" / "matrix.yaml"
+KEYS, PAGE = _ROOT / "configs" / "policy-keys.yaml", _ROOT / "docs" / "reference.md"
 
 
 class Effect(NamedTuple):
@@ -77,11 +80,10 @@ def effect_of(key: str) -> Effect:
 
 
 def insert(path: Path) -> None:
-    """Update the tables of a page: the text between `<!-- keys -->`, `<!-- codes -->`,
-    `<!-- metrics -->` or `<!-- releases -->` and the next `<!-- end -->`."""
+    """Update the tables of a page: the text between `<!-- codes -->`, `<!-- metrics -->` or
+    `<!-- releases -->` and the next `<!-- end -->`."""
     text = path.read_text("utf-8")
     tables = {
-        "keys": keys_table(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "releases": releases_table(),
@@ -127,27 +129,40 @@ def releases_table() -> str:
     return "\n".join([*_RELEASES_HEAD, *rows]) + "\n"
 
 
-def keys_table() -> str:
-    """A Markdown table of the top-level keys of a policy file, and one per section."""
-    groups: dict[str, list[str]] = {"": []}
+def policy_keys() -> str:
+    """A policy file with every key at its default, and its meaning as a comment. Keys of a list's
+    entries are comments too."""
+    lines = [*textwrap.wrap(_HEAD, 98, initial_indent="# ", subsequent_indent="# ")]
+    open_groups: list[str] = []
     for key in keys_of(Policy):
-        group, *inner = re.split(r"[.\[]", key.name)
-        groups.setdefault(group if inner else "", []).append(" | ".join(_cells(key)))
-    lines: list[str] = []
-    for group, rows in groups.items():
-        lines += ["", f"### `{group}`" if group else "### Top level", "", *_KEYS_HEAD, *rows]
-    return "\n".join(lines).strip() + "\n"
+        *groups, name = key.name.split(".")
+        mark = "# " if any(group.endswith("[]") for group in groups) else ""
+        for depth, group in enumerate(groups):
+            if open_groups[: depth + 1] != groups[: depth + 1]:
+                open_groups = groups[: depth + 1]
+                if not group.endswith("[]"):
+                    lines += [*([""] if depth == 0 else []), f"{mark}{'  ' * depth}{group}:"]
+        if not groups:
+            lines.append("")
+        indent = mark + "  " * len(groups)
+        lines += textwrap.wrap(
+            _meaning(key), 98, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
+        if key.default:
+            lines.append(f"{indent}{name}: {_yaml(key.default)}")
+    return "\n".join(lines) + "\n"
 
 
-def _cells(key: Key) -> Iterator[str]:
+def _meaning(key: Key) -> str:
     effect = effect_of(key.name)
-    valid = f" One of {key.valid}." if key.valid else ""
-    yield f"| `{key.name}`"
-    yield _yaml(key.default)
-    yield "on reload" if restart_reason(key.name) is None else "at restart"
-    yield " ".join(f"{key.meaning}{valid}".split()).replace("|", "\\|")
-    yield ", ".join(f"`{code.value}`" for code in effect.codes)
-    yield ", ".join(f"`{name}`" for name in effect.metrics) + " |"
+    words = [key.meaning]
+    if key.valid:
+        words.append(f"One of {key.valid}.")
+    if restart_reason(key.name) is not None:
+        words.append("Takes effect at restart.")
+    if key.default:
+        words.append(f"Metrics: {', '.join(effect.metrics)}.")
+    return " ".join(" ".join(words).split())
 
 
 def _yaml(default: str) -> str:
@@ -158,6 +173,7 @@ def _yaml(default: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
+    if len(sys.argv) > 1:
         sys.exit(__doc__)
-    insert(Path(sys.argv[1]))
+    KEYS.write_text(policy_keys(), "utf-8")
+    insert(PAGE)
