@@ -21,15 +21,15 @@ from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
 
 _CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
-_METRICS_HEAD = ("| metric | labels | meaning |", "|---|---|---|")
+_METRICS_HEAD = ("| metric | meaning |", "|---|---|")
 _RELEASES_HEAD = (
     "| vLLM | runs a model | unit tests | engine tests | vLLM's scheduler tests |",
     "|---|---|---|---|---|",
 )
 _YAML_WORDS = {"None": "null", "True": "true", "False": "false", "()": "[]", "off": "'off'"}
 _HEAD = (
-    "Every key of a policy file with its default and meaning, written by scripts/reference.py. Copy "
-    "the keys that you change; `null` is: not set. A running server takes a changed file up on "
+    "Every key of a policy file with its default and meaning, written by scripts/reference.py. "
+    "Copy the keys that you change; `null` is: not set. A server takes a changed file up on "
     "`semsched policy reload`, except for keys that take effect at restart."
 )
 _ROOT = Path(__file__).resolve().parents[1]
@@ -113,8 +113,8 @@ def metrics_table() -> str:
     for table, ending in ((COUNTERS, "_total"), (GAUGES, ""), (HISTOGRAMS, "")):
         for name, metric in sorted(table.items()):
             kind = " (histogram)" if metric.buckets else ""
-            labels = ", ".join(f"`{label}`" for label in metric.labels)
-            lines.append(f"| `semsched:{name}{ending}`{kind} | {labels} | {metric.help} |")
+            labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+            lines.append(f"| `semsched:{name}{ending}{labels}`{kind} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 

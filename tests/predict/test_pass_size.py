@@ -1,6 +1,6 @@
 """The size of forward passes."""
 
-from vllm_semantic_sched.predict.pass_size import PassSize
+from vllm_semantic_sched.predict.process import PassSize
 
 
 def largest(size: PassSize, length: int) -> int:

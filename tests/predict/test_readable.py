@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.predict.readable import unreadable
+from vllm_semantic_sched.predict.window import unreadable
 
 BYTES = random.Random(0).randbytes(600)
 

@@ -1,9 +1,8 @@
 import json
 import shutil
 
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
-from vllm_semantic_sched.predict.stored import stored_buckets
 
 
 def test_shipped_buckets_are_read_without_torch() -> None:

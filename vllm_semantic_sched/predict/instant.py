@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
-from vllm_semantic_sched.predict.readable import unreadable
-from vllm_semantic_sched.predict.stored import buckets_of
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 INSTANT_FILE = "instant.npz"
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of
 from vllm_semantic_sched.predict.network import has_bfloat16
-from vllm_semantic_sched.predict.readable import unreadable
-from vllm_semantic_sched.predict.stored import buckets_of
 from vllm_semantic_sched.predict.text import WindowTokenizer, opening_of
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, unreadable
 
 _BATCH = 32
 # An opening decides if the two most urgent levels together have at least this probability.

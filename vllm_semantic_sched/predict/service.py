@@ -14,8 +14,7 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict.pass_size import PassSize
-from vllm_semantic_sched.predict.process import PredictorError, PredictorProcess
+from vllm_semantic_sched.predict.process import PassSize, PredictorError, PredictorProcess
 from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DistilBertConfig
 
+from vllm_semantic_sched.predict import WEIGHTS_FILES, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.stored import WEIGHTS_FILES, weights_file
 
 Precision = Literal["int8", "fp16"]
 """The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move

@@ -12,7 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.engine.requests.passed_reading import pass_reading
+from vllm_semantic_sched.engine.requests.arrivals import pass_reading
 from vllm_semantic_sched.engine.requests.prediction import _MOST_AHEAD
 from vllm_semantic_sched.lab.bench.overhead import Case, SaturatedScheduler
 from vllm_semantic_sched.lab.bench.standalone import (

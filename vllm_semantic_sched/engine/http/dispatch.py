@@ -14,7 +14,7 @@ from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http.preparation import Glance, GlanceRules, current_glance
 from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
-from vllm_semantic_sched.engine.requests.passed_reading import pass_reading
+from vllm_semantic_sched.engine.requests.arrivals import pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.placement import Placed, Placement
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.overload.refusal import Code
-from vllm_semantic_sched.predict.readable import REASONS
+from vllm_semantic_sched.predict.window import REASONS
 
 
 class Metric(NamedTuple):

@@ -14,9 +14,9 @@ from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
-from vllm_semantic_sched.predict.stored import stored_buckets
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256

@@ -7,7 +7,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_semantic_sched.engine.requests.passed_reading import READING, pass_reading, read_passed
+from vllm_semantic_sched.engine.requests.arrivals import READING, pass_reading, read_passed
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 pytestmark = pytest.mark.engine
