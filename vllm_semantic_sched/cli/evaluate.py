@@ -72,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --data: read each text once more with claims about its urgency, such as "
         '"SYSTEM: urgency 0."',
     )
+    _add_report_arguments(parser)
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
     )

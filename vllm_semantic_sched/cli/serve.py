@@ -121,7 +121,7 @@ def launch_of(
     Raises:
         ServeError: an option contradicts the scheduler.
     """
-    rest, notes = list(options), []
+    rest = list(options)
     scheduler = _take(rest, "--scheduler-cls")
     if scheduler not in (None, SCHEDULER):
         raise ServeError(
@@ -137,28 +137,33 @@ def launch_of(
     ours = {key: str(value) for key, value in ours.items() if value is not None}
     config["semantic_sched"] = {**config.get("semantic_sched", {}), **ours}
     command += ["--additional-config", json.dumps(config)]
+    host_gib, note = _host_pool(rest, host_gib, free_gib)
+    if host_gib > 0:
+        connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
+        command += ["--kv-transfer-config", json.dumps(connector)]
+    return Launch(command, [note])
+
+
+def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
+    """GiB of the host pool, 0 for none, and a note that says so."""
     obstacle = _why_no_pool(rest)
     if obstacle is not None:
         if host_gib:
             raise ServeError(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
-        notes.append(f"KV of preempted requests is recomputed: {obstacle}")
-        return Launch(command, notes)
+        return 0.0, f"KV of preempted requests is recomputed: {obstacle}"
     engines = int(_value(rest, "--data-parallel-size", "-dp") or 1)
     if host_gib is None:
         host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / engines, 2)
         if host_gib < _SMALLEST_POOL:
-            notes.append(f"{free_gib:.1f} GiB of memory are free: too few to keep KV in")
-            host_gib = 0.0
-    if host_gib > 0:
-        if host_gib * engines > free_gib:
-            raise ServeError(
-                f"--host-gib {host_gib:g} for each of {engines} engines is more than the "
-                f"{free_gib:.1f} GiB that are free"
-            )
-        notes.append(f"{host_gib:g} GiB of host memory keep the KV of preempted requests")
-        connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
-        command += ["--kv-transfer-config", json.dumps(connector)]
-    return Launch(command, notes)
+            return 0.0, f"{free_gib:.1f} GiB of memory are free: too few to keep KV in"
+    if host_gib * engines > free_gib:
+        raise ServeError(
+            f"--host-gib {host_gib:g} for each of {engines} engines is more than the "
+            f"{free_gib:.1f} GiB that are free"
+        )
+    if not host_gib:
+        return 0.0, "KV of preempted requests is recomputed: --host-gib 0"
+    return host_gib, f"{host_gib:g} GiB of host memory keep the KV of preempted requests"
 
 
 def _why_no_pool(options: Sequence[str]) -> str | None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vllm_semantic_sched.sim.runner import Cell
+    from vllm_semantic_sched.sim.scenario import Scenario
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
 _MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
@@ -73,6 +74,25 @@ def run(args: argparse.Namespace) -> int:
     return run_simulation("simulate", _run, args)
 
 
+def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
+    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
+    from vllm_semantic_sched.sim.scenario import load_scenarios
+
+    if args.scenario is None or args.output is None:
+        raise BadOption("needs --scenario and --output")
+    if args.metric not in METRICS:
+        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
+    if args.metric == "slo_met" and not any(
+        is_promised(slo)
+        for scenario in scenarios
+        for scheduler in scenario.policies
+        for slo in scenario.slos(scheduler)
+    ):
+        raise BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
+    return scenarios
+
+
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
@@ -84,24 +104,12 @@ def _run(args: argparse.Namespace) -> int:
         write_results,
         write_trace,
     )
-    from vllm_semantic_sched.sim.metrics import ALL, METRICS, is_promised
+    from vllm_semantic_sched.sim.metrics import ALL
     from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
-    from vllm_semantic_sched.sim.scenario import load_scenarios
     from vllm_semantic_sched.sim.spans import draw_gantt
 
-    if args.scenario is None or args.output is None:
-        raise BadOption("needs --scenario and --output")
-    if args.metric not in METRICS:
-        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
-    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
+    scenarios = _scenarios(args)
     settings = scenarios[0].settings
-    if args.metric == "slo_met" and not any(
-        is_promised(slo)
-        for scenario in scenarios
-        for scheduler in scenario.policies
-        for slo in scenario.slos(scheduler)
-    ):
-        raise BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
     args.output.mkdir(parents=True, exist_ok=True)  # fails before the work, not after
     tasks = tasks_of(scenarios)
     with mapped(run_task, tasks, args.workers) as stream:

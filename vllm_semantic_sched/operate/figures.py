@@ -217,6 +217,7 @@ def compute(now: Reading, before: Reading | None) -> Figures:
     first_tokens: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for (tier, bound), count in increase(f"{_FIRST_TOKEN}_bucket", "tier", "le").items():
         first_tokens[tier][float(bound)] = count
+    kinds = sorted(increase("preemptions_total", "kind").items())
     up = page.values("predictor_up")
     return Figures(
         window=window,
@@ -232,10 +233,7 @@ def compute(now: Reading, before: Reading | None) -> Figures:
             )
             for name in {*levels, *(tier for (tier,) in list(waiting))}
         ),
-        preemptions={
-            kind: int(count)
-            for (kind,), count in sorted(increase("preemptions_total", "kind").items())
-        },
+        preemptions={kind: int(count) for (kind,), count in kinds},
         hold_cost=max(page.values("hold_cost"), default=None),
         kv_use=_mean(page.values(_KV_USE)),
         host_pool_use=_mean(page.values("host_pool_usage")),

@@ -83,13 +83,11 @@ def change(
         Seconds that the change took.
 
     Raises:
-        AdminError: the change failed. The server resumes, except where it may hold a mix of old
-            and new weights.
+        AdminError: the change failed. The server resumes unless it may hold a mix of weights.
     """
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
-    replaces = action == "reload-weights" or in_place
-    changing = False
+    replaces, changing = action == "reload-weights" or in_place, False
     try:
         if replaces:
             server.post("/caches/drop")
@@ -98,11 +96,11 @@ def change(
             server.post("/sleep", level=level)
         elif action == "reload-weights":
             server.post("/weights/reload")
-        elif action == "load-lora":
-            body = {"lora_name": lora_name, "lora_path": lora_path, "load_inplace": in_place}
-            server.call("POST", "/load_lora_adapter", body, prefix="/v1")
         else:
-            server.call("POST", "/unload_lora_adapter", {"lora_name": lora_name}, prefix="/v1")
+            adapter: dict[str, object] = {"lora_name": lora_name}
+            if action == "load-lora":
+                adapter |= {"lora_path": lora_path, "load_inplace": in_place}
+            server.call("POST", f"/{action.replace('-', '_')}_adapter", adapter, prefix="/v1")
     except AdminError as error:
         if replaces and changing:
             raise AdminError(

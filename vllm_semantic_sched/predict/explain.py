@@ -108,6 +108,29 @@ class Explanation:
     instant: InstantPart | None = None
 
 
+def _word_weights(
+    text: str, predictor: TextPredictor, policy: Policy
+) -> tuple[Prediction, list[WordWeight]]:
+    """The prediction, and what it owes to single words: it is made again without each."""
+    words = text.split()
+    positions = list(range(len(words)))
+    if len(words) > _OCCLUDED:  # a predictor does not see the middle of a long text either
+        positions = [*positions[: _OCCLUDED // 2], *positions[-_OCCLUDED // 2 :]]
+    shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
+    prediction, *without = predictor.predict([text, *shorter])
+    whole = prediction.urgency
+    decided = decide_level(whole, policy.decision)
+    return prediction, [
+        WordWeight(
+            words[at],
+            at,
+            whole[decided] - one.urgency[decided],
+            _log_odds(whole, decided) - _log_odds(one.urgency, decided),
+        )
+        for at, one in zip(positions, without, strict=True)
+    ]
+
+
 def explain(
     text: str,
     predictor: TextPredictor,
@@ -122,24 +145,8 @@ def explain(
         max_tokens: the client's limit on output tokens; None: no limit.
         instant: the predictor's instant reader.
     """
-    words = text.split()
-    positions = list(range(len(words)))
-    if len(words) > _OCCLUDED:  # a predictor does not see the middle of a long text either
-        positions = [*positions[: _OCCLUDED // 2], *positions[-_OCCLUDED // 2 :]]
-    shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
-    prediction, *without = predictor.predict([text, *shorter])
+    prediction, weights = _word_weights(text, predictor, policy)
     whole = prediction.urgency
-    decided = decide_level(whole, policy.decision)
-    weights = [
-        WordWeight(
-            words[at],
-            at,
-            whole[decided] - one.urgency[decided],
-            _log_odds(whole, decided) - _log_odds(one.urgency, decided),
-        )
-        for at, one in zip(positions, without, strict=True)
-    ]
-
     core = SchedulingCore(policy, profile, predictor.length_buckets)
     job = core.arrive(
         core.draft(
@@ -162,8 +169,8 @@ def explain(
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
         words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
-        occluded=len(positions),
-        word_count=len(words),
+        occluded=len(weights),
+        word_count=len(text.split()),
         notes=_notes(policy, prediction),
         instant=None if instant is None else _instant_part(text, instant, policy),
     )

@@ -138,6 +138,10 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         task.cancel()
     server.close()
     path.unlink(missing_ok=True)
+    return await _killed(worker)
+
+
+async def _killed(worker: asyncio.subprocess.Process) -> int:
     with contextlib.suppress(ProcessLookupError):
         worker.kill()
     return await worker.wait()

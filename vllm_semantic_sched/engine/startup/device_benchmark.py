@@ -61,12 +61,7 @@ def measure_device(
         copying = _fastest(lambda: target.copy_(source), wait)
         overhead: dict[str, float] = {}
         if kind == "cpu":  # elsewhere graphs replay the kernels of a step
-            small = matrix(1, 8)
-            operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
-            overhead = {
-                "step": _OPERATIONS_PER_STEP * operation,
-                "layer": _OPERATIONS_PER_LAYER * operation,
-            }
+            overhead = _operation_seconds(matrix(1, 8), wait)
     device = Device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,
@@ -76,6 +71,15 @@ def measure_device(
         measured=True,
     )
     return device.model_copy(update=overhead)
+
+
+def _operation_seconds(small: torch.Tensor, wait: Callable[[], None]) -> dict[str, float]:
+    """Seconds of the small operations of a step and of a layer."""
+    operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
+    return {
+        "step": _OPERATIONS_PER_STEP * operation,
+        "layer": _OPERATIONS_PER_LAYER * operation,
+    }
 
 
 def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:

@@ -52,6 +52,16 @@ BLOCK_SIZE = 16
 _PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
 
 
+def _kv_cache_groups(sliding_window: int | None) -> list[KVCacheGroupSpec]:
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
+    shape["dtype"] = torch.float32
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if sliding_window is not None:
+        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
+        groups.append(KVCacheGroupSpec(["window layer"], window))
+    return groups
+
+
 def build_scheduler(
     scheduler_class: type[Scheduler] = Scheduler,
     max_num_seqs: int = 4,
@@ -67,10 +77,8 @@ def build_scheduler(
     """Build a scheduler the way vLLM's engine core does.
 
     Args:
-        scheduler_class: vLLM's own by default.
         semantic_sched: the value of this key in `--additional-config`.
-        sliding_window: tokens of attention of a second kind of layers; None: there are none.
-        scheduler_options: further fields of vLLM's SchedulerConfig.
+        sliding_window: tokens of attention of a second kind of layers, if there are any.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
@@ -94,14 +102,9 @@ def build_scheduler(
         additional_config={"semantic_sched": {"profile": "default"} | (semantic_sched or {})},
         kv_transfer_config=kv_transfer_config,
     )
-    # Set late: vLLM turns it off where the platform has no use for it, as on a CPU.
+    # Set late: vLLM turns it off on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
-    shape["dtype"] = torch.float32
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-    if sliding_window is not None:
-        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
-        groups.append(KVCacheGroupSpec(["window layer"], window))
+    groups = _kv_cache_groups(sliding_window)
     return scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),

@@ -137,6 +137,15 @@ def instant_guesser(reader: InstantReader) -> Guesser:
     return guess
 
 
+def _by_other_rules(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+    others = [decision.model_copy(update={"rule": rule}) for rule in RULES if rule != decision.rule]
+    return {other.rule: _level_part(test_set, guess, other) for other in others}
+
+
+def _every_length(test_set: LabeledSet) -> list[int]:
+    return [tokens for answers in _answers(test_set) for tokens in answers.values()]
+
+
 def evaluate_predictor(
     test_set: LabeledSet,
     predictor: TextPredictor,
@@ -151,12 +160,9 @@ def evaluate_predictor(
     """Figures of the predictor, and of each baseline, the constant ones included.
 
     Args:
-        decision: how every guesser's probabilities become a level.
-        model: name of the predictor in the report.
         instant: the model's instant reader, reported beside it.
         claims: read the texts once more with claims about their urgency.
-        advanced: called with the number of texts read since its last call; `texts_to_read` is
-            their sum.
+        advanced: called with the number of texts read since its last call.
     """
     guesser = model_guesser(predictor, advanced)
     texts = [example.text for example in test_set.examples]
@@ -167,24 +173,18 @@ def evaluate_predictor(
         "model": model,
         "decision": decision.model_dump(mode="json"),
         **figures_of(test_set, guess, decision),
+        **_by_other_rules(test_set, guess, decision),
     }
-    for rule in RULES:
-        if rule != decision.rule:
-            changed = decision.model_copy(update={"rule": rule})
-            report[rule] = _level_part(test_set, guess, changed)
-    report["groups"], report["reliability"] = {}, None
     places, truth, rows = _leveled(test_set, guess)
-    if truth:
-        report["reliability"] = reliability(truth, rows)
-        decided = [decide_level(row, decision) for row in rows]
-        for name, groups in test_set.groups.items():
-            leveled = [groups[place] for place in places]
-            report["groups"][name] = group_figures(leveled, truth, decided)
-    every_length = [tokens for answers in _answers(test_set) for tokens in answers.values()]
-    report["baselines"] = {}
-    report["disagreements"] = None
+    report["reliability"] = reliability(truth, rows) if truth else None
+    decided = [decide_level(row, decision) for row in rows]
+    report["groups"] = {
+        name: group_figures([groups[place] for place in places], truth, decided)
+        for name, groups in (test_set.groups if truth else {}).items()
+    }
+    report |= {"baselines": {}, "disagreements": None, "claims": None}
     beside = {INSTANT: instant_guesser(instant)} if instant is not None else {}
-    beside |= {**constant_baselines(truth, every_length), **baselines}
+    beside |= {**constant_baselines(truth, _every_length(test_set)), **baselines}
     for name, baseline in beside.items():
         other = baseline(texts)
         if name == INSTANT:
@@ -192,10 +192,9 @@ def evaluate_predictor(
         figures = figures_of(test_set, other, decision)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
-    languages = test_set.groups.get("language")
-    report["claims"] = (
-        claim_figures(test_set.examples, guesser, decision, languages) if claims else None
-    )
+    if claims:
+        languages = test_set.groups.get("language")
+        report["claims"] = claim_figures(test_set.examples, guesser, decision, languages)
     return Evaluation(report, _lengths(test_set, guess))
 
 

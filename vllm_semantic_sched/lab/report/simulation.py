@@ -148,6 +148,26 @@ def _depth_chart(cell: Cell) -> Chart:
     return Chart(title, "seconds", "waiting requests", marks, height=260)
 
 
+def _trials(answers: Sequence[Answer]) -> Table:
+    return Table(
+        "Trials",
+        ["policy", "question", "requests/s", "engines", "kept promises", "holds"],
+        [
+            [
+                one.scheduler,
+                one.question,
+                rate(trial),
+                trial.engines,
+                kept(trial),
+                "yes" if trial.holds else "no",
+            ]
+            for one in answers
+            for trial in one.trials
+        ],
+        note="Kept promises: the lowest share of any level.",
+    )
+
+
 def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
     """Kept promises over the load, engines for the given load, all trials as a table, and the
     seats of each policy at the given load."""
@@ -186,25 +206,7 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
         spans = answer_of(answers, scheduler, "now").spans
         requests = round(trial_now(answers, scheduler).levels[ALL]["count"])
         parts.append(gantt_chart(f"Seats at the given load: {scheduler}", spans, requests))
-    parts.append(
-        Table(
-            "Trials",
-            ["policy", "question", "requests/s", "engines", "kept promises", "holds"],
-            [
-                [
-                    one.scheduler,
-                    one.question,
-                    rate(trial),
-                    trial.engines,
-                    kept(trial),
-                    "yes" if trial.holds else "no",
-                ]
-                for one in answers
-                for trial in one.trials
-            ],
-            note="Kept promises: the lowest share of any level.",
-        )
-    )
+    parts.append(_trials(answers))
     description = scenario.settings.description or "Capacity plan."
     return Page(
         "Capacity plan",

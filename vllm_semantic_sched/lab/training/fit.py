@@ -88,10 +88,7 @@ def fit(
                     return
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            with autocast():
-                urgency, length = network(ids, mask)
-            loss = _ordinal_loss(urgency, levels, _SECOND_OPINION)
-            loss = loss + _LENGTH_WEIGHT * _ordinal_loss(length, lengths, 0.0)
+            loss = _loss(network, ids, mask, levels, lengths)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -188,3 +185,16 @@ def _batches(
             for one in chosen
         ]
         yield ids, mask, torch.tensor(levels), torch.tensor(lengths)
+
+
+def _loss(
+    network: UrgencyLengthClassifier,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    levels: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    with autocast():
+        urgency, length = network(ids, mask)
+    loss = _ordinal_loss(urgency, levels, _SECOND_OPINION)
+    return loss + _LENGTH_WEIGHT * _ordinal_loss(length, lengths, 0.0)

@@ -285,6 +285,59 @@ def train_length(options: Options, table: Path, test: Path | None, tune_encoder:
     )
 
 
+def _parts(
+    examples: Sequence[Example], tests: Sequence[Example] | None, uncalibrated: bool
+) -> tuple[list[Example], list[Example], Sequence[Example], int | None]:
+    """Texts to train on, to calibrate on and to test on, and how many of given `tests` are among
+    the first."""
+    if len(examples) < _LEAST_TEXTS:
+        raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
+    training, validation, held_out = (
+        [one for one in examples if split_of(one.text) == part]
+        for part in ("train", "validation", "test")
+    )
+    if uncalibrated:
+        training += validation
+    if tests is None:
+        return training, validation, held_out, None
+    training += held_out
+    # Where texts are short, as complaints are, the same ones occur again, at any level.
+    trained = {one.text for one in training}
+    return training, validation, tests, sum(one.text in trained for one in tests)
+
+
+def _fit(
+    options: Options,
+    network: UrgencyLengthClassifier,
+    tokenizer: WindowTokenizer,
+    examples: Sequence[Example],
+    encoder_rate: float,
+) -> None:
+    fit(
+        network,
+        tokenizer,
+        lambda _: examples,
+        seed=options.seed,
+        epochs=options.epochs,
+        minutes=options.minutes,
+        encoder_rate=encoder_rate,
+        on_step=options.on_step,
+    )
+
+
+def _keep_texts(options: Options, training: Sequence[Example], tests: Sequence[Example]) -> None:
+    write_examples(training, options.output / TRAINING_FILE)
+    write_examples(tests, options.output / TEST_FILE)
+
+
+def _distil(options: Options, training: Sequence[Example], start: InstantTable | None) -> None:
+    """Train the instant reader on the new network's answers to the texts and to everyday ones."""
+    rng = random.Random(options.seed)
+    everyday = [everyday_prompt(rng) for _ in training[:_MOST_EVERYDAY]]
+    texts = [one.text for one in training] + everyday
+    distil(options.output, texts, options.output, seed=options.seed, start=start)
+
+
 def _fine_tune(
     options: Options,
     examples: Sequence[Example],
@@ -306,59 +359,32 @@ def _fine_tune(
         same_heads: the heads stay those of the base, if it has any. Then the trained network is
             averaged with the base, whose calibration it keeps.
     """
-    if len(examples) < _LEAST_TEXTS:
-        raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    training, validation, held_out = (
-        [one for one in examples if split_of(one.text) == part]
-        for part in ("train", "validation", "test")
-    )
     folder, network, tokenizer = load_base(options.base)
-    with_heads = has_heads(network)
-    same_heads = same_heads and with_heads
-    if same_heads:
-        training += validation
-    known = None
-    if tests is None:
-        tests = held_out
-    else:
-        training += held_out
-        # Where texts are short, as complaints are, the same ones occur again, at any level.
-        trained = {one.text for one in training}
-        known = sum(one.text in trained for one in tests)
+    same_heads = same_heads and has_heads(network)
+    training, validation, tests, known = _parts(examples, tests, same_heads)
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
     fitted: Sequence[Example] = training
     if not encoder_rate:
         network.head(keep).requires_grad_(False)
-    elif with_heads:
+    elif has_heads(network):
         fitted = _with_predictions(training, folder, keep, options.threads)
-    fit(
-        network,
-        tokenizer,
-        lambda _: fitted,
-        seed=options.seed,
-        epochs=options.epochs,
-        minutes=options.minutes,
-        encoder_rate=encoder_rate,
-        on_step=options.on_step,
-    )
+    _fit(options, network, tokenizer, fitted, encoder_rate)
     if same_heads:
         average(network, load_network(folder).state_dict())
     else:
         calibrate(network, tokenizer, validation)
     save_network(network, folder, options.output, "fp16")
-    if instant is not None and keep == "urgency":
-        instant = renewed(instant, None, len(network.config.length_bucket_means))
-    elif instant is not None and not same_heads:
-        instant = renewed(instant, network.config.num_labels, None)
-    rng = random.Random(options.seed)
-    everyday = [everyday_prompt(rng) for _ in training[:_MOST_EVERYDAY]]
-    texts = [one.text for one in training] + everyday
-    distil(options.output, texts, options.output, seed=options.seed, start=instant)
-    write_examples(training, options.output / TRAINING_FILE)
-    write_examples(tests, options.output / TEST_FILE)
+    if instant is not None:
+        config = network.config
+        if keep == "urgency":
+            instant = renewed(instant, None, len(config.length_bucket_means))
+        elif not same_heads:
+            instant = renewed(instant, config.num_labels, None)
+    _distil(options, training, instant)
+    _keep_texts(options, training, tests)
     if keep == "length":
         _write_thresholds(options, training)
     return FineTuned(len(tests), known, len(training) if keep == "length" else None)

@@ -132,11 +132,7 @@ class ModelShape:
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
     ) -> Self:
-        """The shape of a model by its `config.json`.
-
-        Args:
-            dtype: of weights and activations; None: the configuration's.
-            kv_cache_dtype, quantization: vLLM's options.
+        """The shape of a model by its `config.json`; `dtype` None: the configuration's.
 
         Raises:
             ValueError: a number is missing; names it.
@@ -150,22 +146,16 @@ class ModelShape:
         inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * width)
         experts = _number(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
         matrices = 2 if config.get("model_type") in _UNGATED else 3
-        latent = config.get("kv_lora_rank")
-        if latent:
+        attention = width * head_dim * (2 * heads + 2 * kv_heads)
+        kv_numbers = 2 * kv_heads * head_dim
+        if config.get("kv_lora_rank"):
             attention, kv_numbers, head_dim = _latent_attention(config, width, heads, head_dim)
-        else:
-            attention = width * head_dim * (2 * heads + 2 * kv_heads)
-            kv_numbers = 2 * kv_heads * head_dim
         dense = _number(config, "first_k_dense_replace", default=0) if experts else layers
-        expert = _number(config, "moe_intermediate_size", default=inner) * width * matrices
-        shared = expert * _number(config, "n_shared_experts", default=0)
-        shared += _number(config, "shared_expert_intermediate_size", default=0) * width * matrices
+        expert, shared = _expert_parameters(config, inner, width * matrices)
+        feed_forward = matrices * width * inner
         kinds = config.get("layer_types") or ()
-        scheme = _quantization(
-            config.get("quantization_config") or whole.get("quantization_config"), quantization
-        )
-        stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
-        plain = _BYTES.get(str(stated).removeprefix("torch."), 2.0)
+        active = _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
+        formats = _formats(whole, config, dtype, kv_cache_dtype, quantization)
         return cls(
             name=name,
             width=width,
@@ -174,21 +164,13 @@ class ModelShape:
             full_layers=kinds.count("full_attention") if len(kinds) == layers else layers,
             heads=heads,
             head_dim=head_dim,
-            parameters=(
-                layers * attention + dense * matrices * width * inner + (layers - dense) * shared
-            ),
+            parameters=layers * attention + dense * feed_forward + (layers - dense) * shared,
             head_parameters=width * _number(config, "vocab_size"),
             expert_parameters=expert * (layers - dense),
             experts=experts,
-            active_experts=(
-                _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
-                if experts
-                else 0
-            ),
+            active_experts=active if experts else 0,
             kv_numbers=layers * kv_numbers,
-            weight_bytes=plain if scheme is None else scheme[0] / 8,
-            kv_bytes=1.0 if "8" in kv_cache_dtype else plain,
-            eight_bits=scheme is not None and scheme[1],
+            **formats,
         )
 
     @property
@@ -385,6 +367,32 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+def _expert_parameters(config: Mapping[str, Any], inner: int, per_row: int) -> tuple[int, int]:
+    """Parameters of one expert, and of those that all tokens share, in one layer."""
+    expert = _number(config, "moe_intermediate_size", default=inner) * per_row
+    shared = expert * _number(config, "n_shared_experts", default=0)
+    return expert, shared + _number(config, "shared_expert_intermediate_size", default=0) * per_row
+
+
+def _formats(
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    dtype: str | None,
+    kv_cache_dtype: str,
+    quantization: str | None,
+) -> dict[str, Any]:
+    """Bytes of a weight and of a KV number, and whether products are of eight bits."""
+    given = config.get("quantization_config") or whole.get("quantization_config")
+    scheme = _quantization(given, quantization)
+    stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
+    plain = _BYTES.get(str(stated).removeprefix("torch."), 2.0)
+    return {
+        "weight_bytes": plain if scheme is None else scheme[0] / 8,
+        "kv_bytes": 1.0 if "8" in kv_cache_dtype else plain,
+        "eight_bits": scheme is not None and scheme[1],
+    }
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
