@@ -131,7 +131,7 @@ def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> 
         "levels": len(shares),
         "default_level": 0,
         "tiers": [{"name": str(n), "share": share} for n, share in enumerate(shares)],
-        "fair_share": {"enabled": True, "max_levels": max_levels, "tolerance": 0.1, "window": 10},
+        "fair_share": {"enabled": True, "max_levels": max_levels, "window": 10},
         "stage": {"mode": "off"},
     }
     seen: dict[str, Any] = {}

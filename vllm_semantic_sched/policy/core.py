@@ -38,6 +38,9 @@ from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
+# A job preempted again before it has this many new tokens counts as thrashing.
+_THRASH_TOKENS = 16
+
 # Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
 # is in its new order after 100 steps.
 _RERANKED_PER_STEP = 100
@@ -326,10 +329,7 @@ class SchedulingCore:
         Returns:
             Whether the job is thrashing: it got few new tokens since its last preemption.
         """
-        thrashed = (
-            job.preemptions > 0
-            and job.generated - job.generated_before < self.policy.retention.thrash_tokens
-        )
+        thrashed = job.preemptions > 0 and job.generated - job.generated_before < _THRASH_TOKENS
         self.version += 1
         self._leave(job)
         job.preemptions += 1

@@ -218,9 +218,9 @@ def test_rank_of_a_victim_follows_its_plan() -> None:
 
 
 def test_second_preemption_after_few_tokens_is_thrashing() -> None:
-    core, job = preempted_core(retention={"thrash_tokens": 4})
+    core, job = preempted_core()
     thrashed = []
-    for new_tokens in (0, 3, 4):
+    for new_tokens in (0, 15, 16):
         job.generated += new_tokens
         job.computed = job.tokens - 1
         thrashed.append(core.preempt(job, core.plan_preemption(job)))

@@ -10,6 +10,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import StatedLength
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.order import kv_peak
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -166,8 +167,9 @@ def test_no_job_passes_one_that_does_not_fit_yet() -> None:
     assert core.waiting.peek() is small
 
 
-def test_an_outlived_estimate_is_a_change_of_the_core() -> None:
-    core = core_with(quantile=0.1)
+def test_an_outlived_estimate_is_a_change_of_the_core(monkeypatch) -> None:
+    monkeypatch.setattr(kv_peak, "_QUANTILE", 0.1)
+    core = core_with()
     core.estimates.buckets = LengthBuckets((10, 50), (5.0, 30.0, 200.0))
     job = enqueue(core, 2, 100, 500, StatedLength())
     core.predicted(job, Prediction((1.0,), (0.5, 0.0, 0.5)))

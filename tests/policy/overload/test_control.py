@@ -15,6 +15,7 @@ from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.overload import control
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -330,8 +331,9 @@ def test_waiting_requests_of_a_shed_tier_end_with_waiting_end() -> None:
     assert standard in world.control.account
 
 
-def test_retry_after_grows_with_the_queue_and_falls_with_throughput() -> None:
-    world = busy({"admission": {"max_retry_after": 1e6}})
+def test_retry_after_grows_with_the_queue_and_falls_with_throughput(monkeypatch) -> None:
+    monkeypatch.setattr(control, "_LONGEST_RETRY", 1e6)
+    world = busy({})
     few = world.control.retry_after(2)
     for _ in range(500):
         world.arrive(1)

@@ -23,6 +23,8 @@ _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a 
 _CHUNK = 64  # lines per write; the file may be rotated between writes
 _CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
 
+_QUEUE = 100_000  # changes that wait to be written; further ones are dropped and counted
+
 
 class EventLog:
     """Writes state transitions to a file; a listener of the core's lifecycle
@@ -52,7 +54,7 @@ class EventLog:
             self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
-        self._limit = settings.queue
+        self._limit = _QUEUE
         self._engine = engine
         self._tier_names = tier_names
         self._logger = logger

@@ -66,9 +66,3 @@ class Retention(Section):
         "expected to survive in the device's prefix cache and are not saved; 1: always save. "
         "Blocks shared with other running requests are never saved.",
     )
-    thrash_tokens: int = Field(
-        16,
-        ge=1,
-        description="A request preempted again before it has this many new tokens counts as "
-        "thrashing.",
-    )

@@ -127,11 +127,6 @@ class FairShareKnobs(Section):
         description="Most levels that a tier gains below its share or loses above it. Shares are "
         "reached under saturation only if gain and loss together bridge the gap between levels.",
     )
-    tolerance: float = Field(
-        0.1,
-        gt=0,
-        description="Relative distance from the share at which the full gain or loss applies.",
-    )
 
 
 class TopLevelCap(Section):
@@ -191,12 +186,6 @@ class KvPeakKnobs(Section):
         description="A waiting request starts only if the running requests and it will fit into "
         "the KV cache at every later step, by their predicted lengths. Otherwise it starts as soon "
         "as its prompt fits, and requests are preempted when the answers no longer fit.",
-    )
-    quantile: float = Field(
-        0.5,
-        gt=0,
-        lt=1,
-        description="Quantile of the predicted lengths that counts; higher is more cautious.",
     )
     exempt_level: int = Field(
         1,

@@ -43,7 +43,6 @@ class Admission(Section):
         "the predicted work: `probabilistic` more often the further it is over, and always under "
         "critical pressure; `hard` always. The most urgent tier is exempt.",
     )
-    max_retry_after: float = Field(60.0, ge=1, description="Longest Retry-After, seconds.")
 
 
 class Dedup(Section):
@@ -57,9 +56,6 @@ class Dedup(Section):
     running: Literal["leave", "end"] = Field(
         "leave",
         description="An older request that has started continues (`leave`) or ends (`end`).",
-    )
-    max_length: int = Field(
-        128, ge=1, description="Longest key in characters; longer keys are ignored."
     )
 
 
@@ -99,15 +95,6 @@ class Pressure(Section):
         Threshold(warning=0.8, critical=1.0),
         description="Smoothed step time, relative to the shortest `tpot` promised to a tier.",
     )
-    margin: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Pressure falls once use is this share below the mark that raised it.",
-    )
-    hold: float = Field(
-        2.0, ge=0, description="Seconds that use must stay below before pressure falls."
-    )
 
 
 class Shedding(Section):
@@ -119,9 +106,6 @@ class Shedding(Section):
     )
     min_samples: int = Field(
         5, ge=1, description="Fewest measured requests in the window from which a tier is judged."
-    )
-    escalate: float = Field(
-        1.0, ge=0, description="Fewest seconds between shedding one tier and the next."
     )
     recover: float = Field(
         2.0,
@@ -151,12 +135,6 @@ class Events(Section):
         None,
         description="File that gets a JSON line for each change of a request's state; unset: no "
         "log. With data parallelism engine N > 0 writes to NAME-N.SUFFIX.",
-    )
-    queue: int = Field(
-        100_000,
-        ge=1,
-        description="Most changes waiting to be written; further ones are dropped and counted. "
-        "The engine never waits for the disk.",
     )
     max_bytes: int = Field(
         100_000_000, ge=1000, description="Size at which the file is renamed to PATH.1."

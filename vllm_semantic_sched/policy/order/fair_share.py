@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
 from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
 
+_TOLERANCE = 0.1  # relative distance from the share at which the full gain or loss applies
+
 
 class FairShare:
     """Recent engine time of each tier, and the level offset that follows from it.
@@ -68,5 +70,5 @@ class FairShare:
     def _offset(self, share: float, target: float) -> float:
         if target <= 0.0:  # behind all tiers with a share
             return self.knobs.max_levels
-        excess = (share - target) / (target * self.knobs.tolerance)
+        excess = (share - target) / (target * _TOLERANCE)
         return self.knobs.max_levels * min(1.0, max(-1.0, excess))

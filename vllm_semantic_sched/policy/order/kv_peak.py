@@ -17,6 +17,8 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 
+_QUANTILE = 0.5  # of the predicted lengths that counts; higher would be more cautious
+
 
 class KvPeak:
     """Predicts the KV tokens of the running jobs at every later step.
@@ -123,7 +125,7 @@ class KvPeak:
 
     def _measure(self, job: Job) -> tuple[int, int]:
         """Tokens of a job less the present step, with a block to spare, and its last step."""
-        left = max(1, math.ceil(self._tokens_within(job, self.knobs.quantile)) - job.tokens)
+        left = max(1, math.ceil(self._tokens_within(job, _QUANTILE)) - job.tokens)
         return job.tokens + self.block_size - 1 - self._step, self._step + left
 
     def _sums(self) -> tuple[list[float], list[float], list[float]]:

@@ -31,6 +31,8 @@ Ended = tuple[Job, Refusal]
 
 _new_tuple = tuple.__new__
 
+_LONGEST_RETRY = 60.0  # seconds of Retry-After
+
 # Most waiting jobs of shed tiers that end in one step.
 _SHED_AT_A_TIME = 64
 
@@ -149,7 +151,7 @@ class OverloadControl:
         """Seconds after which to retry: the predicted time to clear the work ahead of a new request
         of this level, and up to a quarter more, so that not all clients retry at once."""
         seconds = self.load.drain_seconds(level) * self._random.uniform(1.0, 1.25)
-        return min(max(1.0, seconds), self._policy.admission.max_retry_after)
+        return min(max(1.0, seconds), _LONGEST_RETRY)
 
     def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
         """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""

@@ -8,6 +8,8 @@ from typing import Any
 from vllm_semantic_sched.policy.config.overload import Dedup
 from vllm_semantic_sched.policy.facts.job import Job
 
+_LONGEST_KEY = 128  # characters
+
 DEDUP_FIELD = "dedup_key"
 """Key in a request's `vllm_xargs`."""
 
@@ -77,6 +79,6 @@ def read_key(extra_args: Any, rules: Dedup) -> str | None:
         return None
     if not isinstance(key, str):
         raise BadKey(f"{DEDUP_FIELD} must be a string, got {type(key).__name__}")
-    if not 0 < len(key) <= rules.max_length:
-        raise BadKey(f"{DEDUP_FIELD} has {len(key)} characters; valid: 1 to {rules.max_length}")
+    if not 0 < len(key) <= _LONGEST_KEY:
+        raise BadKey(f"{DEDUP_FIELD} has {len(key)} characters; valid: 1 to {_LONGEST_KEY}")
     return key

@@ -9,6 +9,9 @@ from vllm_semantic_sched.policy.facts.tiers import Tier
 
 _LONGEST_RECOVERY = 8  # times `recover`
 
+ESCALATE = 1.0
+"""Fewest seconds between shedding one tier and the next."""
+
 
 class Shedder:
     """Decides which tiers are shed, one step up or down at a time."""
@@ -52,7 +55,7 @@ class Shedder:
             self._stage, self._patience, self._kept_since = 0, 1, None
         elif broken:
             self._kept_since = None
-            if self._stage < steps and now - self._changed >= rules.escalate:
+            if self._stage < steps and now - self._changed >= ESCALATE:
                 self._step_up(rules, now)
         elif self._stage:
             self._kept_since = now if self._kept_since is None else self._kept_since
