@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from vllm_semantic_sched.policy.config.overload import Pressure
 
 # Pressure falls once use has stayed for so many seconds this share below the mark that raised it.
-_CALM = 2.0
-_MARGIN = 0.1
+CALM = 2.0
+MARGIN = 0.1
 
 
 class PressureLevel(enum.IntEnum):
@@ -48,10 +48,10 @@ class PressureMonitor:
         self.present = _level(use, rules, 1.0)
         if self.present > self.level:
             self._set(self.present)
-        elif (down := _level(use, rules, 1.0 - _MARGIN)) < self.level:
+        elif (down := _level(use, rules, 1.0 - MARGIN)) < self.level:
             if self._below_since is None:
                 self._below_since = now
-            if now - self._below_since >= _CALM:
+            if now - self._below_since >= CALM:
                 self._set(down)
         else:
             self._below_since = None
