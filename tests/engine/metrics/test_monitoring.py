@@ -215,13 +215,10 @@ def test_label_values_never_come_from_clients(observed) -> None:
                     assert "cmpl" not in value
 
 
-def test_metrics_page_responds_within_50_milliseconds(observed) -> None:
-    times = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        observed.server.get_text("/metrics")
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05, times
+def test_metrics_page_stays_small(observed) -> None:
+    """A scrape costs as much as the page has series, whatever the requests were."""
+    series = [len(all_of) for name, all_of in observed.page().items() if "semsched:" in name]
+    assert sum(series) < 2000
 
 
 def test_top_and_doctor_read_a_real_server(observed, capsys) -> None:
