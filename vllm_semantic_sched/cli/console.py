@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,32 +38,21 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
 
 
 def save_page(page: Page, folder: Path) -> list[Path]:
-    """Write report.html to a folder; its path, or none (see `save_pictures`).
+    """Write report.html to a folder; its path, or none if what draws charts is not installed:
+    then a message says how to install it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    return save_pictures({folder / FILE_NAME: lambda path: write_page(page, path.parent)})
-
-
-def save_pictures(draw: Mapping[Path, Callable[[Path], object]]) -> list[Path]:
-    """Write files by functions that need a package for charts; their paths, or none if it is
-    missing: then a message says how to install it.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
     try:
-        for path, write in draw.items():
-            write(path)
+        return [write_page(page, folder)]
     except ModuleNotFoundError as error:
         print(
-            f"{', '.join(path.name for path in draw)}: not written ({error}); "
+            f"{FILE_NAME}: not written ({error}); "
             'pip install "vllm-semantic-sched[lab]" installs what it needs',
             file=sys.stderr,
         )
         return []
-    return list(draw)
 
 
 def describe_keys(model: type[Section]) -> str:

@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     positive,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page, save_pictures
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 _DEFAULT_SCENARIO = "capacity"
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.report.plan import draw_plan, rate, rows, trial_now, write_plan
+    from vllm_semantic_sched.lab.report.plan import rate, rows, trial_now, write_plan
     from vllm_semantic_sched.lab.report.simulation import plan_page
     from vllm_semantic_sched.sim.metrics import is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
@@ -102,7 +102,6 @@ def _run(args: argparse.Namespace) -> int:
         table.add_row(label, *cells)
     console.print(table)
     written = [*write_plan(args.output, scenario, answers)]
-    written += save_pictures({args.output / "plan.png": lambda path: draw_plan(path, answers)})
     written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))
     return 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from vllm_semantic_sched.cli.console import (
     make_console,
     make_table,
     save_page,
-    save_pictures,
 )
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
@@ -97,16 +95,9 @@ def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.report.simulation import simulation_page
-    from vllm_semantic_sched.lab.report.table import (
-        draw_depths,
-        draw_metric,
-        title_of,
-        write_results,
-        write_trace,
-    )
+    from vllm_semantic_sched.lab.report.table import write_results, write_trace
     from vllm_semantic_sched.sim.metrics import ALL
     from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
-    from vllm_semantic_sched.sim.spans import draw_gantt
 
     scenarios = _scenarios(args)
     settings = scenarios[0].settings
@@ -120,23 +111,11 @@ def _run(args: argparse.Namespace) -> int:
         console.print(settings.description, soft_wrap=True)
     for table in _tables(cells, args.metric):
         console.print(table)
-    fields = list(settings.sweep[0]) if settings.sweep else []
-    pictures: dict[Path, Callable[[Path], object]] = {
-        args.output / f"{args.metric}.png": lambda path: draw_metric(
-            cells, args.metric, path, fields
-        ),
-        args.output / "queue-depth.png": lambda path: draw_depths(cells[:_MOST_CHARTS], path),
-    }
     written = write_results(args.output, settings, cells)
     small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
     for number, cell in enumerate(small[:_MOST_CHARTS]):
-        name = f"{number}-{cell.scheduler}"
-        pictures[args.output / f"gantt-{name}.png"] = partial(
-            draw_gantt, cell.spans, title=title_of(cell)
-        )
-        written.append(args.output / f"trace-{name}.json")
+        written.append(args.output / f"trace-{number}-{cell.scheduler}.json")
         write_trace(written[-1], cell)
-    written += save_pictures(pictures)
     written += save_page(simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
     return 0

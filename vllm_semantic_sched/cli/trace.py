@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import positive
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page, save_pictures
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write gantt.png, trace.json, summary.json and report.html and print the table.
+    """Write trace.json, summary.json and report.html and print the table.
 
     Returns:
         0; 1 if a file cannot be read or written, 2 if the log has no events.
     """
     from vllm_semantic_sched.lab.report.trace import trace_page
     from vllm_semantic_sched.operate.event_log import LogReader, TierSummary
-    from vllm_semantic_sched.sim.spans import chrome_trace, draw_gantt
+    from vllm_semantic_sched.sim.spans import chrome_trace
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
@@ -71,13 +71,10 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
         drawn.sort(key=lambda request: request.arrival)
         spans = [span for request in drawn for span in request.spans]
-        in_chart = [span for request in drawn[: args.rows] for span in request.spans]
         trace = json.dumps(chrome_trace(spans, reader.depths))
         (args.output / "trace.json").write_text(trace, encoding="utf-8")
         (args.output / "summary.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         written = [args.output / name for name in ("trace.json", "summary.json")]
-        picture = args.output / "gantt.png"
-        written += save_pictures({picture: lambda path: draw_gantt(in_chart, path, args.log.name)})
         options = {"log": args.log, "limit": args.limit, "since": args.since}
         written += save_page(trace_page(rows, spans, reader, options), args.output)
     except OSError as error:

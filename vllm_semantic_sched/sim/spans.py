@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
@@ -121,54 +120,6 @@ def _slice(
         "dur": (end - start) * _MICROSECONDS,
         "args": {"level": span.level, "end": span.end_kind},
     }
-
-
-def draw_gantt(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """Draw a row per request: a dot at its arrival, a line while it waits, a bar for each time
-    in a seat, pale while it is held, and an edge whose color says how that ended. More than about
-    100 requests are unreadable."""
-    from matplotlib.figure import Figure
-
-    rows = {request: row for row, request in enumerate(dict.fromkeys(s.request for s in spans))}
-    lifetimes = {span.request: (span.arrival, span.end) for span in spans}
-    figure = Figure(figsize=(9, 1.4 + 0.16 * len(rows)), layout="constrained")
-    axis = figure.subplots()
-    for request, lifetime in lifetimes.items():
-        axis.plot(lifetime, [rows[request]] * 2, color="#c8c8c8", linewidth=1, zorder=0)
-    for span in spans:
-        row = rows[span.request]
-        if span.end_kind == HELD:
-            length = span.end - span.start
-            axis.barh(row, length, left=span.start, height=0.8, color="white", alpha=0.65, zorder=3)
-            continue
-        axis.barh(
-            row, span.end - span.start, left=span.start, height=0.8, color=level_color(span.level)
-        )
-        edge = END_COLORS.get(span.end_kind, OTHER_END_COLOR)
-        axis.plot([span.end] * 2, [row - 0.45, row + 0.45], color=edge, linewidth=1.6)
-        axis.plot(span.arrival, row, "k.", ms=3)
-    handles = _legend(spans)
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("seconds")
-    axis.set_ylabel("request")
-    axis.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-
-
-def _legend(spans: Sequence[Span]) -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    levels = sorted({span.level for span in spans})
-    ends = dict.fromkeys(span.end_kind for span in spans if span.end_kind != HELD)
-    held = any(span.end_kind == HELD for span in spans)
-    return [
-        *(Patch(color=level_color(level), label=f"urgency {level}") for level in levels),
-        *(Line2D([], [], color=END_COLORS.get(end, OTHER_END_COLOR), label=end) for end in ends),
-        Line2D([], [], color="black", marker=".", linestyle="", label="arrival"),
-        *([Patch(facecolor="white", edgecolor="#c8c8c8", label="held")] if held else []),
-    ]
 
 
 def level_color(level: int) -> str:

@@ -1,4 +1,4 @@
-"""A capacity plan as the rows of a table, as files and as a picture."""
+"""A capacity plan as the rows of a table and as files."""
 
 from __future__ import annotations
 
@@ -81,36 +81,6 @@ def _answer_document(one: Answer) -> dict[str, object]:
     best = None if one.best is None else one.trials.index(one.best)
     trials = [asdict(trial) for trial in one.trials]
     return {"scheduler": one.scheduler, "question": one.question, "best": best, "trials": trials}
-
-
-def draw_plan(path: Path, answers: Sequence[Answer]) -> None:
-    """Draw the share of kept promises over the load, and the engines for the given load."""
-    from matplotlib.figure import Figure
-
-    schedulers = list(dict.fromkeys(one.scheduler for one in answers))
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curve, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    for index, scheduler in enumerate(schedulers):
-        load = answer_of(answers, scheduler, "load")
-        trials = sorted(load.trials, key=lambda trial: trial.load)
-        points = [(rate(trial), kept(trial)) for trial in trials]
-        curve.plot(*zip(*points, strict=True), marker="o", ms=3, color=f"C{index}", label=scheduler)
-        if load.best is not None:
-            curve.axvline(rate(load.best), color=f"C{index}", linestyle=":")
-        found = [answer_of(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
-        counts = [0 if best is None else best.engines for best in found]
-        places = [index + offset for offset in (-0.2, 0.2)]
-        drawn = bars.bar(places, counts, width=0.38, color=f"C{index}")
-        drawn.patches[1].set_hatch("//")
-        bars.bar_label(drawn, labels=[str(count) if count else "none" for count in counts])
-    curve.set_xlabel("requests/s")
-    curve.set_ylabel("lowest share of kept promises, any level")
-    curve.legend(frameon=False, fontsize=8)
-    curve.grid(alpha=0.3)
-    bars.set_xticks(range(len(schedulers)), schedulers, fontsize=8)
-    bars.set_title("engines for the given load\n(hatched: urgency-aware routing)", fontsize=9)
-    bars.yaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
 
 
 def answer_of(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:

@@ -1,4 +1,4 @@
-"""Files and pictures of a simulation's results. They depend on scenario and seed alone."""
+"""Files of a simulation's results. They depend on scenario and seed alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
-from vllm_semantic_sched.sim.spans import LEVEL_COLORS, chrome_trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_PANELS_PER_ROW = 4
+from vllm_semantic_sched.sim.spans import chrome_trace
 
 
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
@@ -88,74 +81,3 @@ def metric_panels(cells: Sequence[Cell], axis_fields: Sequence[str]) -> dict[str
         ]
         panels.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
     return panels
-
-
-def draw_metric(cells: Sequence[Cell], metric: str, path: Path, axis_fields: Sequence[str]) -> None:
-    """Draw a line per level over the first axis of the sweep, in a panel per scheduler and point
-    of the other axes. Without a sweep: a bar per level.
-
-    Args:
-        axis_fields: swept fields of the first axis, which change together.
-    """
-    panels = metric_panels(cells, axis_fields)
-    figure, axes = _make_panels(len(panels), height=3.4, sharey=True)
-    for axis, (title, members) in zip(axes, panels.items(), strict=True):
-        _draw_levels(axis, members, metric, axis_fields)
-        axis.set_title(title, fontsize=9)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"{metric}: {METRICS[metric]}", fontsize=10)
-    figure.savefig(path, dpi=120)
-
-
-def _make_panels(count: int, height: float, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    columns = min(_PANELS_PER_ROW, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(4.4 * columns, height * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey).flatten().tolist()
-    for axis in axes:
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    return figure, axes[:count]
-
-
-def _draw_levels(
-    axis: Axes, cells: Sequence[Cell], metric: str, axis_fields: Sequence[str]
-) -> None:
-    # At equal distances: the values often span decades, or are words.
-    places = list(range(len(cells))) if axis_fields else []
-    labels = ["\n".join(str(cell.point[field]) for field in axis_fields) for cell in cells]
-    for index, level in enumerate(level_names(cells)):
-        heights = metric_values(cells, level, metric)
-        color = "black" if level == ALL else LEVEL_COLORS[index % len(LEVEL_COLORS)]
-        name = level if level == ALL else f"urgency {level}"
-        if axis_fields:
-            style = "--" if level == ALL else "-"
-            axis.plot(places, heights, style, marker="o", ms=3, color=color, label=name)
-        else:
-            axis.bar([index], heights, color=color, label=name)
-    axis.set_xticks(places, labels if axis_fields else [])
-    axis.set_xlabel(", ".join(axis_fields), fontsize=8)
-    axis.set_yscale("log")
-    axis.grid(axis="y", alpha=0.3)
-
-
-def draw_depths(cells: Sequence[Cell], path: Path) -> None:
-    """Draw the number of waiting requests over time, stacked by level, in a panel per cell."""
-    figure, axes = _make_panels(len(cells), height=3.0)
-    for axis, cell in zip(axes, cells, strict=True):
-        times = [time for time, _ in cell.depth]
-        layers = list(zip(*(counts for _, counts in cell.depth), strict=True))
-        colors = [LEVEL_COLORS[level % len(LEVEL_COLORS)] for level in range(len(layers))]
-        names = [f"urgency {level}" for level in range(len(layers))]
-        axis.stackplot(times, layers, colors=colors, labels=names)
-        axis.set_title(title_of(cell), fontsize=9)
-        axis.set_xlabel("seconds", fontsize=8)
-        axis.set_ylabel("waiting requests", fontsize=8)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=120)
