@@ -29,7 +29,6 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert "largest load" in out and "engines for the given load, urgency_aware" in out
     first = [(tmp_path / name).read_bytes() for name in ("plan.csv", "plan.json")]
-    assert (tmp_path / "plan.png").stat().st_size > 5000
     header, load, engines, *_ = first[0].decode().splitlines()
     assert header == ",FCFS,mine"
     _, fcfs, mine = load.split(",")[-3:]
