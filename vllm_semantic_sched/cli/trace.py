@@ -29,13 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests in the Chrome trace (default: %(default)s); the table counts all requests",
     )
     add(
-        "--rows",
-        type=positive,
-        default=80,
-        metavar="N",
-        help="requests in the Gantt chart (default: %(default)s)",
-    )
-    add(
         "--since",
         type=float,
         default=0.0,
