@@ -169,6 +169,9 @@ class SemanticScheduler(HookedScheduler):
             self.jobs[request.request_id] = arrival.job
         except Exception:
             self.guard.failed("reading a new request")
+            with self.guard("serving a request that could not be read"):
+                job = self.arrivals.unread(request)
+                self.jobs[request.request_id] = self.core.arrive(job, self.clock())
         super().add_request(request)
         if arrival is not None:
             try:

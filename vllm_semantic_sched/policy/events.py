@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.lifecycle import Transition
 
+_LONGEST_ID = 128  # characters of a request id in the log
+
 
 class Event(NamedTuple):
     """A copy of a transition's data, because the job changes later."""
@@ -32,7 +34,7 @@ class Event(NamedTuple):
         job, before, state, time, reason, plan = transition
         return cls(
             now,
-            job.request_id,
+            job.request_id[:_LONGEST_ID],
             job.tenant,
             job.level,
             job.level_source.value,
@@ -50,7 +52,7 @@ class Event(NamedTuple):
         """A running job was held for this long, until Unix time `now`."""
         state = job.state.value
         return cls(
-            now, job.request_id, job.tenant, job.level, job.level_source.value,
+            now, job.request_id[:_LONGEST_ID], job.tenant, job.level, job.level_source.value,
             state, state, "held", "", job.prompt_tokens, job.generated, None, seconds,
         )  # fmt: skip
 

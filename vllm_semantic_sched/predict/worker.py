@@ -14,6 +14,7 @@ The first line out is {"ready": {...}} or {"failed": "why"}.
 import argparse
 import json
 import os
+import resource
 import sys
 from typing import Any, TextIO
 
@@ -30,6 +31,8 @@ def main() -> int:
     # Libraries may print to stdout: move the answers to a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # A core dump would hold texts of requests.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The engine goes first if cores are short: a prediction may be late, a token may not.
     os.nice(_NICENESS)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_semantic_sched.engine.guard import Guard
-from vllm_semantic_sched.engine.http.preparation import Glance, GlanceRules, current_glance
+from vllm_semantic_sched.engine.http.incoming import Incoming, incoming, state_of, tenant_arguments
 from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
@@ -35,7 +35,7 @@ class Dispatch:
     """
 
     def __init__(self, app: Any) -> None:
-        self._state = app.state
+        self._app = app
         self._placement = Placement(1, 1)
         self._levels = 1
         self._siblings: Siblings | None = None
@@ -51,13 +51,19 @@ class Dispatch:
             Call it when the request has ended.
         """
         placed = None
-        glance = current_glance()
+        request = incoming.get()
         params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
-        if glance is not None and glance.reading is not None:
+        if request is not None:
+            with self._guard("naming the tenant"):
+                given = getattr(params, "extra_args", None)
+                extra = tenant_arguments(given, request.user, request.tenant)
+                if extra is not given:
+                    params.extra_args = extra
+        if request is not None and request.reading is not None:
             with self._guard("passing a reading on"):
-                pass_reading(params, glance.reading)
+                pass_reading(params, request.reading)
         with self._guard("choosing an engine"):
-            placed = self._place(glance, params, kwargs.get(RANK))
+            placed = self._place(request, params, kwargs.get(RANK))
         if placed is None:
             return _nothing
         kwargs[RANK] = placed.engine
@@ -73,22 +79,24 @@ class Dispatch:
 
         return ended
 
-    def _place(self, glance: Glance | None, params: Any, given: int | None) -> Placed | None:
+    def _place(self, request: Incoming | None, params: Any, given: int | None) -> Placed | None:
         """Choose an engine.
 
         Args:
             given: the engine that the client names.
         """
-        rules: GlanceRules | None = getattr(self._state, "semsched_glance_rules", None)
+        rules = state_of(self._app).rules
         if rules is None or not rules.policy.placement.enabled:
             return None
-        engines = engine_count(self._state.vllm_config)
+        engines = engine_count(self._app.state.vllm_config)
         if engines < 2 or getattr(params, "n", 1) > 1:
             return None
-        if given is None and glance is not None and glance.stock_placement:
+        if given is None and request is not None and request.stock_placement:
             return None
         self._count_for(engines, rules.policy.levels)
-        level = rules.policy.default_level if glance is None else glance.level
+        level = None if request is None else request.level
+        if level is None:
+            level = rules.policy.default_level
         if given is None:
             if self._siblings is not None:
                 for engine, ahead in enumerate(self._siblings.others()):
@@ -102,7 +110,7 @@ class Dispatch:
         if (engines, levels) == (self._placement.engines, self._levels):
             return
         self._placement, self._levels = Placement(engines, levels), levels
-        siblings: Siblings | None = getattr(self._state, "semsched_siblings", None)
+        siblings = state_of(self._app).siblings
         fits = siblings is not None and (siblings.engines, siblings.levels) == (engines, levels)
         self._siblings = siblings if fits else None
 

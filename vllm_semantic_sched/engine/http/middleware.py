@@ -1,12 +1,15 @@
 """The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
 the choice of an engine, operator endpoints, and tenants by header or `user` field.
 
+Everything that can be set at the engine client's `generate` is set there, for every route that
+generates; only the order of preparation needs the body before vLLM has parsed it.
+
 vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
     --middleware vllm_semantic_sched.Middleware
 
 Without it there are no operator endpoints (see `engine.http.admin`), requests reach the engine in
 order of arrival (see `engine.http.preparation`), vLLM spreads them over engines by load alone (see
-`engine.http.dispatch`), tenants are named by `vllm_xargs` only (see `engine.http.tenant_names`),
+`engine.http.dispatch`), tenants are named by `vllm_xargs` only,
 and vLLM answers a refused request with status 500 (since 0.33: 503), or with an error message
 inside a stream of status 200.
 """
@@ -15,23 +18,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from vllm_semantic_sched.engine.http.admin import add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
+from vllm_semantic_sched.engine.http.incoming import Incoming, incoming
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
-from vllm_semantic_sched.engine.http.tenant_names import TenantNames
-from vllm_semantic_sched.engine.vllm_api import GenerationError
+from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
 
-# Refusals that occurred while the HTTP request of this context is answered.
-_refusals: ContextVar[list[Refusal] | None] = ContextVar("semsched_refusals", default=None)
+_LONGEST_ID = 512
+"""Characters of a request id that a client may choose."""
 
 STREAMED_ERROR = b'data: {"error"'
 """Start of the event by which vLLM's streams report an error."""
@@ -48,22 +50,28 @@ class RequestRefused(GenerationError):
 
 def collect_refusals() -> list[Refusal]:
     """A list that gets the refusals of the request that this context answers from now on."""
-    refusals: list[Refusal] = []
-    _refusals.set(refusals)
-    return refusals
+    request = Incoming()
+    incoming.set(request)
+    return request.refusals
 
 
 class Middleware:
-    """The middleware that users name: `Refusals`, `UrgentFirst`, `TenantNames` and the operator
-    endpoints."""
+    """The middleware that users name: `Refusals`, `UrgentFirst` and the operator endpoints.
+
+    vLLM adds it outside its own authentication. A request that this would refuse is passed to it
+    at once: not a byte of its body is read here.
+    """
 
     def __init__(self, app: App) -> None:
-        self._app = Refusals(UrgentFirst(TenantNames(app)))
+        self._stock = app
+        self._unauthorized = Unauthorized(app)
+        self._app = Refusals(UrgentFirst(app))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         # The first message is the earliest access to the application that vLLM builds.
         add_routes(scope["app"])
-        await self._app(scope, receive, send)
+        inside = not self._unauthorized(scope)
+        await (self._app if inside else self._stock)(scope, receive, send)
 
 
 class Refusals:
@@ -83,14 +91,14 @@ class Refusals:
             await self._app(scope, receive, send)
             return
         watch(scope["app"])
-        refusals: list[Refusal] = []
-        token = _refusals.set(refusals)
+        request = Incoming.of(scope)
+        token = incoming.set(request)
         try:
-            response = _Response(send, refusals)
+            response = _Response(send, request.refusals)
             await self._app(scope, receive, response.send)
             await response.flush()
         finally:
-            _refusals.reset(token)
+            incoming.reset(token)
 
 
 class _Response:
@@ -155,6 +163,11 @@ def watch(app: Any) -> None:
 
     def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         is_prepared()
+        request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
+        if isinstance(request_id, str) and len(request_id) > _LONGEST_ID:
+            raise ValueError(
+                f"request_id: {len(request_id)} characters; at most {_LONGEST_ID} are allowed"
+            )
         return _generate(generate, dispatch, args, kwargs)
 
     engine_client.generate = watched
@@ -196,7 +209,7 @@ async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[A
 
 
 def _refused(refusal: Refusal) -> RequestRefused:
-    refusals = _refusals.get()
-    if refusals is not None:
-        refusals.append(refusal)
+    request = incoming.get()
+    if request is not None:
+        request.refusals.append(refusal)
     return RequestRefused(refusal)

@@ -12,12 +12,17 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from vllm_semantic_sched.engine.http.body import asks_for_completion, read_body, replayed
+from vllm_semantic_sched.engine.http.incoming import (
+    BodyAhead,
+    Incoming,
+    asks_for_completion,
+    incoming,
+    state_of,
+)
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import reading_level
@@ -30,16 +35,15 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 # The second keeps the thread busy while the first waits for the tokenizer's.
 _SLOTS = 2
-# A request that waits for something slow, such as a picture from another server, gives up its
-# slot.
-_LONGEST = 0.1  # seconds
+# A request that waits for something slow gives up its slot.
+_LONGEST = 0.05  # seconds
 _PACKAGE = "vllm_semantic_sched."
 
-PLACEMENT_HEADER = b"x-semsched-placement"
-"""With the value `vllm`, vLLM chooses the engine of the request."""
+# Bounds on the walk through a request, whatever a client has nested.
+_DEEPEST, _MOST_NODES = 8, 4096
+_FIRST, _LAST = 64, 448  # of the entries of a list: a chat's newest turn is its last
 
-# Larger bodies hold pictures or whole books; parsing them twice would cost milliseconds.
-_LARGEST_BODY = 2**18  # bytes
+_TEXT_PARTS = (None, "text", "input_text", "message")
 
 
 class Glance(NamedTuple):
@@ -49,12 +53,14 @@ class Glance(NamedTuple):
         level: by hint or reading, else the default level.
         reading: the instant reader's; None if it did not read the request, or reads its prompts
             one by one.
-        stock_placement: whether the client wants vLLM to choose the engine.
+        user: the OpenAI field.
+        has_media: whether preparing it means to fetch or decode pictures or sound.
     """
 
     level: int
     reading: Prediction | None = None
-    stock_placement: bool = False
+    user: str | None = None
+    has_media: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,12 @@ class GlanceRules:
         reads = policy.reads(hinted=False) and predictor.instant.enabled
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
-    def glance(self, body: bytes) -> Glance:
-        """Read an OpenAI request: at the default level if the body is not a JSON object, or too
-        large to parse twice."""
+    def glance(self, body: bytes | None) -> Glance:
+        """Read an OpenAI request: at the default level if the body is not a JSON object, or None,
+        because it is too large to parse twice."""
         request = None
-        if len(body) <= _LARGEST_BODY:
-            with contextlib.suppress(ValueError):
+        if body is not None:
+            with contextlib.suppress(ValueError, RecursionError):
                 request = json.loads(body)
         if not isinstance(request, dict):
             return Glance(self.policy.default_level)
@@ -111,30 +117,56 @@ class GlanceRules:
         hint = read_hints(
             request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
         )
+        user = request.get("user")
+        user = user if isinstance(user, str) else None
+        said = read_user(request)
         if hint.level is not None or self.instant is None:
-            return Glance(reading_level(policy, hint, None))
-        text = "\n".join(texts_of_user(request))
+            return Glance(reading_level(policy, hint, None), None, user, said.has_media)
+        text = "\n".join(said.texts)
         reading = self.instant.read(text) if text else None
         several = isinstance(request.get("prompt"), list)  # each becomes a request of its own
-        return Glance(reading_level(policy, hint, reading), None if several else reading)
+        level = reading_level(policy, hint, reading)
+        return Glance(level, None if several else reading, user, said.has_media)
 
 
-def texts_of_user(request: dict[str, Any]) -> Iterator[str]:
-    """What the user says in an OpenAI request for a completion, chat or response."""
-    for field in ("prompt", "input", "messages"):
-        yield from _texts(request.get(field))
+class Said(NamedTuple):
+    """What the user says in a request, and whether there are pictures or sound with it."""
+
+    texts: list[str]
+    has_media: bool
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, str):
-                yield item
-            elif isinstance(item, dict) and item.get("role", "user") == "user":
+def read_user(request: dict[str, Any]) -> Said:
+    """What the user says in an OpenAI request for a completion, chat or response. At most
+    `_MOST_NODES` nodes are visited."""
+    texts: list[str] = []
+    has_media = False
+    nodes = 0
+    for name in ("prompt", "input", "messages"):
+        stack = [iter((request.get(name),))]
+        while stack and nodes < _MOST_NODES:
+            value = next(stack[-1], stack)
+            if value is stack:
+                stack.pop()
+                continue
+            nodes += 1
+            if isinstance(value, str):
+                texts.append(value)
+            elif len(stack) > _DEEPEST:
+                continue
+            elif isinstance(value, list):
+                stack.append(iter(_ends(value)))
+            elif isinstance(value, dict) and value.get("role", "user") == "user":
                 # A message, or a part of one.
-                yield from _texts(item.get("content", item.get("text")))
+                has_media = has_media or value.get("type") not in _TEXT_PARTS
+                stack.append(iter((value.get("content", value.get("text")),)))
+    return Said(texts, has_media)
+
+
+def _ends(values: list[Any]) -> Iterable[Any]:
+    if len(values) <= _FIRST + _LAST:
+        return values
+    return [*values[:_FIRST], *values[-_LAST:]]
 
 
 class UrgentFirst:
@@ -149,34 +181,45 @@ class UrgentFirst:
         self._failed = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        rules = asks_for_completion(scope) and getattr(
-            scope["app"].state, "semsched_glance_rules", None
-        )
+        rules = asks_for_completion(scope) and state_of(scope["app"]).rules
         if not rules:
             await self._app(scope, receive, send)
             return
-        body, ending = await read_body(receive)
+        request = incoming.get() or Incoming.of(scope)
+        body = BodyAhead(receive)
+        await body.read()
+        glance = self._glance(rules, body.whole)
+        request.level, request.reading, request.user = glance[:3]
+        token = incoming.set(request)
+        try:
+            if glance.has_media:  # it would hold a slot while a picture is fetched
+                await self._app(scope, body.replay, send)
+            else:
+                await self._in_turn(request, glance.level, scope, body, send)
+        finally:
+            incoming.reset(token)
+
+    async def _in_turn(
+        self, request: Incoming, level: int, scope: Any, body: BodyAhead, send: Any
+    ) -> None:
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        glance = self._glance(rules, body)
-        if dict(scope.get("headers", ())).get(PLACEMENT_HEADER) == b"vllm":
-            glance = glance._replace(stock_placement=True)
-        if not self._queue.enter(turn, glance.level, loop.time()):
+        tenant = request.tenant or request.user or ""
+        if not self._queue.enter(turn, level, loop.time(), tenant):
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.leave()
                 raise
-        slot = _Slot(self, glance)
-        token = _slots.set(slot)
+        slot = _Slot(self)
+        request.prepared = slot.leave
         timer = loop.call_later(_LONGEST, slot.leave)
         try:
-            await self._app(scope, replayed(body, ending, receive), send)
+            await self._app(scope, body.replay, send)
         finally:
             timer.cancel()
             slot.leave()
-            _slots.reset(token)
 
     def leave(self) -> None:
         """Give a slot to the next request that still waits for one."""
@@ -185,7 +228,7 @@ class UrgentFirst:
                 turn.set_result(None)
                 return
 
-    def _glance(self, rules: GlanceRules, body: bytes) -> Glance:
+    def _glance(self, rules: GlanceRules, body: bytes | None) -> Glance:
         try:
             return rules.glance(body)
         except Exception:
@@ -196,9 +239,8 @@ class UrgentFirst:
 
 
 class _Slot:
-    def __init__(self, queue: UrgentFirst, glance: Glance) -> None:
+    def __init__(self, queue: UrgentFirst) -> None:
         self._queue: UrgentFirst | None = queue
-        self.glance = glance
 
     def leave(self) -> None:
         queue, self._queue = self._queue, None
@@ -206,29 +248,19 @@ class _Slot:
             queue.leave()
 
 
-_slots: ContextVar[_Slot | None] = ContextVar("semsched_preparation_slot", default=None)
-
-
 def is_prepared() -> None:
     """The request of this context is on its way to the engine: others may be prepared."""
-    slot = _slots.get()
-    if slot is not None:
-        slot.leave()
-
-
-def current_glance() -> Glance | None:
-    """The request of this context at a glance; None if nobody looked at it."""
-    slot = _slots.get()
-    return None if slot is None else slot.glance
+    request = incoming.get()
+    if request is not None and request.prepared is not None:
+        request.prepared()
 
 
 def adopt_rules(app: Any) -> None:
     """Load or reload the rules of an application's server. Never raises: if they cannot be read,
     the old ones stay; without any, requests keep the order in which they come."""
-    rules = getattr(app.state, "semsched_glance_rules", None)
+    state = state_of(app)
     try:
         vllm_config = getattr(app.state, "vllm_config", None)
-        rules = None if vllm_config is None else GlanceRules.load(vllm_config)
+        state.rules = None if vllm_config is None else GlanceRules.load(vllm_config)
     except Exception:
         logger.exception("Semantic scheduling: the HTTP server's order of requests stays as it was")
-    app.state.semsched_glance_rules = rules

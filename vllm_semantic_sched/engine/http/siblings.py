@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
@@ -46,7 +45,8 @@ class Siblings:
         count = 1 + servers + servers * engines * levels
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, 8 * count)
+            if os.fstat(file).st_size < 8 * count:  # never shorter: others have mapped it
+                os.ftruncate(file, 8 * count)
             numbers = np.frombuffer(mmap.mmap(file, 8 * count), dtype=np.int64)
         finally:
             os.close(file)
@@ -89,11 +89,11 @@ def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
         folder = own_folder()
         if folder is None:
             raise PermissionError("the folder for it belongs to somebody else")
-        parent = psutil.Process(os.getppid())  # vLLM starts all of them from one process
-        path = folder / f"{parent.pid}-{parent.create_time()}.counts"
+        parent = os.getppid()  # vLLM starts all of them from one process
+        path = folder / f"{parent}-{_started(parent)}.counts"
         engines = engine_count(vllm_config)
         return Siblings(path, servers, api_server_rank(vllm_config), engines, levels)
-    except (OSError, psutil.Error) as error:
+    except (OSError, ValueError) as error:
         logger.warning(
             "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "
             "its own requests only, and a reload changes the rules of the one that got it.",
@@ -101,3 +101,10 @@ def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
             error,
         )
         return None
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since the machine did: no change of the clock moves
+    it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19])

@@ -23,6 +23,7 @@ _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a 
 _CHUNK = 64  # lines per write; the file may be rotated between writes
 _CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
 
+_OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
 _QUEUE = 100_000  # changes that wait to be written; further ones are dropped and counted
 
 
@@ -50,7 +51,7 @@ class EventLog:
         path = Path(settings.path).expanduser()
         self.path = path.with_stem(f"{path.stem}-{engine}") if engine else path
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
@@ -139,7 +140,21 @@ class EventLog:
 
 
 class _File(RotatingFileHandler):
-    """The standard library's rotating file, but errors are raised instead of printed."""
+    """The standard library's rotating file, but errors are raised instead of printed, nobody else
+    can read it, and old parts go: it says who asked for urgent help, and when."""
+
+    def _open(self) -> Any:
+        file = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.fchmod(file, 0o600)
+        return os.fdopen(file, "a", encoding="utf-8")
+
+    def doRollover(self) -> None:
+        super().doRollover()
+        oldest = time.time() - _OLDEST
+        for number in range(1, self.backupCount + 1):
+            part = Path(f"{self.baseFilename}.{number}")
+            if part.exists() and part.stat().st_mtime < oldest:
+                part.unlink()
 
     def write(self, text: str) -> None:
         self.emit(logging.makeLogRecord({"msg": text}))

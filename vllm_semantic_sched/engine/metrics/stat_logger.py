@@ -30,11 +30,17 @@ class SemanticStatLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        message = None if scheduler_stats is None else detach_message(scheduler_stats)
-        if message is None:  # another scheduler, or nothing new
-            return
+        try:
+            message = None if scheduler_stats is None else detach_message(scheduler_stats)
+            if message is not None:  # else another scheduler, or nothing new
+                self._publish(message)
+        except Exception:  # it would end the API server
+            if not self._failed:
+                type(self)._failed = True
+                logger.exception("Semantic scheduling: metrics were not published")
+
+    def _publish(self, message: Any) -> None:
         self._register()
-        # Skip a name that the table lacks: an exception here would end the API server.
         for name, labels, count in message["counters"]:
             if name in COUNTERS:
                 self._labeled(name, labels).inc(count)

@@ -18,7 +18,8 @@ from vllm_semantic_sched.engine.requests.stated_lengths import stated_length
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
@@ -115,6 +116,16 @@ class Arrivals:
         if arrival.job.awaits_prediction:
             self._predictions.arrived(request.request_id)
         return arrival
+
+    def unread(self, request: Request) -> Job:
+        """A job at the default level, for a request that could not be read."""
+        return self._core.draft(
+            request.request_id,
+            prompt_tokens=request.num_prompt_tokens,
+            max_output_tokens=request.max_tokens,
+            hint=Hint(None, LevelSource.DEFAULT),
+            awaits_prediction=False,
+        )
 
     def _read(self, request: Request, submitted: bool) -> Arrival:
         """Read a request by the policy in force.

@@ -36,6 +36,7 @@ class SemanticRequestQueue(RequestQueue):
         self._peeked: Request | None = None
 
     def add_request(self, request: Request) -> None:
+        self._recover()
         self._members[request.request_id] = request
         if not self._first_come_first_served:
             try:
@@ -115,8 +116,15 @@ class SemanticRequestQueue(RequestQueue):
             self._fall_back("taking a request out of the queue")
 
     def _fall_back(self, doing: str) -> None:
+        """First come, first served, until the queue has emptied."""
         self._guard.failed(doing)
         self._first_come_first_served = True
+
+    def _recover(self) -> None:
+        if self._first_come_first_served and not self._members:
+            for job in list(self._queue):
+                self._queue.remove(job)
+            self._first_come_first_served = False
 
 
 def _drop(job: Job, queue: WaitingQueue) -> None:

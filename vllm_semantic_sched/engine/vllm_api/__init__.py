@@ -32,6 +32,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_semantic_sched.engine.vllm_api.authentication import Unauthorized
 from vllm_semantic_sched.engine.vllm_api.capabilities import (
     CAPABILITIES,
     HOOKS,

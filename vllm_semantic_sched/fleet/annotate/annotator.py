@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm_semantic_sched.engine.http.preparation import texts_of_user
+from vllm_semantic_sched.engine.http.preparation import read_user
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.estimates.decision import reading_level
@@ -75,7 +75,7 @@ class Annotator:
             request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
         )
         given = request.get("text")
-        text = given if isinstance(given, str) else "\n".join(texts_of_user(request))
+        text = given if isinstance(given, str) else "\n".join(read_user(request).texts)
         reading = self._instant.read(text) if text and self._instant is not None else None
         return Annotation(
             reading_level(policy, hint, reading), self._tokens(request, reading), reading

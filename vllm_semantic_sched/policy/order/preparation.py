@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from typing import Generic, TypeVar
 
 _Ticket = TypeVar("_Ticket")
@@ -11,6 +12,10 @@ _Ticket = TypeVar("_Ticket")
 # A request goes before all that are a level less urgent and came at most this much earlier, in
 # seconds. Bounded, so that nobody starves; larger than the backlog of a burst.
 _HEAD_START = 1.0
+
+# A request goes behind those that came up to this much later, in seconds, for each request of its
+# own tenant that waits already: a flood of one tenant holds nobody else up.
+_TURN = 0.1
 
 
 class PreparationQueue(Generic[_Ticket]):
@@ -22,25 +27,38 @@ class PreparationQueue(Generic[_Ticket]):
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        self._waiting: list[tuple[float, int, _Ticket]] = []
+        self._waiting: list[tuple[float, int, str, _Ticket]] = []
+        self._of_tenant: Counter[str] = Counter()
         self._count = itertools.count()
 
     def __len__(self) -> int:
         """Requests that wait for a slot."""
         return len(self._waiting)
 
-    def enter(self, ticket: _Ticket, level: int, now: float) -> bool:
-        """Add a request; whether it gets a slot at once. If not, `leave` will return its ticket."""
+    def enter(self, ticket: _Ticket, level: int, now: float, tenant: str = "") -> bool:
+        """Add a request; whether it gets a slot at once. If not, `leave` will return its ticket.
+
+        Args:
+            tenant: empty if unknown; then it waits for no request of its own.
+        """
         if self._free:
             self._free -= 1
             return True
         due = now + level * _HEAD_START
-        heapq.heappush(self._waiting, (due, next(self._count), ticket))
+        if tenant:
+            due += _TURN * self._of_tenant[tenant]
+            self._of_tenant[tenant] += 1
+        heapq.heappush(self._waiting, (due, next(self._count), tenant, ticket))
         return False
 
     def leave(self) -> _Ticket | None:
         """A slot is free again. The ticket that gets it; None if nobody waits."""
         if self._waiting:
-            return heapq.heappop(self._waiting)[-1]
+            _, _, tenant, ticket = heapq.heappop(self._waiting)
+            if tenant:
+                self._of_tenant[tenant] -= 1
+                if not self._of_tenant[tenant]:
+                    del self._of_tenant[tenant]
+            return ticket
         self._free += 1
         return None
