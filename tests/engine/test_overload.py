@@ -117,7 +117,7 @@ def test_request_is_admitted_when_admission_raises(build) -> None:
 
 def test_pressure_shedding_and_promises_are_reported(build) -> None:
     tiers = [{"name": "premium", "slo": {"ttft": 10.0}}, {"name": "b"}, {"name": "c"}]
-    scheduler = build({"tiers": tiers, "pressure": {"hold": 0.0}}, max_num_seqs=1)
+    scheduler = build({"tiers": tiers}, max_num_seqs=1)
     add(scheduler, "a", "b", "c", "d", urgency=0)
     step(scheduler)
     step(scheduler)
