@@ -58,14 +58,14 @@ def test_weights_are_replaced_between_pause_and_resume(act, capsys) -> None:
 def test_sleep_leaves_the_server_paused(act, capsys) -> None:
     server = Server()
     assert act(server, "sleep", "--level", "2") == 0
-    assert server.calls == [("/pause", "wait"), ("/sleep", 2)]
+    assert server.calls == [("/pause", "wait", 3600.0), ("/sleep", 2)]
     assert "asleep: " in capsys.readouterr().out
 
 
 def test_requests_that_outlast_the_patience_are_frozen(act) -> None:
     server = Server(drained=False)
     assert act(server, "pause", "--patience", "0.1") == 0
-    assert server.calls == [("/pause", "wait"), ("/pause", "keep")]
+    assert server.calls == [("/pause", "wait", 3600.0), ("/pause", "keep", 3600.0)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ in the queue.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="freeze requests that still run after this time (default: wait for all)",
     )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="the server resumes by itself after this time (default: %(default)g)",
+    )
     parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
     parser.add_argument("--lora-name", help="load-lora, unload-lora: name of the adapter")
     parser.add_argument("--lora-path", type=Path, help="load-lora: folder of the adapter")
@@ -64,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
         print("load-lora needs --lora-path", file=sys.stderr)
         return 2
     server = AdminClient(args.server, args.api_key)
+    # As Ctrl-C does: a server must not stay paused because this command was ended.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
     def report(phase: str) -> None:
         engines = server.status()
@@ -75,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             server.post(f"/{action}")
             report("resumed")
             return 0
-        maintenance.pause(server, args.running == "keep", args.patience, report)
+        maintenance.pause(server, args.running == "keep", args.patience, report, args.lease)
         if action != "pause":
             seconds = maintenance.change(
                 server,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 
 class ErrorCounter(Protocol):
@@ -70,3 +72,33 @@ class GuardedBlock:
             return False
         self._guard.failed(self._doing)
         return True
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def guarded(
+    default: Callable[_P, _T], logger: logging.Logger
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Decorate a method that vLLM calls where an exception would end the server: it is logged once,
+    and `default` answers in its place."""
+
+    def decorate(method: Callable[_P, _T]) -> Callable[_P, _T]:
+        failed = False
+
+        @functools.wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            nonlocal failed
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                if not failed:
+                    failed = True
+                    logger.exception("Semantic scheduling: %s failed", method.__qualname__)
+                return default(*args, **kwargs)
+
+        call.is_guarded = True  # type: ignore[attr-defined]
+        return call
+
+    return decorate

@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import urllib.error
+import urllib.parse
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+
+from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
 _PREFIX = "/v1/semsched"
 _REQUIRED_OPTIONS = {
@@ -102,6 +105,10 @@ class AdminClient:
             headers["Authorization"] = f"Bearer {self._api_key}"
         data = None if body is None else json.dumps(body).encode()
         try:
+            if prefix == _PREFIX:
+                address = urllib.parse.urlsplit(self.url)
+                token = admin_token(address.port or (443 if address.scheme == "https" else 80))
+                headers |= {} if token is None else {TOKEN_HEADER: token}
             request = urllib.request.Request(self.url + prefix + path, data, headers, method=method)
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return str(reply.read().decode())

@@ -18,13 +18,16 @@ Report = Callable[[str], None]
 """Gets the present phase, `pausing` or `paused`."""
 
 
-def pause(server: AdminClient, keep: bool, patience: float, report: Report) -> None:
+def pause(
+    server: AdminClient, keep: bool, patience: float, report: Report, lease: float = 3600.0
+) -> None:
     """Let nothing new start and wait until the running requests have finished. An interrupt
     resumes the server.
 
     Args:
         keep: freeze running requests instead.
         patience: seconds after which requests that still run are frozen.
+        lease: seconds after which the server resumes by itself.
 
     Raises:
         AdminError: the server refuses.
@@ -33,12 +36,12 @@ def pause(server: AdminClient, keep: bool, patience: float, report: Report) -> N
     mode = "keep" if keep else "wait"
     try:
         paused: Future[Any] = Future()
-        Thread(target=_post_pause, args=(server, mode, paused), daemon=True).start()
+        Thread(target=_post_pause, args=(server, mode, lease, paused), daemon=True).start()
         while paused not in wait([paused], POLL_SECONDS).done:
             report("pausing")
             if time.monotonic() >= deadline and mode == "wait":
                 mode = "keep"
-                server.post("/pause", mode=mode)
+                server.post("/pause", mode=mode, seconds=lease)
         paused.result()
     except KeyboardInterrupt:
         abandon_pause(server)
@@ -56,9 +59,9 @@ def abandon_pause(server: AdminClient) -> None:
     server.post("/resume")
 
 
-def _post_pause(server: AdminClient, mode: str, paused: Future[Any]) -> None:
+def _post_pause(server: AdminClient, mode: str, lease: float, paused: Future[Any]) -> None:
     try:
-        paused.set_result(server.post("/pause", mode=mode))
+        paused.set_result(server.post("/pause", mode=mode, seconds=lease))
     except Exception as error:
         paused.set_exception(error)
 

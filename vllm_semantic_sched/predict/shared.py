@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -57,6 +58,31 @@ def own_folder() -> Path | None:
         found = folder.lstat()
         if folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return folder
+    return None
+
+
+TOKEN_HEADER = "X-Semsched-Token"
+"""Header of the operator endpoints."""
+
+
+def admin_token(port: int, make: bool = False) -> str | None:
+    """The token of the server on a port, from a file that only its user can read; None if there is
+    no such file.
+
+    Args:
+        make: write the file if it is not there.
+    """
+    folder = own_folder()
+    if folder is None:
+        return None
+    path = folder / f"{port}.token"
+    with contextlib.suppress(OSError):
+        if make:
+            with contextlib.suppress(FileExistsError):
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(file, "w") as writer:
+                    writer.write(secrets.token_hex(32))
+        return path.read_text() or None
     return None
 
 

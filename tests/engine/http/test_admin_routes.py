@@ -8,12 +8,15 @@ from types import SimpleNamespace
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from metrics_page import wait_until
 
 from vllm_semantic_sched.engine.http import admin
 from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.startup import policy_file
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
+from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token, own_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unhooked")]
 
@@ -41,12 +44,37 @@ async def dead() -> None:
     raise RuntimeError("the engine died")
 
 
-def client(host="127.0.0.1", *reports) -> TestClient:
+class Engine:
+    """An engine client that counts how often it was paused and resumed."""
+
+    def __init__(self, *reports) -> None:
+        self.engine_core = Core(*reports)
+        self.check_health = healthy
+        self.paused = False
+        self.resumed = 0
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, mode, clear_cache) -> None:
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+        self.resumed += 1
+
+
+PORT = 49_999
+TOKEN = admin_token(PORT, make=True)
+
+
+def client(host="127.0.0.1", *reports, token=TOKEN) -> TestClient:
     app = FastAPI()
     app.include_router(router)
     app.include_router(probes)
-    app.state.engine_client = SimpleNamespace(engine_core=Core(*reports), check_health=healthy)
-    return TestClient(app, client=(host, 50000))
+    app.state.engine_client = Engine(*reports)
+    headers = {} if token is None else {TOKEN_HEADER: token}
+    return TestClient(app, f"http://127.0.0.1:{PORT}", client=(host, 50000), headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +89,38 @@ def client(host="127.0.0.1", *reports) -> TestClient:
         ("127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, 403),
         ("127.0.0.1", {"Forwarded": "for=10.0.0.7"}, 403),
         ("127.0.0.1", {"Origin": "http://evil.example"}, 403),
+        ("127.0.0.1", {"Host": "evil.example"}, 403),  # a name that was rebound to this machine
+        ("127.0.0.1", {"Host": "localhost:8000"}, 200),
+        ("127.0.0.1", {"Host": "[::1]:8000"}, 200),
+        ("127.0.0.1", {TOKEN_HEADER: "guessed"}, 403),  # a proxy without forwarding headers
     ],
 )
 def test_only_local_requests_are_answered(host, headers, status) -> None:
     reply = client(host, {"running": 0}).get("/v1/semsched/status", headers=headers)
     assert reply.status_code == status
+
+
+def test_token_is_readable_by_its_user_only() -> None:
+    assert TOKEN is not None and len(TOKEN) == 64 and admin_token(PORT) == TOKEN
+    folder = own_folder()
+    assert folder is not None
+    assert (folder / f"{PORT}.token").stat().st_mode & 0o777 == 0o600
+    assert client(token=None).get("/v1/semsched/status").status_code == 403
+
+
+def test_pause_ends_by_itself_and_shows_in_readiness() -> None:
+    with client("127.0.0.1", {"ready": True}) as server:
+        engine = server.app.state.engine_client
+        assert ready(server) == 200
+        assert server.post("/v1/semsched/pause", json={"seconds": 0.05}).json() == {"paused": True}
+        wait_until(lambda: engine.resumed == 1)
+        assert server.post("/v1/semsched/pause", json={}).status_code == 200
+        assert ready(server) == 503
+        assert server.post("/v1/semsched/resume").status_code == 200
+        assert ready(server) == 200
+        assert state_of(server.app).lease is None
+        refused = server.post("/v1/semsched/pause", json={"seconds": 1e9})
+        assert refused.status_code == 422
 
 
 def test_reload_is_rejected_if_any_engine_rejects_it() -> None:
@@ -173,6 +228,6 @@ def test_policy_is_watched_on_demand(settings, watches) -> None:
             config = {"semantic_sched": settings}
             app.state.vllm_config = SimpleNamespace(additional_config=config)
         admin.add_routes(app)
-        assert hasattr(app.state, "semsched_watch") == watches
+        assert ("watch" in app.state.semsched.tasks) == watches
 
     asyncio.run(run())

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.engine.http import dispatch, siblings
+from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
@@ -41,8 +42,10 @@ class Server:
             engine_client=self, vllm_config=SimpleNamespace(parallel_config=self.parallel)
         )
         if rules:
-            self.state.semsched_glance_rules = GlanceRules(parse_policy(policy), None)
-            self.state.semsched_siblings = join_siblings(self.state.vllm_config, LEVELS)
+            self.state.semsched = ServerState(
+                rules=GlanceRules(parse_policy(policy), None),
+                siblings=join_siblings(self.state.vllm_config, LEVELS),
+            )
         self.ranks = []
         self.finish = asyncio.Event()
         self.middleware = Refusals(UrgentFirst(self.app))

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, ServerState
 from vllm_semantic_sched.engine.http.preparation import (
     GlanceRules,
     UrgentFirst,
     adopt_rules,
     is_prepared,
-    texts_of_user,
+    read_user,
 )
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -35,7 +36,7 @@ class Server:
     """A fake application that prepares requests one after the other, on one thread."""
 
     def __init__(self, rules=None) -> None:
-        self.state = SimpleNamespace(semsched_glance_rules=rules)
+        self.state = SimpleNamespace(semsched=ServerState(rules=rules))
         self.prepared = []
         self.middleware = UrgentFirst(self.app)
 
@@ -105,6 +106,48 @@ def test_requests_that_fail_are_slow_or_answer_long_keep_nobody_waiting(rules) -
     assert server.prepared.index("slow") > 5  # its slot was given away
 
 
+def test_pictures_hold_no_slot(rules) -> None:
+    """They are fetched from other servers, for as long as that takes."""
+    server = Server(rules)
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    slow = [body(0, "slow", messages=picture) for _ in range(40)]
+    serve(server, *slow, body(0, "emergency"))
+    assert server.prepared[0] == "emergency"
+
+
+def test_flood_of_one_tenant_holds_nobody_else_up(rules) -> None:
+    server = Server(rules)
+    flood = [body(0, f"flood {at}", user="loud") for at in range(40)]
+    serve(server, *flood, body(0, "emergency", user="quiet"))
+    assert server.prepared.index("emergency") <= 3
+
+
+def test_body_beyond_the_bound_is_not_held_back(rules) -> None:
+    server = Server(rules)
+    sent = []
+
+    async def app(scope, receive, send):
+        while (message := await receive()).get("more_body", False):
+            sent.append(len(message["body"]))
+        sent.append(len(message["body"]))
+
+    async def post():
+        chunk = b"a" * 2**16
+        pulled = 0
+
+        async def receive():
+            nonlocal pulled
+            pulled += 1
+            assert pulled - len(sent) <= LARGEST_BODY // len(chunk) + 1  # never more in memory
+            return {"type": "http.request", "body": chunk, "more_body": pulled < 64}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": server}
+        await UrgentFirst(app)(scope, receive, None)
+
+    asyncio.run(post())
+    assert sum(sent) == 64 * 2**16
+
+
 def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
     server = Server(rules)
 
@@ -132,7 +175,8 @@ def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
         (b"{", 2),
         (b"\xff", 2),
         (body(99, ""), 2),
-        (body(0, "a" * 300_000), 2),  # not parsed twice
+        (b"[" * 20_000, 2),
+        (None, 2),  # too large to be parsed twice
         (json.dumps({"prompt": [1, 2, 3]}).encode(), 2),
     ],
 )
@@ -154,23 +198,47 @@ def test_text_of_a_chat_is_what_the_user_says() -> None:
             {"role": "user", "content": [{"type": "text", "text": "second"}, {"type": "image"}]},
         ]
     }
-    assert list(texts_of_user(request)) == ["first", "second"]
-    assert list(texts_of_user({"prompt": ["a", "b"]})) == ["a", "b"]
-    assert list(texts_of_user({"input": [{"role": "user", "content": "c"}]})) == ["c"]
-    assert list(texts_of_user({"messages": 7, "prompt": None})) == []
+    assert read_user(request) == (["first", "second"], True)
+    assert read_user({"prompt": ["a", "b"]}) == (["a", "b"], False)
+    assert read_user({"input": [{"role": "user", "content": "c"}]}) == (["c"], False)
+    assert read_user({"messages": 7, "prompt": None}) == ([], False)
+
+
+class Counted(list):
+    """A list that counts how often its entries are visited."""
+
+    visits = 0
+
+    def __iter__(self):
+        for entry in super().__iter__():
+            Counted.visits += 1
+            yield entry
+
+
+def test_walk_through_a_request_is_bounded() -> None:
+    deep = "end"
+    for _ in range(400):
+        deep = [deep]
+    assert read_user({"messages": deep}).texts == []
+    Counted.visits = 0
+    wide = Counted([Counted(["a"] * 400) for _ in range(400)])
+    assert 0 < len(read_user({"prompt": wide}).texts) <= 4096
+    assert Counted.visits <= 2 * 4096
+    chat = [{"role": "user", "content": str(turn)} for turn in range(5000)]
+    assert read_user({"messages": chat}).texts[-1] == "4999"  # the newest turn counts
 
 
 def test_broken_rules_leave_the_order_of_arrival() -> None:
     app = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace()))
     adopt_rules(app)
-    assert app.state.semsched_glance_rules is None
+    assert app.state.semsched.rules is None
     adopt_rules(SimpleNamespace(state=SimpleNamespace()))
 
 
 def test_rules_stay_when_new_ones_cannot_be_read(rules) -> None:
-    state = SimpleNamespace(vllm_config=SimpleNamespace(), semsched_glance_rules=rules)
+    state = SimpleNamespace(vllm_config=SimpleNamespace(), semsched=ServerState(rules=rules))
     adopt_rules(SimpleNamespace(state=state))
-    assert state.semsched_glance_rules is rules
+    assert state.semsched.rules is rules
 
 
 def test_error_in_reading_a_body_is_the_default_level(rules, monkeypatch, caplog) -> None:

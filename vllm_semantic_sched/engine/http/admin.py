@@ -2,7 +2,8 @@
 
 The operator endpoints reload the server's own policy file and weights, pause, sleep and report.
 No request can name a file. They answer requests from the server's own machine only, with the
-server's API key if it has one.
+server's API key if it has one, and with a token that only users who may read the server's own files
+have (`operate.token`).
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import secrets
 import signal
 import threading
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines
+from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
 logger = logging.getLogger("vllm.semantic_sched")
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
+_LEASE = 600.0  # seconds after which a pause ends by itself
+_LONGEST_LEASE = 86_400.0
 
 
 def _from_this_machine(request: Request) -> None:
@@ -41,8 +49,27 @@ def _from_this_machine(request: Request) -> None:
             local = ipaddress.ip_address(request.client.host).is_loopback
         except ValueError:
             local = not request.client.host
-    if relayed or not local:
+    if relayed or not local or not _names_this_machine(request.headers.get("host", "")):
         raise HTTPException(403, "these endpoints answer on the server's own machine only")
+    token = admin_token((request.scope.get("server") or ("", 0))[1] or 0, make=True)
+    given = request.headers.get(TOKEN_HEADER, "")
+    if token is not None and not secrets.compare_digest(token.encode(), given.encode()):
+        raise HTTPException(
+            403, f"{TOKEN_HEADER} is missing or wrong: run the command as the server's user"
+        )
+
+
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header is an address or localhost: a web page that rebinds its own name to
+    this machine cannot send that."""
+    name = urlsplit(f"//{host}").hostname or ""
+    if name in ("localhost", ""):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
@@ -55,19 +82,19 @@ def add_routes(app: FastAPI) -> None:
     where that is safe (see `hangup_may_reload`), and so does a change of its file with `watch`.
     Later calls are no-ops. The routes are inside all middleware, so vLLM's authentication protects
     them."""
-    if getattr(app.state, "semsched_routes", False):
+    state = state_of(app)
+    if state.routes:
         return
-    app.state.semsched_routes = True
+    state.routes = True
     app.include_router(router)
     app.include_router(probes)
     adopt_rules(app)
-    siblings = app.state.semsched_siblings = _siblings(app)
+    siblings = state.siblings = _siblings(app)
     if siblings is not None:
-        app.state.semsched_follow = asyncio.create_task(follow_reloads(app, siblings))
+        state.tasks["follow"] = asyncio.create_task(follow_reloads(app, siblings))
     file = _watched_file(app)
     if file is not None:
-        # Kept, or the loop would let go of it.
-        app.state.semsched_watch = asyncio.create_task(watch_policy(app, file))
+        state.tasks["watch"] = asyncio.create_task(watch_policy(app, file))
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hangup_may_reload():
         loop = asyncio.get_running_loop()
@@ -89,7 +116,7 @@ def _watched_file(app: FastAPI) -> PolicyFile | None:
 def _siblings(app: FastAPI) -> Siblings | None:
     """The other API servers of this `vllm serve`. Never raises."""
     try:
-        rules = app.state.semsched_glance_rules
+        rules = state_of(app).rules
         return rules and join_siblings(app.state.vllm_config, rules.policy.levels)
     except Exception:
         logger.exception("Semantic scheduling: this API server does not know the others")
@@ -108,7 +135,7 @@ async def follow_reloads(app: FastAPI, siblings: Siblings) -> None:
 async def _adopt(app: FastAPI) -> None:
     """Load the rules of a policy that the engines have adopted, here and in other API servers."""
     await asyncio.to_thread(adopt_rules, app)
-    siblings: Siblings | None = getattr(app.state, "semsched_siblings", None)
+    siblings = state_of(app).siblings
     if siblings is not None:
         siblings.tell_reload()
 
@@ -138,21 +165,24 @@ async def status(request: Request) -> dict[str, Any]:
 
 @probes.get("/semsched/ready")
 async def ready(request: Request) -> dict[str, bool]:
-    """200 while vLLM is healthy, from when all engines had their predictors up or needed none; 503
-    otherwise.
+    """200 while vLLM is healthy and not paused, from when all engines had their predictors up or
+    needed none; 503 otherwise.
 
     A predictor that dies later changes nothing: the levels of hints and of the instant reader are
     better than no server, and the alert SemschedPredictorDown tells.
     """
-    state = request.app.state
+    state = state_of(request.app)
     try:
         await _engine(request).check_health()
-        if not getattr(state, "semsched_ready", False):
+        paused = await _engine(request).is_paused()
+        if not state.ready:
             reports = await ask_engines(_engine(request), "status")
-            state.semsched_ready = all(report["ready"] for report in reports)
+            state.ready = all(report["ready"] for report in reports)
     except Exception as error:
         raise HTTPException(503, "an engine does not answer") from error
-    if not state.semsched_ready:
+    if paused:
+        raise HTTPException(503, "an operator has paused the server")
+    if not state.ready:
         raise HTTPException(503, "a predictor is not up yet")
     return {"ready": True}
 
@@ -175,12 +205,15 @@ async def reload_policy(request: Request) -> dict[str, Any]:
 async def pause(
     request: Request,
     mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
+    seconds: Annotated[float, Body(embed=True, gt=0, le=_LONGEST_LEASE)] = _LEASE,
 ) -> dict[str, Any]:
     """Stop starting requests, and answer once nothing runs any more.
 
     `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
-    requests join them, and all caches are kept.
+    requests join them, and all caches are kept. The server resumes by itself after `seconds`,
+    unless it is paused again: whoever paused it may be gone.
     """
+    _lease(request.app, seconds)
     await _engine(request).pause_generation(mode=mode, clear_cache=False)
     return {"paused": True}
 
@@ -189,7 +222,36 @@ async def pause(
 async def resume(request: Request) -> dict[str, Any]:
     """Resume after `pause`."""
     await _engine(request).resume_generation()
+    _lease(request.app, None)
     return {"paused": False}
+
+
+def _lease(app: FastAPI, seconds: float | None) -> None:
+    """Let a pause end after so many seconds; None: it has ended, or must not end by itself."""
+    state = state_of(app)
+    if state.lease is not None:
+        state.lease.cancel()
+        state.lease = None
+    if seconds is not None:
+        loop = asyncio.get_running_loop()
+        state.lease = loop.call_later(seconds, lambda: loop.create_task(_end_lease(app)))
+    _show_paused(seconds is not None)
+
+
+async def _end_lease(app: FastAPI) -> None:
+    logger.warning("Semantic scheduling: nobody has ended the pause in time; the server resumes")
+    try:
+        await app.state.engine_client.resume_generation()
+        _show_paused(False)
+    except Exception:
+        logger.exception("Semantic scheduling: the server is still paused")
+
+
+def _show_paused(paused: bool) -> None:
+    try:
+        SemanticStatLogger.set_in_api_server("paused", float(paused))
+    except Exception:
+        logger.exception("Semantic scheduling: the pause is not shown on /metrics")
 
 
 @router.post("/sleep")
@@ -199,13 +261,17 @@ async def sleep(
     """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
     host copies of KV are recomputed after waking."""
     await _engine(request).sleep(level=level, mode="keep")
+    _lease(request.app, None)  # it sleeps until it is woken
+    _show_paused(True)
     return {"asleep": level}
 
 
 @router.post("/wake")
 async def wake(request: Request) -> dict[str, Any]:
     """Wake up and resume."""
-    return {"awake": await _engine(request).wake_up()}
+    awake = await _engine(request).wake_up()
+    _lease(request.app, None)
+    return {"awake": awake}
 
 
 @router.post("/weights/reload")
@@ -216,7 +282,12 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     frozen requests. If that fails, the old weights stay.
     """
     await drop_caches(request)
-    await _engine(request).collective_rpc("reload_weights")
+    _lease(request.app, None)  # it must not resume with a part of the new weights
+    _show_paused(True)
+    try:
+        await _engine(request).collective_rpc("reload_weights")
+    finally:
+        _lease(request.app, _LEASE)
     return {"reloaded": True}
 
 

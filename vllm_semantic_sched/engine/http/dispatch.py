@@ -57,7 +57,7 @@ class Dispatch:
             with self._guard("naming the tenant"):
                 given = getattr(params, "extra_args", None)
                 extra = tenant_arguments(given, request.user, request.tenant)
-                if extra is not given:
+                if params is not None and extra is not given:
                     params.extra_args = extra
         if request is not None and request.reading is not None:
             with self._guard("passing a reading on"):

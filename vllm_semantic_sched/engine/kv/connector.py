@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend, block_regions, make_backend
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
@@ -91,6 +92,27 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
     ):
         return "part of the model's KV lives outside the device's block pool"
     return None
+
+
+# Answers in place of methods that fail. Where a wrong answer could change an output, there is none:
+# the orders of a step must be complete, and a failed copy must end the worker.
+
+
+def _no_copy(self: SemanticSwapConnector, request: Request, *args: Any) -> tuple[int | None, bool]:
+    self.ledger.release(request.request_id)
+    return 0, False
+
+
+def _not_kept(*args: Any) -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _not_reset(*args: Any) -> bool | None:
+    return False
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 class SemanticSwapConnector(KVConnector):
@@ -217,6 +239,7 @@ class SemanticSwapConnector(KVConnector):
         unchanged = _unchanged(request, end, hash_block_size)
         return self.ledger.save(request.request_id, blocks, start, end, unchanged)
 
+    @guarded(_no_copy, logger)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -236,6 +259,7 @@ class SemanticSwapConnector(KVConnector):
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
         return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
 
+    @guarded(_nothing, logger)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.ledger.load_finished(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
@@ -243,6 +267,7 @@ class SemanticSwapConnector(KVConnector):
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
 
+    @guarded(_not_kept, logger)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -254,6 +279,7 @@ class SemanticSwapConnector(KVConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded(_not_reset, logger)
     def reset_cache(self) -> bool | None:
         """Drop every host copy, because the weights may have changed.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events

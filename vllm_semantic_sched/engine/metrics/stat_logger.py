@@ -3,6 +3,7 @@ through Ray."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,12 +18,15 @@ from vllm_semantic_sched.engine.vllm_api import (
     ray_metrics,
 )
 
+logger = logging.getLogger("vllm.semantic_sched")
+
 
 class SemanticStatLogger(StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
     _through_ray: ClassVar[bool] = False
+    _failed: ClassVar[bool] = False
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
@@ -62,6 +66,12 @@ class SemanticStatLogger(StatLoggerBase):
         """See `ApiServerCounters`."""
         cls._register()
         cls._metrics[name].labels("http", label).inc()
+
+    @classmethod
+    def set_in_api_server(cls, name: str, value: float) -> None:
+        """Set a gauge of the API server itself, under the label engine="http"."""
+        cls._register()
+        cls._metrics[name].labels("http").set(value)
 
     @classmethod
     def publish_through_ray(cls) -> None:

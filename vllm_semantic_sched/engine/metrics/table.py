@@ -198,6 +198,9 @@ GAUGES = {
     "host_pool_usage": Metric("Share of the host pool that holds KV."),
     "host_pool_fragmentation": Metric("Share of its free part outside the longest free run."),
     "host_copies": Metric("Waiting requests that have KV on the host."),
+    "paused": Metric(
+        'Whether an operator has paused the server (engine="http").',
+    ),
     "policy_version": Metric(
         "1 for the policy that the server started with, one more for each that replaced it."
     ),

@@ -33,6 +33,4 @@ class Unauthorized:
         if self._layer is None or scope["type"] != "http" or scope["method"] == "OPTIONS":
             return False
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return path.startswith(self._guarded) and not self._layer.verify_token(
-            Headers(scope=scope)
-        )
+        return path.startswith(self._guarded) and not self._layer.verify_token(Headers(scope=scope))

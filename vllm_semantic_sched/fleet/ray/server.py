@@ -15,8 +15,8 @@ from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, Er
 from ray.serve.llm import LLMServer
 
 from vllm_semantic_sched.engine.http.admin import ask_engines, reload_engines
-from vllm_semantic_sched.engine.http.middleware import collect_refusals, watch
 from vllm_semantic_sched.engine.http.incoming import TENANT_HEADER, tenant_arguments
+from vllm_semantic_sched.engine.http.middleware import collect_refusals, watch
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
