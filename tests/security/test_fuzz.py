@@ -3,6 +3,7 @@ application receives every byte."""
 
 import asyncio
 import json
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from vllm_semantic_sched.predict.instant import InstantReader
 pytestmark = pytest.mark.engine
 
 CASES = 20_000
+LOOP = asyncio.new_event_loop()
 INSTANT = InstantReader.load()
 RULES = GlanceRules(parse_policy({"tenants": {"fair": True}}), INSTANT)
 
@@ -97,9 +99,36 @@ class Server:
             pass
 
 
-@given(bodies, headers, paths, st.integers(1, 3))
-@settings(max_examples=CASES)
-def test_whatever_is_sent_reaches_the_application_unharmed(body, given, path, pieces) -> None:
+def variants(body: bytes, chance: Random) -> list[bytes]:
+    """A body, and what becomes of it on a bad line or in bad hands."""
+    at, to = sorted((chance.randrange(len(body) + 1), chance.randrange(len(body) + 1)))
+    flipped = bytearray(body)
+    for _ in range(3 if body else 0):
+        flipped[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+    depth = chance.randrange(3000)
+    return [
+        body,
+        body[:at],
+        body[at:],
+        body[:at] + body[to:],
+        body[:to] + body[at:],
+        bytes(flipped),
+        b"[" * depth + body + b"]" * depth,
+        b'{"messages":' * depth + body,
+        body.replace(b'"', b"\x00"),
+        body.replace(b"1", b"1" * 5000),
+    ]
+
+
+@given(bodies, headers, paths, st.integers(0, 2**32))
+@settings(max_examples=CASES // 10)
+def test_whatever_is_sent_reaches_the_application_unharmed(body, given, path, seed) -> None:
+    chance = Random(seed)
+    for variant in variants(body, chance):
+        send(variant, given, path, pieces=chance.randint(1, 3))
+
+
+def send(body: bytes, given: list[tuple[bytes, bytes]], path: str, pieces: int) -> None:
     server = Server()
     size = max(1, -(-len(body) // pieces))
     parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
@@ -112,11 +141,11 @@ def test_whatever_is_sent_reaches_the_application_unharmed(body, given, path, pi
     async def receive():
         return messages.pop(0)
 
-    async def send(message):
+    async def answer(message):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": given, "app": server}
-    asyncio.run(server.stack(scope, receive, send))
+    LOOP.run_until_complete(server.stack(scope, receive, answer))
     assert server.body == body and len(server.params) == 1 and not sent
     tenants = [value for name, value in given if name == b"x-semsched-tenant"]
     if tenants:
