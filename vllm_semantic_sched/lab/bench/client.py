@@ -65,8 +65,10 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Answered in full, with exactly the wanted length."""
-        return self.error is None and self.output_tokens == self.wanted_tokens
+        """Answered in full: with exactly the wanted length, or where none is, with any."""
+        return self.error is None and self.output_tokens == (
+            self.wanted_tokens or max(1, self.output_tokens)
+        )
 
     @property
     def token_hash(self) -> str:
@@ -91,6 +93,7 @@ class LoadClient:
         extras: further fields of each request's body.
         progress: gets a bar for each load that has a label.
         headers: of each request.
+        natural: whether the model ends its answers itself, to a chat, or the benchmark does.
     """
 
     url: str
@@ -99,6 +102,7 @@ class LoadClient:
     extras: BodyExtras = lambda request: {}
     progress: Progress = field(default_factory=Progress)
     headers: Mapping[str, str] = field(default_factory=dict)
+    natural: bool = False
 
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
@@ -129,16 +133,21 @@ class LoadClient:
     def request_body(
         self, request: BenchRequest, record_margins: bool = False
     ) -> dict[str, object]:
-        """Return the body for /v1/completions.
+        """Return the body of a request.
 
-        The answer ends at exactly `request.output_tokens`, by the server's logits processor
-        (`bench.answer_length`). No other token's logit is changed.
+        Unless answers end by themselves, they end at exactly `request.output_tokens`, by the
+        server's logits processor (`bench.answer_length`). No other token's logit is changed.
         """
         extras = dict(self.extras(request))
-        answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
+        prompt: dict[str, object] = {"prompt": request.text}
+        answer: dict[str, object] = {}
+        if self.natural:
+            prompt = {"messages": [{"role": "user", "content": request.text}]}
+        else:
+            answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
         body: dict[str, object] = {
             "model": "bench",
-            "prompt": request.text,
+            **prompt,
             "temperature": 0.0,
             "max_tokens": self.max_tokens,
             "stream": True,
@@ -148,7 +157,8 @@ class LoadClient:
             "vllm_xargs": {**answer, **extras.get("vllm_xargs", {})},
         }
         if record_margins:
-            body["logprobs"] = _TOP_LOGPROBS
+            body["logprobs"] = True if self.natural else _TOP_LOGPROBS
+            body |= {"top_logprobs": _TOP_LOGPROBS} if self.natural else {}
             body["return_tokens_as_token_ids"] = True
         return body
 
@@ -167,7 +177,7 @@ class LoadClient:
     async def _send_open_loop(
         self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
     ) -> list[Record]:
-        records = [_new_record(request, request.arrival) for request in requests]
+        records = [self._new_record(request, request.arrival) for request in requests]
         async with self._session() as session:
             start = time.perf_counter()
 
@@ -194,7 +204,7 @@ class LoadClient:
         async with self._session() as session:
             start = time.perf_counter()
             for request in requests:
-                record = _new_record(request, time.perf_counter() - start)
+                record = self._new_record(request, time.perf_counter() - start)
                 await self._send(record, request, start, session, record_margins)
                 records.append(record)
                 advance()
@@ -211,7 +221,8 @@ class LoadClient:
         record.sent = time.perf_counter() - start
         try:
             body = self.request_body(request, record_margins)
-            async with session.post("/v1/completions", json=body) as response:
+            path = "/v1/chat/completions" if self.natural else "/v1/completions"
+            async with session.post(path, json=body) as response:
                 record.status = response.status
                 if response.status != 200:
                     record.error = (await response.text())[:500]
@@ -234,7 +245,7 @@ class LoadClient:
                 record.first_token = time.perf_counter() - start
             record.token_ids += tokens
             if choice.get("logprobs"):
-                record.margins += map(self._margin, choice["logprobs"]["top_logprobs"])
+                record.margins += map(self._margin, _top_logprobs(choice["logprobs"]))
             if choice.get("finish_reason"):
                 record.finish_reason = choice["finish_reason"]
                 record.finish = time.perf_counter() - start
@@ -246,6 +257,10 @@ class LoadClient:
         if queue_ms is not None:
             record.engine_queue_seconds = queue_ms / 1000
 
+    def _new_record(self, request: BenchRequest, arrival: float) -> Record:
+        wanted = 0 if self.natural else request.output_tokens
+        return Record(request.index, request.level, request.text_hash, wanted, arrival)
+
     def _margin(self, top: Mapping[str, float]) -> float:
         """Difference of the best two log-probabilities, without the masked end token."""
         end = f"token_id:{self.eos_token}"
@@ -253,5 +268,11 @@ class LoadClient:
         return values[0] - values[1] if len(values) > 1 else float("inf")
 
 
-def _new_record(request: BenchRequest, arrival: float) -> Record:
-    return Record(request.index, request.level, request.text_hash, request.output_tokens, arrival)
+def _top_logprobs(logprobs: Mapping[str, Any]) -> list[dict[str, float]]:
+    """By output position, the best tokens: of a completion, or of a chat."""
+    if "content" not in logprobs:
+        return list(logprobs["top_logprobs"])
+    return [
+        {one["token"]: one["logprob"] for one in position["top_logprobs"]}
+        for position in logprobs["content"] or ()
+    ]

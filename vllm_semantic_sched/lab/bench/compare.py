@@ -162,7 +162,9 @@ class _Run:
                     client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
                 if self.workloads is None:
                     if not plan.quick:
-                        self.comparison.decode_step = measure_decode_step(client, plan.server.seats)
+                        self.comparison.decode_step = measure_decode_step(
+                            replace(client, natural=False), plan.server.seats
+                        )
                     self.workloads = self._set_pace(client)
                 for workload in self.workloads:
                     if workload.config.mix in visit.mixes:
@@ -184,6 +186,7 @@ class _Run:
             max_tokens=self.plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
             extras=spec.body_extras,
             progress=self.progress,
+            natural=self.plan.workloads[0].config.natural,
         )
 
     def _measure(

@@ -176,7 +176,9 @@ class MixResult:
     @property
     def overload(self) -> float:
         """Offered output tokens per second divided by those served."""
-        offered = self.workload.output_tokens / max(self.workload.arrival_seconds, 1e-9)
+        natural = self.workload.config.natural
+        tokens = self.best.output_tokens if natural else self.workload.output_tokens
+        offered = tokens / max(self.workload.arrival_seconds, 1e-9)
         return offered / self.tokens_per_second if self.tokens_per_second else math.inf
 
     @property

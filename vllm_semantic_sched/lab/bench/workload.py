@@ -46,7 +46,7 @@ class WorkloadConfig:
     """What to draw. Times in seconds, lengths in tokens.
 
     `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
-    tokens between message and question.
+    tokens between message and question. With `natural` the model ends its answers itself.
     """
 
     requests: int = 600
@@ -57,6 +57,7 @@ class WorkloadConfig:
     min_output_tokens: int = 8
     max_output_tokens: int = 384
     long_prompts: float = 0.0
+    natural: bool = False
 
 
 @dataclass(frozen=True)

