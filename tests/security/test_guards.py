@@ -102,8 +102,7 @@ def test_statistics_that_cannot_be_published_end_nothing(monkeypatch) -> None:
     reported = []
     monkeypatch.setattr(stat_logger, "detach_message", fail)
     monkeypatch.setattr(stat_logger.logger, "exception", reported.append)
-    monkeypatch.setattr(SemanticStatLogger, "_failed", False)
-    logger = SemanticStatLogger.__new__(SemanticStatLogger)
+    logger = SemanticStatLogger(None)
     logger.record(object())
     logger.record(object())
     assert len(reported) == 1

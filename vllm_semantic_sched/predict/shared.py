@@ -65,23 +65,21 @@ TOKEN_HEADER = "X-Semsched-Token"
 """Header of the operator endpoints."""
 
 
-def admin_token(port: int, make: bool = False) -> str | None:
-    """The token of the server on a port, from a file that only its user can read; None if there is
-    no such file.
-
-    Args:
-        make: write the file if it is not there.
-    """
+def admin_token(port: int) -> str | None:
+    """The token of the server on a port, from a file that only its user can read; whoever asks
+    first makes it. None if there can be none."""
     folder = own_folder()
     if folder is None:
         return None
     path = folder / f"{port}.token"
     with contextlib.suppress(OSError):
-        if make:
+        if not path.exists():
+            made = folder / f"{port}.{os.getpid()}.new"
+            made.touch(mode=0o600)
+            made.write_text(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with os.fdopen(file, "w") as writer:
-                    writer.write(secrets.token_hex(32))
+                os.link(made, path)  # whole, or not at all
+            made.unlink()
         return path.read_text() or None
     return None
 

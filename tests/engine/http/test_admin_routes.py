@@ -65,7 +65,7 @@ class Engine:
 
 
 PORT = 49_999
-TOKEN = admin_token(PORT, make=True)
+TOKEN = admin_token(PORT)
 
 
 def client(host="127.0.0.1", *reports, token=TOKEN) -> TestClient:

@@ -51,9 +51,9 @@ def _from_this_machine(request: Request) -> None:
             local = not request.client.host
     if relayed or not local or not _names_this_machine(request.headers.get("host", "")):
         raise HTTPException(403, "these endpoints answer on the server's own machine only")
-    token = admin_token((request.scope.get("server") or ("", 0))[1] or 0, make=True)
+    token = admin_token((request.scope.get("server") or ("", 0))[1] or 0)
     given = request.headers.get(TOKEN_HEADER, "")
-    if token is not None and not secrets.compare_digest(token.encode(), given.encode()):
+    if token is None or not secrets.compare_digest(token.encode(), given.encode()):
         raise HTTPException(
             403, f"{TOKEN_HEADER} is missing or wrong: run the command as the server's user"
         )
@@ -88,6 +88,7 @@ def add_routes(app: FastAPI) -> None:
     state.routes = True
     app.include_router(router)
     app.include_router(probes)
+    _show_paused(False)
     adopt_rules(app)
     siblings = state.siblings = _siblings(app)
     if siblings is not None:

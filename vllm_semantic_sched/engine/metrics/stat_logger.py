@@ -26,10 +26,10 @@ class SemanticStatLogger(StatLoggerBase):
 
     _metrics: ClassVar[dict[str, Any]] = {}
     _through_ray: ClassVar[bool] = False
-    _failed: ClassVar[bool] = False
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
+        self._failed = False
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
@@ -40,7 +40,7 @@ class SemanticStatLogger(StatLoggerBase):
                 self._publish(message)
         except Exception:  # it would end the API server
             if not self._failed:
-                type(self)._failed = True
+                self._failed = True
                 logger.exception("Semantic scheduling: metrics were not published")
 
     def _publish(self, message: Any) -> None:
