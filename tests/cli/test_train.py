@@ -51,7 +51,7 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
 
     write_data(tmp_path / "data")
     options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
-    options += ("--scale", 0.002)
+    options += ("--scale", 0.0005)
     assert run("all", *options) == 0
     assert "NHAMCS visits" in capsys.readouterr().out
     predictor = TextPredictor.load(str(tmp_path / "model"))
