@@ -58,6 +58,19 @@ def add_plan_arguments(
         action="store_true",
         help="the model ends its answers itself, to chats; for a model that has been trained",
     )
+    _add_round_arguments(parser)
+    add(
+        "--long-prompts",
+        type=float,
+        default=load.long_prompts,
+        metavar="SHARE",
+        help="share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
+        "(%(default)s)",
+    )
+
+
+def _add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--rounds",
         type=int,
@@ -71,14 +84,6 @@ def add_plan_arguments(
         default=2,
         help="run a round again, up to this many times, if the hypervisor took more than 3 %% of "
         "the CPU time away (%(default)s)",
-    )
-    add(
-        "--long-prompts",
-        type=float,
-        default=load.long_prompts,
-        metavar="SHARE",
-        help="share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
-        "(%(default)s)",
     )
 
 

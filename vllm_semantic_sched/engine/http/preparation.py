@@ -23,6 +23,7 @@ from vllm_semantic_sched.engine.http.incoming import (
     incoming,
     state_of,
 )
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import reading_level
@@ -203,15 +204,17 @@ class UrgentFirst:
         self, request: Incoming, level: int, scope: Any, body: BodyAhead, send: Any
     ) -> None:
         loop = asyncio.get_running_loop()
+        came = loop.time()
         turn = loop.create_future()
         tenant = request.tenant or request.user or ""
-        if not self._queue.enter(turn, level, loop.time(), tenant):
+        if not self._queue.enter(turn, level, came, tenant):
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.leave()
                 raise
+        self._report(loop.time() - came)
         slot = _Slot(self)
         request.prepared = slot.leave
         timer = loop.call_later(_LONGEST, slot.leave)
@@ -227,6 +230,11 @@ class UrgentFirst:
             if not turn.done():
                 turn.set_result(None)
                 return
+
+    def _report(self, waited: float) -> None:
+        with contextlib.suppress(Exception):  # a figure less is no reason to fail
+            SemanticStatLogger.set_in_api_server("preparation_queue", len(self._queue))
+            SemanticStatLogger.observe_in_api_server("preparation_seconds", waited)
 
     def _glance(self, rules: GlanceRules, body: bytes | None) -> Glance:
         try:

@@ -74,6 +74,12 @@ class SemanticStatLogger(StatLoggerBase):
         cls._metrics[name].labels("http").set(value)
 
     @classmethod
+    def observe_in_api_server(cls, name: str, value: float) -> None:
+        """Add a value to a histogram of the API server itself, under the label engine="http"."""
+        cls._register()
+        cls._metrics[name].labels("http").observe(value)
+
+    @classmethod
     def publish_through_ray(cls) -> None:
         """Publish on Ray's metrics page instead; call it in a Ray worker, before an engine starts.
         Names start `ray_semsched_` there."""

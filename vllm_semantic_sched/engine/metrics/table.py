@@ -198,6 +198,10 @@ GAUGES = {
     "host_pool_usage": Metric("Share of the host pool that holds KV."),
     "host_pool_fragmentation": Metric("Share of its free part outside the longest free run."),
     "host_copies": Metric("Waiting requests that have KV on the host."),
+    "preparation_queue": Metric(
+        "Requests in the HTTP server that wait for less than two others to be parsed and tokenized "
+        '(engine="http").',
+    ),
     "paused": Metric(
         'Whether an operator has paused the server (engine="http").',
     ),
@@ -232,6 +236,11 @@ HISTOGRAMS = {
         "Arrival at the scheduler to last token, of completed requests.", ("tier",), _SECONDS
     ),
     "schedule_seconds": Metric("Time of one scheduling step.", (), _STEP_SECONDS),
+    "preparation_seconds": Metric(
+        'How long a request waits in the HTTP server until it is parsed (engine="http").',
+        (),
+        _SECONDS,
+    ),
     "prediction_latency_seconds": Metric(
         "Arrival of a request to its prediction being applied.", (), _SECONDS
     ),
