@@ -66,6 +66,7 @@ def draw(figures: Mapping[str, Mapping[str, float]], path: Path) -> None:
         axis.annotate(name, place[name], below, textcoords="offset points", fontsize=8)
     axis.set_xlabel("tokens/s, of FCFS")
     axis.set_ylabel("level 0: mean latency, s")
+    axis.margins(x=0.12)
     axis.set_ylim(0, 1.3 * max(place[name][1] for name in line))
     axis.set_title(f"FCFS: 1, {place['fcfs'][1]:.0f} s", fontsize=9)
     axis.grid(alpha=0.3)
