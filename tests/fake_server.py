@@ -95,6 +95,7 @@ class FakeServer:
         self.key: str | None = None
         self.locked: tuple[int, str] | None = None
         self.paused = False
+        self.ready = True
         self.fingerprint: str | None = "0123456789ab"
         self.url = ""
 
@@ -118,7 +119,14 @@ class FakeServer:
             policy["fingerprint"] = self.fingerprint
         if self.calls and self.calls[-1] == "/policy/reload" and method == "POST":
             return 200, json.dumps({"engines": [policy]})
-        engine = {"engine": 0, "paused": self.paused, "running": 1, "waiting": 2, "policy": policy}
+        engine = {
+            "engine": 0,
+            "paused": self.paused,
+            "ready": self.ready,
+            "running": 1,
+            "waiting": 2,
+            "policy": policy,
+        }
         return 200, json.dumps({"engines": [engine]})
 
 

@@ -17,12 +17,15 @@ __all__ = ["Middleware", "Refusal", "SemanticScheduler", "__version__", "refusal
 
 def __getattr__(name: str) -> Any:
     # Late, so that the policy core and the command line work without vLLM.
+    if name not in ("Middleware", "SemanticScheduler"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_semantic_sched.engine.version import check_installed_vllm
+
+    check_installed_vllm()
     if name == "SemanticScheduler":
         from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
         return SemanticScheduler
-    if name == "Middleware":
-        from vllm_semantic_sched.engine.http.middleware import Middleware
+    from vllm_semantic_sched.engine.http.middleware import Middleware
 
-        return Middleware
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return Middleware

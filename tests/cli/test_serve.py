@@ -11,6 +11,7 @@ from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.cli.serve import (
     MIDDLEWARE,
     SCHEDULER,
+    Cpu,
     Launch,
     ServeError,
     launch_of,
@@ -22,12 +23,24 @@ def launch(*options: str, free: float = 40.0, **given) -> Launch:
     return launch_of("my/model", options, free_gib=free, **wanted)
 
 
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Whether the installed vLLM is a build for CPUs, set by a test."""
+
+    def install(build: bool) -> None:
+        monkeypatch.setattr("vllm_semantic_sched.cli.serve.serves_on_cpu", lambda: build)
+
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+    return install
+
+
 def value(command: list[str], option: str) -> str:
     return command[command.index(option) + 1]
 
 
 def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
-    command, notes = launch("--port", "8001", "-tp", "2")
+    command, notes, environment = launch("--port", "8001", "-tp", "2")
     assert command[:7] == ["vllm", "serve", "my/model", "--port", "8001", "-tp", "2"]
     assert value(command, "--scheduler-cls") == SCHEDULER
     assert value(command, "--middleware") == MIDDLEWARE
@@ -35,6 +48,7 @@ def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
     assert connector["kv_connector_extra_config"] == {"host_gib": 10.0}
     assert json.loads(value(command, "--additional-config")) == {"semantic_sched": {}}
     assert notes == ["10 GiB of host memory keep the KV of preempted requests"]
+    assert not environment
 
 
 @pytest.mark.parametrize(
@@ -42,7 +56,7 @@ def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
     [(400.0, (), 32.0), (40.0, ("--data-parallel-size=4",), 2.5), (0.5, (), None)],
 )
 def test_size_of_the_pool(free, options, size) -> None:
-    command, notes = launch(*options, free=free)
+    command, notes, _ = launch(*options, free=free)
     if size is None:
         assert "--kv-transfer-config" not in command and "too few" in notes[0]
     else:
@@ -55,7 +69,7 @@ def test_no_pool_on_demand() -> None:
 
 
 def test_policy_and_profile_join_other_settings() -> None:
-    command, _ = launch(
+    command, *_ = launch(
         "--additional-config",
         '{"other": 1, "semantic_sched": {"policy": "tiers", "profile": "mine.yaml"}}',
         policy="latency",
@@ -85,12 +99,59 @@ def test_what_cannot_work_together_is_refused(options, given, message) -> None:
 
 
 def test_pipeline_parallelism_alone_leaves_the_pool_out_and_says_so() -> None:
-    command, notes = launch("-pp", "2")
+    command, notes, _ = launch("-pp", "2")
     assert "--kv-transfer-config" not in command
     assert notes == ["KV of preempted requests is recomputed: pipeline parallelism is on"]
 
 
-def test_dry_run_prints_the_command(capsys) -> None:
+def test_without_a_gpu_what_is_missing_is_added_and_said(no_gpu) -> None:
+    command, notes, environment = launch(free=15.0, cpu=Cpu(cores=4, free_gib=15.0, total_gib=20.0))
+    assert "--enforce-eager" in command
+    assert value(command, "--gpu-memory-utilization") == "0.6"
+    assert value(command, "--kv-cache-memory-bytes") == str(1920 * 2**20)
+    assert value(command, "--block-size") == "32"
+    assert environment == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "3"}
+    assert notes[0].startswith("no GPU: added VLLM_CPU_OMP_THREADS_BIND=nobind")
+
+
+def test_without_a_gpu_what_the_user_gave_stays(no_gpu, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    given = ("--no-enforce-eager", "--gpu_memory_utilization=0.3", "--block-size", "64")
+    command, notes, environment = launch(*given, cpu=Cpu(2, 8.0, 16.0))
+    assert command[3:7] == list(given)
+    assert command[7] == "--scheduler-cls"
+    assert not environment and len(notes) == 1
+
+
+def test_without_a_model_a_small_one_is_served_to_this_machine_alone(
+    no_gpu, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/somebody")
+    no_gpu(True)
+    assert main(["serve", "--policy", "tiers", "--port", "8001", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    folder = "/var/cache/somebody/semsched/SmolLM2-135M-Instruct"
+    assert f"vllm serve {folder} --served-model-name SmolLM2-135M-Instruct" in printed.out
+    assert "--host 127.0.0.1 --port 8001" in printed.out
+    assert "curl http://127.0.0.1:8001/v1/chat/completions" in printed.err
+    assert '"model": "SmolLM2-135M-Instruct"' in printed.err
+
+
+def test_with_a_gpu_a_model_must_be_named(no_gpu, capsys) -> None:
+    no_gpu(False)
+    assert main(["serve", "--port", "8001", "--dry-run"]) == 1
+    assert "name a model" in capsys.readouterr().err
+
+
+def test_our_options_may_precede_the_model(no_gpu, capsys) -> None:
+    no_gpu(False)
+    assert main(["serve", "--policy", "tiers", "my/model", "--port", "8001", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("vllm serve my/model --port 8001 --scheduler-cls")
+
+
+def test_dry_run_prints_the_command(no_gpu, capsys) -> None:
+    no_gpu(False)
     assert main(["serve", "my/model", "--host", "127.0.0.1", "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("vllm serve my/model --host 127.0.0.1 --scheduler-cls")
@@ -124,4 +185,4 @@ def test_becomes_vllm(tmp_path) -> None:
         timeout=60,
         check=True,
     )
-    assert done.stdout.splitlines()[-1].startswith("serve my/model --seed 1 --scheduler-cls")
+    assert done.stdout.splitlines()[-1].startswith("serve my/model --seed 1 --")

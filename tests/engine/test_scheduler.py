@@ -1,5 +1,7 @@
 """SemanticScheduler as vLLM's scheduler, without a model."""
 
+import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -14,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
-from vllm_semantic_sched.engine.vllm_api.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
@@ -407,6 +409,19 @@ def test_unsupported_vllm_version_is_named(version, monkeypatch, caplog) -> None
     monkeypatch.setenv("SEMSCHED_ALLOW_UNTESTED_VLLM", "1")
     check_vllm_version(version)
     assert f"vLLM {version} is installed" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["SemanticScheduler", "Middleware"])
+def test_unsupported_vllm_is_named_before_any_of_it_is_imported(name) -> None:
+    code = (
+        "import importlib.metadata as found, sys, vllm_semantic_sched\n"
+        "found.packages_distributions = lambda: {'vllm': ['vllm']}\n"
+        "found.version = lambda name: '0.40.0'\n"
+        f"try: vllm_semantic_sched.{name}\n"
+        "except RuntimeError as error: print(error, 'vllm' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "but vLLM 0.40.0 is installed" in done.stdout and done.stdout.endswith(" False\n")
 
 
 def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None:

@@ -79,10 +79,29 @@ def test_good_set_up_has_no_fault(examine, server) -> None:
         *("host memory", "shared memory", "port"),
     ]
     status, lines = examine("--profile", "cpu-2core-small", "--server", server.url)
-    assert status == 0 and lines[-2:] == [
+    assert status == 0 and lines[-3:] == [
         f"ok: server: {server.url} answers, vLLM 0.32.0",
         "ok: middleware: the operator's endpoints answer; engines: 1",
+        "ok: predictor: up in every engine, or not needed",
     ]
+
+
+def test_beside_a_server_nothing_is_loaded(examine, server, monkeypatch) -> None:
+    def load(*args):
+        raise AssertionError("the server has loaded it")
+
+    monkeypatch.setattr(doctor, "_import_problem", load)
+    monkeypatch.setattr(doctor, "check_predictor", load)
+    words = ("--profile", "cpu-2core-small", "--server", server.url)
+    assert examine(*words, policy="ems")[0] == 0
+    with pytest.raises(AssertionError):
+        examine(*words[:2], policy="ems")
+
+
+def test_predictor_that_is_not_up_is_a_warning(examine, server) -> None:
+    server.ready = False
+    _, lines = examine("--server", server.url, "--profile", "cpu-2core-small")
+    assert "predictor: not up" in only(lines, "warning")
 
 
 # Versions

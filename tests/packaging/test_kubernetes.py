@@ -145,6 +145,7 @@ def command(build, capsys, monkeypatch):
         # `semsched serve` refuses a pool for which the pod has too little.
         memory = gib(container["resources"]["limits"]["memory"]) * 2**30
         monkeypatch.setattr("vllm_semantic_sched.cli.serve.available_memory", lambda: memory)
+        monkeypatch.setattr("vllm_semantic_sched.cli.serve.serves_on_cpu", lambda: False)
         policy = f"--policy={FOLDER / 'base' / 'policy.yaml'}"
         given = [policy if one.startswith("--policy=") else one for one in container["args"]]
         assert main(["serve", *given, "--dry-run"]) == 0

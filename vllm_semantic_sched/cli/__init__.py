@@ -61,6 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         command.set_defaults(run=module.run)
     arguments, passed_on = parser.parse_known_args(argv)
     arguments.passed_on = passed_on
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     if arguments.passed_on and not getattr(arguments, "passes_on", False):
         parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
     return arguments

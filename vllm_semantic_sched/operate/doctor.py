@@ -25,7 +25,7 @@ from vllm_semantic_sched.engine.startup.settings import (
     SWAP_CONNECTOR,
     SwapConfig,
 )
-from vllm_semantic_sched.engine.vllm_api.version import UnsupportedVersion, check_vllm_version
+from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.operate.memory import available_memory
 from vllm_semantic_sched.policy.config import Policy, load_policy
@@ -86,9 +86,13 @@ class Setup:
 
 
 def examine(setup: Setup) -> Iterator[Finding]:
-    """Carry out all checks, one after the other; some take seconds."""
+    """Carry out all checks, one after the other; some take seconds.
+
+    What a running server has shown by running is not tried again: that vLLM and the predictor can
+    be loaded.
+    """
     yield from check_packages()
-    yield from check_vllm()
+    yield from check_vllm(imports=setup.server is None)
     policy = profile = None
     override = os.environ.get(POLICY_VARIABLE)
     if override and setup.policy not in (None, override):
@@ -114,7 +118,7 @@ def examine(setup: Setup) -> Iterator[Finding]:
     except PolicyError as error:
         advice = "name a shipped profile, or measure one with `semsched profile`"
         yield Finding("fault", "profile", str(error), advice)
-    if policy is not None:
+    if policy is not None and (setup.server is None or setup.model is not None):
         yield from check_predictor(policy, setup.model)
     yield from check_connector(setup.kv_transfer, memory=setup.server is None)
     yield from check_shared_memory()
@@ -152,8 +156,12 @@ def check_packages(package: str = _PACKAGE) -> Iterator[Finding]:
     yield from _unmet(installed, package)
 
 
-def check_vllm() -> Iterator[Finding]:
-    """vLLM's version, its torch, and whether a server could import both."""
+def check_vllm(imports: bool = True) -> Iterator[Finding]:
+    """vLLM's version and its torch.
+
+    Args:
+        imports: check also whether a server could import both, which takes seconds.
+    """
     found = importlib.metadata.packages_distributions().get("vllm")
     if not found:
         text = "not installed in this environment"
@@ -168,10 +176,13 @@ def check_vllm() -> Iterator[Finding]:
         return
     torch = [pair for pair in _requirements(found[0]) if pair[0].name == "torch"]
     yield from _unmet(torch, f"vLLM {version}")
+    text = f"{version}, torch {_installed('torch')}"
+    if not imports:
+        yield Finding("ok", "vLLM", text)
+        return
     problem = _import_problem()
     if problem is None:
-        text = f"{version}, torch {_installed('torch')}; the scheduler can be imported"
-        yield Finding("ok", "vLLM", text)
+        yield Finding("ok", "vLLM", f"{text}; the scheduler can be imported")
     else:
         text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
         yield Finding("fault", "vLLM", text, "install vLLM and torch again, for this hardware")
@@ -387,6 +398,11 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
         yield _closed_endpoints(error)
         return
     yield Finding("ok", "middleware", f"the operator's endpoints answer; engines: {len(engines)}")
+    if all(engine.get("ready", True) for engine in engines):
+        yield Finding("ok", "predictor", "up in every engine, or not needed")
+    else:
+        text = "not up in every engine: requests there keep their provisional or default level"
+        yield Finding("warning", "predictor", text, "look for `predictor` in the server's log")
     if any(engine["paused"] for engine in engines):
         advice = "semsched maintenance --action resume"
         yield Finding("warning", "server", "it is paused and starts no requests", advice)

@@ -7,7 +7,6 @@ this package alone; what releases differ in is found by `capabilities`.
 
 from __future__ import annotations
 
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -106,7 +105,6 @@ __all__ = [
     "CAPABILITIES",
     "HOOKS",
     "RANK",
-    "VLLM_VERSION",
     "AsyncScheduler",
     "AttentionSpec",
     "Capabilities",
@@ -185,5 +183,3 @@ __all__ = [
     "watermark_blocks",
     "why_no_holds",
 ]  # fmt: skip
-
-VLLM_VERSION: str = vllm.__version__

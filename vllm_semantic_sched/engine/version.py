@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 
@@ -43,3 +44,14 @@ def check_vllm_version(version: str) -> None:
     logging.getLogger("vllm.semantic_sched").warning(
         "Semantic scheduling: %s %s=1 tries it.", found, ALLOW_UNTESTED
     )
+
+
+def check_installed_vllm() -> None:
+    """Reject an installed vLLM outside the supported range before anything of it is imported:
+    another release may lack what this package imports.
+
+    Raises:
+        UnsupportedVersion: see `check_vllm_version`.
+    """
+    for name in importlib.metadata.packages_distributions().get("vllm", ()):
+        check_vllm_version(importlib.metadata.version(name))
