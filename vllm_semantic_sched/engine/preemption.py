@@ -76,7 +76,7 @@ class Preemptions:
         self._endings = endings
         self._reason = "kv_shortage"  # what vLLM itself preempts for
         self._counters = counters
-        self.connector, problem = _usable_connector(scheduler)
+        self._connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
             logger.warning(
                 "Semantic scheduling: KV of preempted requests is recomputed, because %s.",
@@ -96,6 +96,12 @@ class Preemptions:
         self._block_size: int = scheduler.block_size
         self._away: dict[str, _Away] = {}
         self._returning: dict[str, _Returning] = {}
+
+    @property
+    def connector(self) -> SemanticSwapConnector | None:
+        """The swap connector; None if KV is recomputed."""
+        connector = self._connector
+        return None if connector is None or connector.unsupported is not None else connector
 
     @property
     def pending(self) -> int:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from vllm_semantic_sched.engine.kv import block_copy
 from vllm_semantic_sched.engine.kv.block_copy import (
     CpuCopies,
     CudaCopies,
     UnsupportedLayout,
     block_regions,
+    why_wrong,
 )
 
 BLOCKS, HEADS, TOKENS, SIZE = 10, 2, 4, 6
@@ -53,6 +55,50 @@ def test_copies_work_in_and_outside_inference_mode(allocating, copying) -> None:
         copies.save([2], [range(0, 1)])
         copies.load([7], [range(0, 1)])
     assert torch.equal(cache[7], cache[2])
+
+
+class Forgetful(CpuCopies):
+    """Leaves some blocks out, or is never done with a load beside steps."""
+
+    def __init__(self, *args, left_out: str) -> None:
+        super().__init__(*args)
+        self.left_out = left_out
+
+    def save(self, device, host) -> None:
+        if self.left_out == "save":
+            device, host = device[:-1], [range(host[0].start, host[0].stop - 1)]
+        super().save(device, host)
+
+    def load(self, device, host) -> None:
+        if self.left_out != "load":
+            super().load(device, host)
+
+    def load_beside(self, key, device, host) -> None:
+        if self.left_out != "end":
+            super().load_beside(key, device, host)
+        if self.left_out == "beside":
+            self.device[0][device] = 0
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [
+        ("nothing", None),
+        ("save", "blocks of region 0 that were loaded before a step differ"),
+        ("load", "blocks of region 0 that were loaded before a step differ"),
+        ("beside", "blocks of region 0 that were loaded beside a step differ"),
+        ("end", "a copy beside the computation took more than 0 s"),
+    ],
+)
+def test_copies_prove_themselves(left_out, reason, monkeypatch) -> None:
+    monkeypatch.setattr(block_copy, "_PROOF_SECONDS", 0.0)
+    caches = [layer_cache("BHNC"), layer_cache("BNHC")]
+    before = [cache.clone() for cache in caches]
+    regions = block_regions(caches, BLOCKS)
+    found = why_wrong(Forgetful(regions, 8, left_out=left_out), regions, 8)
+    assert found is None if reason is None else reason in found
+    if reason is None:
+        assert all(torch.equal(one, old) for one, old in zip(caches, before, strict=True))
 
 
 def test_layers_within_a_block_are_distinguished() -> None:

@@ -4,8 +4,10 @@ function of the KV that a request's blocks hold, so wrong KV gives wrong answers
 import logging
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -14,6 +16,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.kv import connector
+from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.lab.bench.standalone import (
@@ -229,6 +233,44 @@ def test_preemptions_do_not_change_answers(
     assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert scheduler.preemptions.pending == 0
+
+
+def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
+    scheduler = build()
+    # As the engine does at its start, with what each worker says.
+    said = {(0, 0): None, (0, 1): FailedProof("blocks differ")}
+    scheduler.connector.set_xfer_handshake_metadata_pp_aware(said)
+    assert "KV swap is off" in caplog.text and "blocks differ" in caplog.text
+    requests = make_requests(random.Random(2), count=8)
+
+    def preempt(step: int) -> None:
+        if step % 3 == 0 and scheduler.running:
+            scheduler.preemptions.evict(scheduler.running[-1], "urgent")
+
+    answers = FakeDevice(scheduler).answer(requests, 0, preempt)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    total = scheduler.counters.total
+    assert total("loaded_tokens") == 0 < total("recomputed_tokens")
+    assert scheduler.preemptions.connector is None and total("policy_errors") == 0
+
+
+def test_worker_says_only_that_copies_are_wrong(monkeypatch) -> None:
+    worker = SimpleNamespace(slots=4, cache_config=SimpleNamespace(num_blocks=8), backend=None)
+    worker._failed_proof = None
+    caches = {"layer": torch.zeros(8, 2, 4, 6)}
+    SemanticSwapConnector.register_kv_caches(worker, caches)
+    assert worker.backend is not None
+    assert SemanticSwapConnector.get_handshake_metadata(worker) is None
+    worker.backend = None
+
+    def fail(*args):
+        raise RuntimeError("no copy engine")
+
+    monkeypatch.setattr(connector, "why_wrong", fail)
+    SemanticSwapConnector.register_kv_caches(worker, caches)
+    assert worker.backend is None
+    failure = SemanticSwapConnector.get_handshake_metadata(worker)
+    assert failure == FailedProof("RuntimeError: no copy engine")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -142,7 +142,8 @@ class CudaCopies:
     """Copies through pinned host memory on a side stream, with vLLM's batched block copy; the host
     never waits.
 
-    NOT YET RUN ON HARDWARE: written from vLLM's sources and tested with a fake stream only.
+    NOT YET RUN ON HARDWARE: written from vLLM's sources and tested with a fake stream only. So it
+    proves itself at every start (`why_wrong`).
 
     The side stream waits for work queued earlier, which may still write the blocks. Work queued
     later waits for the side stream, except for loads beside steps.
@@ -245,3 +246,61 @@ def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     raise UnsupportedLayout(
         f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
     )
+
+
+_PROOF_BLOCKS = 4
+_PROOF_SECONDS = 30.0
+_PROOF_PRODUCTS = 20  # of matrices: they keep a device busy for some milliseconds
+
+
+@torch.inference_mode()
+def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int) -> str | None:
+    """Save, overwrite, load and compare some blocks while the device computes. The KV cache must
+    not be in use yet; its bytes are as before afterwards.
+
+    Returns:
+        What came back wrong; None if all bytes came back, in a step and beside one.
+    """
+    blocks = list(range(min(_PROOF_BLOCKS, slots, regions[0].shape[0])))
+    host = [range(len(blocks))]
+    before = [region[blocks].clone() for region in regions]
+    for beside in (False, True):
+        patterns = [torch.randint_like(rows, 256) for rows in before]
+        _compute(regions[0].device)
+        for region, pattern in zip(regions, patterns, strict=True):
+            region[blocks] = pattern
+        backend.save(blocks, host)
+        for region in regions:
+            region[blocks] = 0
+        _compute(regions[0].device)
+        if beside:
+            backend.load_beside("proof", blocks, host)
+            if not _ended(backend):
+                return f"a copy beside the computation took more than {_PROOF_SECONDS:g} s"
+        else:
+            backend.load(blocks, host)
+        for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
+            if not torch.equal(region[blocks], pattern):
+                way = "beside a step" if beside else "before a step"
+                return f"blocks of region {at} that were loaded {way} differ from those saved"
+    for region, rows in zip(regions, before, strict=True):
+        region[blocks] = rows
+    backend.take_seconds()
+    return None
+
+
+def _compute(device: torch.device) -> None:
+    """Queue work on the compute stream: a copy that does not wait for it comes too early."""
+    size = 32 if device.type == "cpu" else 2048
+    product = torch.ones((size, size), device=device)
+    for _ in range(_PROOF_PRODUCTS):
+        product = product @ product * 0
+
+
+def _ended(backend: CopyBackend) -> bool:
+    end = time.monotonic() + _PROOF_SECONDS
+    while "proof" not in backend.finished():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from vllm_semantic_sched.engine.guard import guarded
-from vllm_semantic_sched.engine.kv.block_copy import CopyBackend, block_regions, make_backend
+from vllm_semantic_sched.engine.kv.block_copy import (
+    CopyBackend,
+    block_regions,
+    make_backend,
+    why_wrong,
+)
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
@@ -25,6 +30,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     KVCacheConfig,
     KVCacheManager,
     KVConnector,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
@@ -58,6 +64,13 @@ class SwapReport(KVConnectorWorkerMetadata):
         return SwapReport(
             max(self.save_seconds, other.save_seconds), max(self.load_seconds, other.load_seconds)
         )
+
+
+@dataclass
+class FailedProof(KVConnectorHandshakeMetadata):
+    """What a worker says at the start if its copies are wrong."""
+
+    reason: str
 
 
 def host_slots(config: KVCacheConfig, host_gib: float) -> int:
@@ -149,6 +162,7 @@ class SemanticSwapConnector(KVConnector):
             [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
         )
         self.measured = {"save": 0.0, "load": 0.0}
+        self._failed_proof: FailedProof | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -164,12 +178,24 @@ class SemanticSwapConnector(KVConnector):
         if not self.slots:
             return
         regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
-        self.backend = make_backend(regions, self.slots)
+        backend = make_backend(regions, self.slots)
+        try:
+            wrong = why_wrong(backend, regions, self.slots)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            self._failed_proof = FailedProof(wrong)
+            return
+        self.backend = backend
         logger.info(
             "KV swap: %d blocks, %.2f GiB of host memory.",
             self.slots,
             self.slots * sum(region.shape[1] for region in regions) / 2**30,
         )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        # Only of a failure: a MultiConnector passes on the first metadata that it gets.
+        return self._failed_proof
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Save victims' blocks before the step overwrites them. Some model runners call this
@@ -221,6 +247,20 @@ class SemanticSwapConnector(KVConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Called before the first request, with what the workers said."""
+        for failure in metadata.values():
+            if isinstance(failure, FailedProof):
+                self.unsupported = f"copies on this device are wrong: {failure.reason}"
+                self.ledger.pool = HostPool(0)
+                logger.warning(
+                    "KV swap is off, and the KV of preempted requests is recomputed: %s.",
+                    self.unsupported,
+                )
+                return
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self.cache_config.transfer_group_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -119,6 +120,7 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheManager",
     "KVConnector",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorOutput",
     "KVConnectorRole",
