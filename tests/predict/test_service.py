@@ -10,8 +10,9 @@ import time
 import pytest
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import service as service_module
+from vllm_semantic_sched.predict import worker
 from vllm_semantic_sched.predict.process import PredictorProcess
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
 
@@ -45,7 +46,7 @@ WORKER = textwrap.dedent(
                 "urgency": [[1.0, 0.0] if "help" in text else [0.0, 1.0] for text in texts],
                 "length": [[float(len(texts)), 0.0] for text in texts],
             }
-        print(json.dumps(answer))
+        print(json.dumps({"unreadable": [None] * len(texts)} | answer))
         sys.stdout.flush()
     """
 )
@@ -412,3 +413,24 @@ def test_strange_texts_keep_the_shipped_predictor_in_step(shipped) -> None:
     for name in STRANGE:
         assert sum(results[f"after {name}"].urgency[:2]) < 0.5, name
     assert shipped.restarts == 0 and shipped.up
+
+
+def test_why_a_text_cannot_be_judged_reaches_the_scheduler(shipped) -> None:
+    texts = {"empty": "...", "encoded": "aGVsbG8gd29ybGQ" * 40, "plain": "write a poem"}
+    for name, text in texts.items():
+        assert shipped.submit(name, text)
+    results = wait_for(shipped, len(texts))
+    reasons = {name: results[name].unreadable for name in texts}
+    assert reasons == {"empty": "empty", "encoded": "encoded", "plain": None}
+
+
+def test_text_that_fails_does_not_cost_its_batch_the_reading() -> None:
+    class Reader:
+        def predict(self, texts):
+            if "bad" in texts:
+                raise ValueError("cannot read this")
+            return [Prediction((1.0, 0.0), None) for _ in texts]
+
+    answer = worker._answer(Reader(), {"id": 3, "texts": ["a", "bad", "c"]})
+    assert answer["urgency"] == [(1.0, 0.0), None, (1.0, 0.0)]
+    assert "cannot read this" in worker._answer(Reader(), {"id": 4, "texts": ["bad"]})["error"]

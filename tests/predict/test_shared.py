@@ -31,7 +31,8 @@ WORKER = textwrap.dedent(
             os.kill(os.getpid(), signal.SIGSTOP)
         shares = [1.0 / len(text) for text in texts]
         urgency = [[share, 1.0 - share] for share in shares]
-        answer = {"id": message["id"], "urgency": urgency, "length": [None] * len(texts)}
+        answer = {"id": message["id"], "urgency": urgency, **dict.fromkeys(
+            ("length", "unreadable"), [None] * len(texts))}
         print(json.dumps(answer))
         sys.stdout.flush()
     """

@@ -270,10 +270,10 @@ class PredictionService:
         self._pass_size.measured([len(text) for text in texts], seconds)
         if "error" in answer:
             raise PredictorError(answer["error"])
-        rows = list(zip(answer["urgency"], answer["length"], strict=True))
+        rows = list(zip(answer["urgency"], answer["length"], answer["unreadable"], strict=True))
         if len(rows) != len(texts):
             raise PredictorError(f"{len(rows)} answers to {len(texts)} texts")
-        return [_prediction(urgency, length) for urgency, length in rows]
+        return [_prediction(*row) for row in rows]
 
     # The process
 
@@ -326,8 +326,11 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _prediction(urgency: list[float], length: list[float] | None) -> Prediction | None:
-    """The prediction; None if a number is not finite, as from a broken model."""
-    if not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
+def _prediction(
+    urgency: list[float] | None, length: list[float] | None, unreadable: str | None
+) -> Prediction | None:
+    """The prediction; None if the text could not be read, or a number is not finite, as from a
+    broken model."""
+    if urgency is None or not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
         return None
-    return Prediction(tuple(urgency), None if length is None else tuple(length))
+    return Prediction(tuple(urgency), None if length is None else tuple(length), unreadable)

@@ -5,8 +5,10 @@ compete with the engine's, and the engine survives a crash. It ends when its std
 never outlives the engine.
 
     -> {"id": 7, "texts": ["..."]}
-    <- {"id": 7, "urgency": [[...]], "length": [[...]] or [null]}
-    <- {"id": 7, "error": "..."}
+    <- {"id": 7, "urgency": [[...]], "length": [[...]] or [null], "unreadable": [null or "why"]}
+    <- {"id": 7, "error": "..."}, if no text could be read
+
+A text on which reading fails has `null` as its urgency; the others of its batch are read.
 
 The first line out is {"ready": {...}} or {"failed": "why"}.
 """
@@ -55,15 +57,28 @@ def main() -> int:
 
 
 def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
+    texts = message["texts"]
     try:
-        predictions = predictor.predict(message["texts"])
+        predictions = predictor.predict(texts)
     except Exception as error:
-        return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        # One by one: a text that fails must not cost the others their reading.
+        alone = [_read(predictor, text) for text in texts] if len(texts) > 1 else [None]
+        if not any(alone):
+            return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        predictions = alone
     return {
         "id": message["id"],
-        "urgency": [prediction.urgency for prediction in predictions],
-        "length": [prediction.length for prediction in predictions],
+        "urgency": [None if one is None else one.urgency for one in predictions],
+        "length": [None if one is None else one.length for one in predictions],
+        "unreadable": [None if one is None else one.unreadable for one in predictions],
     }
+
+
+def _read(predictor: Any, text: str) -> Any:
+    try:
+        return predictor.predict([text])[0]
+    except Exception:
+        return None
 
 
 def _send(answers: TextIO, message: dict[str, Any]) -> None:
