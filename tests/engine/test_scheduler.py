@@ -5,6 +5,7 @@ import sys
 from collections import deque
 
 import pytest
+from failures import MAY_FAIL, method_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
@@ -429,30 +430,8 @@ def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None
         check_vllm_version(version)
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        ("core", "arrive"),
-        ("core", "enqueue"),
-        ("core", "requeue"),
-        ("core", "tick"),
-        ("core", "revise"),
-        ("core", "start"),
-        ("core", "preempt"),
-        ("core", "finish"),
-        ("core.eviction", "victims_for"),
-        ("core.eviction", "worth_preempting"),
-        ("view", "prefilling"),
-        ("view", "free_seats"),
-        ("core.waiting", "peek"),
-        ("core.waiting", "remove"),
-        ("core.running", "order"),
-        ("view", "predictions"),
-        ("predictions", "reads"),
-        ("view", "needed_blocks"),
-    ],
-)
-def test_exceptions_are_counted_and_all_requests_served(policy, monkeypatch, owner, method) -> None:
+@pytest.mark.parametrize("path", MAY_FAIL)
+def test_exceptions_are_counted_and_all_requests_served(policy, monkeypatch, path) -> None:
     scheduler = build(policy(), max_num_seqs=3, num_blocks=40)
     add(scheduler, *"abcdef", urgency=4, output_tokens=30, prompt_tokens=60)
     for _ in range(3):
@@ -461,12 +440,9 @@ def test_exceptions_are_counted_and_all_requests_served(policy, monkeypatch, own
     def fail(*args, **kwargs):
         raise RuntimeError("injected")
 
-    target = scheduler
-    for name in owner.split("."):
-        target = getattr(target, name)
-    monkeypatch.setattr(target, method, fail)
+    monkeypatch.setattr(*method_of(scheduler, path), fail)
     add(scheduler, *"uvwxyz", urgency=0, output_tokens=30, prompt_tokens=60)
-    if method == "requeue":
+    if path == "core.requeue":
         scheduler.waiting.prepend_request(scheduler.waiting.pop_request())
     finish_all(scheduler)
     assert scheduler.counters.total("policy_errors") > 0

@@ -90,3 +90,18 @@ def test_no_other_class_overrides_a_private_method_of_vllm() -> None:
         shared = set(vars(ours)) & set(dir(base))
         private = [name for name in shared if name.startswith("_") and not name.endswith("_")]
         assert not [name for name in private if callable(getattr(base, name))]
+
+
+@pytest.mark.engine
+def test_every_way_into_the_engine_is_watched_or_generates_nothing() -> None:
+    """Tenant, reading and engine are set at `generate`, for every route that vLLM has or gets."""
+    import inspect
+
+    from vllm.engine.protocol import EngineClient
+
+    takes_prompts = {
+        name
+        for name, method in inspect.getmembers(EngineClient, inspect.isfunction)
+        if "prompt" in inspect.signature(method).parameters
+    }
+    assert takes_prompts == {"generate", "encode"}  # encode answers with vectors

@@ -280,8 +280,8 @@ class SemanticScheduler(HookedScheduler):
         self.arrivals.prepare(request)
 
     def before_free(self, request: Request) -> None:
+        job = self.jobs.pop(request.request_id, None)
         with self.guard("finishing a request"):
-            job = self.jobs.pop(request.request_id, None)
             self.preemptions.finished(request)
             if job is not None:
                 self.predictions.cancel(job)
@@ -290,6 +290,9 @@ class SemanticScheduler(HookedScheduler):
                     self.core.lifecycle.first_token(job)
                 end = end_of(request, self._endings.refusal, self.predictions.decode)
                 self.core.finish(job, end.ending, end.state, end.reason)
+        if job is not None:
+            with self.guard("forgetting a request"):
+                self.core.forget(job)
 
     # Ours
 

@@ -387,6 +387,12 @@ class SchedulingCore:
         self.lifecycle.move(job, state, reason)
         self.estimates.learn(job, end)
 
+    def forget(self, job: Job) -> None:
+        """Drop a job that has ended, if recording its end failed; no-op if it did not."""
+        if job in self.running:
+            self._leave(job)
+        self.waiting.remove(job)
+
     # Steps, in the order that `step.py` says
 
     def tick(self) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from failures import MAY_FAIL, method_of
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -120,13 +121,18 @@ class FakeDevice:
         tokens.append(hash(tuple(seen)) % 900 + 1)
         return [tokens[-1]]
 
-    def answer(self, requests: list[Request], steps_ahead: int, before_step) -> dict:
+    def answer(self, requests: list[Request], steps_ahead: int, before_step, late: int = 0) -> dict:
+        """Serve the requests, the last `late` of which arrive in the fourth step."""
         self.requests = {request.request_id: request for request in requests}
         self.tokens = {name: list(r.prompt_token_ids) for name, r in self.requests.items()}
-        for request in requests:
+        first = len(requests) - late
+        for request in requests[:first]:
             self.scheduler.add_request(request)
         for step in range(20_000):
-            if not self.scheduler.get_num_unfinished_requests():
+            if step == 3:
+                for request in requests[first:]:
+                    self.scheduler.add_request(request)
+            if step > 3 and not self.scheduler.get_num_unfinished_requests():
                 break
             before_step(step)
             self.schedule()
@@ -145,14 +151,26 @@ def _slots(order) -> list[int]:
     return [slot for run in order.host for slot in run]
 
 
-def make_requests(chance: random.Random, count: int = 12, shared: int = 0) -> list[Request]:
+def make_requests(
+    chance: random.Random,
+    count: int = 12,
+    shared: int = 0,
+    name: str = "r",
+    longest: int = 120,
+    urgent: int = 0,
+) -> list[Request]:
+    """Requests of which the last `urgent` are of level 0."""
     prefix = [chance.randint(1, 900) for _ in range(shared)]
     return [
         Request(
-            request_id=f"r{index}",
+            request_id=f"{name}{index}",
             prompt_token_ids=prefix
-            + [chance.randint(1, 900) for _ in range(chance.randint(5, 120))],
-            sampling_params=SamplingParams(max_tokens=chance.randint(5, 60), ignore_eos=True),
+            + [chance.randint(1, 900) for _ in range(chance.randint(5, longest))],
+            sampling_params=SamplingParams(
+                max_tokens=chance.randint(5, longest // 2),
+                ignore_eos=True,
+                extra_args={"urgency": 0} if index >= count - urgent else None,
+            ),
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
         )
@@ -233,6 +251,54 @@ def test_preemptions_do_not_change_answers(
     assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert scheduler.preemptions.pending == 0
+
+
+_FAILING = (
+    *MAY_FAIL,
+    "connector.ledger.loadable",
+    "connector.ledger.load_finished",
+    "connector.ledger.release",
+    "preemptions.plan",
+    "_endings.end_deferred",
+)
+
+
+def test_thousand_requests_survive_a_failure_of_every_guarded_method(build, monkeypatch) -> None:
+    scheduler = build()
+    chance = random.Random(5)
+    failed: set[str] = set()
+
+    def failing(path: str, real):
+        def call(*args, **kwargs):
+            if chance.random() < 0.3:
+                failed.add(path)
+                raise RuntimeError("injected")
+            return real(*args, **kwargs)
+
+        return call
+
+    def preempt(step: int) -> None:
+        if step % 7 == 0 and scheduler.running:
+            with scheduler.guard("preempting for waiting requests"):
+                scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+
+    for number in range(40):
+        requests = make_requests(chance, count=25, name=f"{number}-", longest=40, urgent=5)
+        path = _FAILING[number % len(_FAILING)]
+        owner, name = method_of(scheduler, path)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing(path, getattr(owner, name)))
+            answers = FakeDevice(scheduler).answer(requests, 0, preempt, late=5)
+        assert answers == {request.request_id: expected(request) for request in requests}, path
+    assert failed == set(_FAILING)
+    assert not scheduler.requests and not scheduler.jobs
+    assert len(scheduler.core.waiting) == len(scheduler.core.running) == 0
+    assert scheduler.preemptions.connector.ledger.pool.used == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+    for name, urgency in [(f"filler {n}", 4) for n in range(8)] + [("urgent", 0)]:
+        scheduler.add_request(make_request(name, urgency=urgency, output_tokens=2))
+    run_step(scheduler)
+    assert "urgent" in {request.request_id for request in scheduler.running}
 
 
 def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:

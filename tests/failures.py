@@ -1,0 +1,33 @@
+"""The methods of which tests let an exception escape inside the scheduler."""
+
+from typing import Any
+
+MAY_FAIL = (
+    "core.arrive",
+    "core.enqueue",
+    "core.requeue",
+    "core.tick",
+    "core.revise",
+    "core.start",
+    "core.preempt",
+    "core.finish",
+    "core.eviction.victims_for",
+    "core.eviction.worth_preempting",
+    "view.prefilling",
+    "view.free_seats",
+    "core.waiting.peek",
+    "core.waiting.remove",
+    "core.running.order",
+    "view.predictions",
+    "predictions.reads",
+    "view.needed_blocks",
+)
+"""As paths from the scheduler."""
+
+
+def method_of(scheduler: Any, path: str) -> tuple[Any, str]:
+    """The object and the name of the method at the end of a path."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        scheduler = getattr(scheduler, owner)
+    return scheduler, name
