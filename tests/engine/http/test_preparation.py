@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, ServerState
+from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, Incoming, ServerState
 from vllm_semantic_sched.engine.http.preparation import (
     GlanceRules,
     UrgentFirst,
@@ -182,6 +182,23 @@ def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
 )
 def test_level_of_a_body(rules, raw, level) -> None:
     assert rules.glance(raw).level == level
+
+
+@pytest.mark.parametrize(
+    ("header", "raw", "level"),
+    [
+        (b"1", body(None, "", priority=4), 1),  # as in vLLM, the header overrides the body
+        (b"-7", None, 0),  # although the body is not read
+        (b" 3 ", b"{", 3),
+        (b"0", body(None, "", priority=4), 2),
+        (b"urgent", body(None, "", priority=4), 4),
+        (b"9" * 5000, body(None, ""), 2),
+        (b"4", body(1), 1),  # an urgency is more than a priority
+    ],
+)
+def test_level_of_a_priority_header(rules, header, raw, level) -> None:
+    request = Incoming.of({"headers": [(b"x-vllm-priority", header)]})
+    assert rules.glance(raw, request.priority).level == level
 
 
 def test_hints_are_honored_as_far_as_the_policy_allows(rules) -> None:

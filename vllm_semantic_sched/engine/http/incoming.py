@@ -26,6 +26,9 @@ LARGEST_BODY = 2**18
 """Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
 would cost milliseconds."""
 
+_PRIORITY_HEADER = b"x-vllm-priority"
+"""vLLM's own: overrides the field `priority` of the body, if it is a number."""
+
 # Bodies that are read ahead, because their text decides who is prepared first.
 _PATHS = ("/completions", "/responses")
 
@@ -36,6 +39,7 @@ class Incoming:
 
     Attributes:
         tenant: of the header, which overrides what the client says.
+        priority: of the header, which overrides the body's; None without a number there.
         user: of the OpenAI field, if the body was read.
         level: by hint or reading; None if nobody looked.
         reading: the instant reader's; None if it did not read the request, or reads its prompts
@@ -46,6 +50,7 @@ class Incoming:
     """
 
     tenant: str | None = None
+    priority: int | None = None
     user: str | None = None
     level: int | None = None
     reading: Prediction | None = None
@@ -60,8 +65,16 @@ class Incoming:
         tenant = headers.get(TENANT_HEADER)
         return cls(
             tenant=None if tenant is None else tenant.decode("latin-1"),
+            priority=_number(headers.get(_PRIORITY_HEADER)),
             stock_placement=headers.get(PLACEMENT_HEADER) == b"vllm",
         )
+
+
+def _number(value: bytes | None) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        return None
 
 
 incoming: ContextVar[Incoming | None] = ContextVar("semsched_incoming", default=None)

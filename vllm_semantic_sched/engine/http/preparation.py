@@ -101,23 +101,25 @@ class GlanceRules:
         reads = policy.reads(hinted=False) and predictor.instant.enabled
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
-    def glance(self, body: bytes | None) -> Glance:
-        """Read an OpenAI request: at the default level if the body is not a JSON object, or None,
-        because it is too large to parse twice."""
+    def glance(self, body: bytes | None, priority: int | None = None) -> Glance:
+        """Read an OpenAI request: as without any field if the body is not a JSON object, or None,
+        because it is too large to parse twice.
+
+        Args:
+            priority: of vLLM's header, which overrides the body's.
+        """
         request = None
         if body is not None:
             with contextlib.suppress(ValueError, RecursionError):
                 request = json.loads(body)
-        if not isinstance(request, dict):
-            return Glance(self.policy.default_level)
-        return self.glance_at(request)
+        return self.glance_at(request if isinstance(request, dict) else {}, priority)
 
-    def glance_at(self, request: dict[str, Any]) -> Glance:
+    def glance_at(self, request: dict[str, Any], priority: int | None = None) -> Glance:
         """Read an OpenAI request, as parsed."""
         policy = self.policy
-        hint = read_hints(
-            request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
-        )
+        if priority is None:
+            priority = request.get("priority")
+        hint = read_hints(request.get("vllm_xargs"), priority, policy.hints, policy.levels)
         user = request.get("user")
         user = user if isinstance(user, str) else None
         said = read_user(request)
@@ -189,7 +191,7 @@ class UrgentFirst:
         request = incoming.get() or Incoming.of(scope)
         body = BodyAhead(receive)
         await body.read()
-        glance = self._glance(rules, body.whole)
+        glance = self._glance(rules, body.whole, request.priority)
         request.level, request.reading, request.user = glance[:3]
         token = incoming.set(request)
         try:
@@ -236,9 +238,9 @@ class UrgentFirst:
             SemanticStatLogger.set_in_api_server("preparation_queue", len(self._queue))
             SemanticStatLogger.observe_in_api_server("preparation_seconds", waited)
 
-    def _glance(self, rules: GlanceRules, body: bytes | None) -> Glance:
+    def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
         try:
-            return rules.glance(body)
+            return rules.glance(body, priority)
         except Exception:
             if not self._failed:  # a traceback for every request would fill the log
                 self._failed = True
