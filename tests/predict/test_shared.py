@@ -1,5 +1,6 @@
 """One predictor process for several services."""
 
+import asyncio
 import itertools
 import logging
 import os
@@ -144,6 +145,40 @@ def test_reason_why_a_worker_does_not_start_reaches_the_service(start) -> None:
         start(worker=failing)
     with pytest.raises(PredictorError, match="status"):
         start(worker="import sys; sys.exit(7)")
+
+
+def test_reason_arrives_although_the_worker_ends_before_its_host_can_speak(
+    tmp_path, monkeypatch
+) -> None:
+    said = []
+
+    class Writer:
+        write = staticmethod(said.append)
+
+        async def drain(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    async def own_stdin() -> asyncio.StreamReader:
+        gone = tmp_path / "gone"
+        while not gone.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the loop learns of the worker's end
+        return asyncio.StreamReader()
+
+    async def own_stdout() -> Writer:
+        return Writer()
+
+    monkeypatch.setattr(shared, "_stdin", own_stdin)
+    monkeypatch.setattr(shared, "_stdout", own_stdout)
+    failing = "import atexit, pathlib, sys; print('why', flush=True); " + (
+        "atexit.register(pathlib.Path(sys.argv[1]).touch)"
+    )
+    command = (sys.executable, "-c", failing, str(tmp_path / "gone"))
+    assert asyncio.run(shared._host(tmp_path / "socket", 5.0, command)) == 0
+    assert said == [b"why\n"]
 
 
 def test_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch) -> None:

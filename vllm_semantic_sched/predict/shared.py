@@ -128,11 +128,14 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     ready = await answers.readline()
     if not ready:
         return await worker.wait()
+    # Before anything may end this: a worker that cannot start says why, and is gone.
+    own_requests, own_answers = await _stdin(), await _stdout()
+    own_answers.write(ready)
+    await own_answers.drain()
     turns = asyncio.Lock()  # first come, first served
     ended = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(ready)
         try:
             while line := await reader.readline():
                 async with turns:
@@ -147,15 +150,19 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         writer.close()
 
     async def serve_own() -> None:
-        await serve(await _stdin(), await _stdout())
+        await serve(own_requests, own_answers)
         ended.set()
+
+    async def serve_other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ready)
+        await serve(reader, writer)
 
     async def wait_for_worker() -> None:
         await worker.wait()
         ended.set()
 
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(serve, path, limit=_LONGEST_LINE)
+    server = await asyncio.start_unix_server(serve_other, path, limit=_LONGEST_LINE)
     tasks = [asyncio.create_task(one()) for one in (serve_own, wait_for_worker)]
     await ended.wait()
     for task in tasks:
