@@ -123,15 +123,30 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         limit=_LONGEST_LINE,
         preexec_fn=_die_with_parent,
     )
-    assert worker.stdin is not None and worker.stdout is not None
-    requests, answers = worker.stdin, worker.stdout
-    ready = await answers.readline()
+    assert worker.stdout is not None
+    ready = await worker.stdout.readline()
     if not ready:
         return await worker.wait()
     # Before anything may end this: a worker that cannot start says why, and is gone.
     own_requests, own_answers = await _stdin(), await _stdout()
     own_answers.write(ready)
     await own_answers.drain()
+    await _serve(worker, ready, own_requests, own_answers, path, timeout)
+    path.unlink(missing_ok=True)
+    return await _killed(worker)
+
+
+async def _serve(
+    worker: asyncio.subprocess.Process,
+    ready: bytes,
+    own_requests: asyncio.StreamReader,
+    own_answers: asyncio.StreamWriter,
+    path: Path,
+    timeout: float,
+) -> None:
+    """Answer this engine and those that connect, until it or the worker ends or hangs."""
+    assert worker.stdin is not None and worker.stdout is not None
+    requests, answers = worker.stdin, worker.stdout
     turns = asyncio.Lock()  # first come, first served
     ended = asyncio.Event()
 
@@ -168,8 +183,6 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     for task in tasks:
         task.cancel()
     server.close()
-    path.unlink(missing_ok=True)
-    return await _killed(worker)
 
 
 async def _killed(worker: asyncio.subprocess.Process) -> int:
