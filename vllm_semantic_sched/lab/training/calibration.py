@@ -1,34 +1,30 @@
-"""The end of training: temperature, thresholds, and figures on the validation split."""
+"""The end of training: temperatures and thresholds."""
 
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
+import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
-from vllm_semantic_sched.lab.evaluation.measure import figures_of, model_guesser
+from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
 from vllm_semantic_sched.lab.training.base import bucket_of
 from vllm_semantic_sched.lab.training.fit import autocast
-from vllm_semantic_sched.lab.training.messages import level_message
-from vllm_semantic_sched.lab.training.mixture import Sources
-from vllm_semantic_sched.lab.training.visits import ktas_message
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
-from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
+THRESHOLDS_FILE = "thresholds.yaml"
+"""In the folder of a trained model: a policy with the fitted `decision.thresholds`."""
+
 IntArray = NDArray[numpy.int_]
 
-_PER_PART = 2000
 # Resamples that thresholds are fitted to, rounds over the thresholds in each, and places for a
 # threshold between its two levels.
 _RESAMPLES = 30
@@ -179,40 +175,16 @@ def _best_cuts(
     return cuts
 
 
-def validation_parts(sources: Sources, seed: int, scale: float) -> dict[str, list[Example]]:
-    """Named sets of held-out texts, at most 2,000 each."""
-    rng = random.Random(seed)
-    visits = rng.sample(sources.visits, min(_PER_PART, len(sources.visits)))
-    messages = [
-        Example(level_message(level, rng), level)
-        for level in range(URGENCY_LEVELS)
-        for _ in range(max(10, round(_PER_PART / 10 * min(1.0, scale))))
-    ]
-    pairs = [*sources.prompts, *sources.questions]
-    chosen = rng.sample(pairs, min(_PER_PART, len(pairs)))
-    return {
-        "NHAMCS visits": [Example(visit.text, visit.level) for visit in visits],
-        "KTAS visits": [Example(ktas_message(visit, rng), visit.level) for visit in sources.ktas],
-        "generated messages": messages,
-        "written messages": list(sources.written),
-        "prompts and questions": [Example(pair.text, 4, pair.output_tokens) for pair in chosen],
-    }
-
-
-def validation_figures(
-    model: Path, sources: Sources, seed: int, scale: float
-) -> dict[str, dict[str, Any]]:
-    """`figures_of` the stored model on each part of the validation split, at the most likely
-    level.
-
-    Args:
-        scale: share of the generated messages to use.
-    """
-    predictor = TextPredictor.load(str(model), torch.get_num_threads())
-    guesser = model_guesser(predictor, texts_per_call=_PER_PART)
-    figures = {}
-    for name, examples in validation_parts(sources, seed, scale).items():
-        guess = guesser([example.text for example in examples])
-        decision = Decision(rule="most_likely")
-        figures[name] = figures_of(LabeledSet(name, examples), guess, decision)
-    return figures
+def write_thresholds(
+    model: Path, examples: Sequence[Example], threads: int, urgent_recall: float = 0.0
+) -> None:
+    """Write to a stored model's folder a policy that cuts its expected level where it agrees best
+    with the levels of `examples`, with at least this recall of levels 0 and 1."""
+    predictor = TextPredictor.load(str(model), threads)
+    probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
+    thresholds = fitted_thresholds(
+        probabilities, [one.level or 0 for one in examples], Decision().certain, urgent_recall
+    )
+    decision = {"rule": "thresholds", "thresholds": list(thresholds)}
+    text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
+    (model / THRESHOLDS_FILE).write_text(text, encoding="utf-8")

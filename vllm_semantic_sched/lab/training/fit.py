@@ -57,6 +57,7 @@ def fit(
     epochs: int,
     minutes: float | None = None,
     encoder_rate: float = ENCODER_RATE,
+    frozen: int = 0,
     after_round: Callable[[], object] = lambda: None,
     on_step: Callable[[Step], object] = lambda step: None,
 ) -> None:
@@ -66,16 +67,16 @@ def fit(
         round_examples: the examples of a round, given its number; as many in every round.
         encoder_rate: learning rate of the encoder; 0 trains the heads alone, those of them
             whose parameters require gradients.
+        frozen: number of the encoder's lowest layers that stay as they are.
         after_round: called after each complete round.
         on_step: called after each step.
     """
     network.distilbert.embeddings.requires_grad_(False)
-    groups = _parameter_groups(network, encoder_rate)
+    groups = _parameter_groups(network, encoder_rate, frozen)
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    started = time.monotonic()
+    started, step = time.monotonic(), 0
     network.train()
-    step = 0
     for epoch in range(epochs):
         examples = round_examples(epoch)
         steps = epochs * -(-len(examples) // _BATCH)
@@ -105,15 +106,17 @@ def autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
 
 
-def average(network: UrgencyLengthClassifier, weights: Mapping[str, Tensor]) -> None:
-    """Move the network halfway to `weights`, another state of it.
+def average(
+    network: UrgencyLengthClassifier, weights: Mapping[str, Tensor], share: float = 0.5
+) -> None:
+    """Move the network by `share` of the way to `weights`, another state of it.
 
     Halfway between a model and the same model fine-tuned to a few texts lies one that does better
     on such texts than either, and loses less of what the first one knew (Wortsman et al., "Robust
     fine-tuning of zero-shot models", 2022).
     """
     own = network.state_dict()
-    network.load_state_dict({name: (own[name] + weights[name]) / 2 for name in own})
+    network.load_state_dict({name: (1 - share) * own[name] + share * weights[name] for name in own})
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
@@ -150,10 +153,11 @@ def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _parameter_groups(
-    network: UrgencyLengthClassifier, encoder_rate: float
+    network: UrgencyLengthClassifier, encoder_rate: float, frozen: int
 ) -> list[dict[str, Any]]:
     layers = network.distilbert.transformer
     layers.requires_grad_(encoder_rate > 0)
+    layers.layer[:frozen].requires_grad_(False)
     heads = [
         value
         for name, value in network.named_parameters()
@@ -161,22 +165,27 @@ def _parameter_groups(
     ]
     groups: list[dict[str, Any]] = [{"params": heads, "lr": _HEAD_RATE}]
     if encoder_rate:
-        for depth, layer in enumerate(reversed(layers.layer)):
+        for depth, layer in enumerate(reversed(layers.layer[frozen:])):
             rate = encoder_rate * _LAYER_DECAY**depth
             groups.append({"params": [*layer.parameters()], "lr": rate})
     return groups
 
 
+def batches_by_length(
+    rows: Sequence[Sequence[int]], size: int, rng: random.Random
+) -> list[list[int]]:
+    """Places of rows of similar length, in random order: little padding, no order effects."""
+    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
+    batches = [order[at : at + size] for at in range(0, len(order), size)]
+    rng.shuffle(batches)
+    return batches
+
+
 def _batches(
     examples: Sequence[Example], tokenizer: WindowTokenizer, edges: Sequence[int], seed: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Batches of similar text length, in random order: little padding, no order effects."""
-    rng = random.Random(seed)
     rows = tokenizer.encode([example.text for example in examples])
-    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
-    batches = [order[at : at + _BATCH] for at in range(0, len(order), _BATCH)]
-    rng.shuffle(batches)
-    for batch in batches:
+    for batch in batches_by_length(rows, _BATCH, random.Random(seed)):
         ids, mask = tokenizer.pad([rows[at] for at in batch])
         chosen = [examples[at] for at in batch]
         levels = [_IGNORED if one.level is None else one.level for one in chosen]

@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from vllm_semantic_sched.lab.evaluation.domain import WORD, Domain
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages, visits
+from vllm_semantic_sched.lab.training.compositions import Composer
 from vllm_semantic_sched.lab.training.noise import (
     noisy,
     with_noise,
@@ -39,7 +40,7 @@ _CHARTED_VISITS = 7000
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack: English ones, and
 # those of all other languages.
-_WRITTEN = 10_000
+_WRITTEN = 14_000
 _WRITTEN_ELSEWHERE = 24_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
@@ -53,6 +54,7 @@ _MEDICAL_QUESTIONS = 4500
 # Not Alpaca, whose license forbids commercial use.
 _PROMPT_FILES = ("dolly_3k.json",)
 _COMPOSED = 8000
+_COMPOSITIONS = 80_000
 _HARMLESS_OF_DOMAIN = 0.4
 """Share of the last level's examples in a domain that ask for no help at all."""
 
@@ -70,6 +72,7 @@ class Sources:
     questions: tuple[TextLength, ...]
     written: tuple[Example, ...] = ()
     written_elsewhere: tuple[Example, ...] = ()
+    composer: Composer = field(default_factory=lambda: Composer({}, {}, ()))
 
     def part(self, share: float) -> Self:
         """About a share of the records of each kind, evenly spread, but no fewer than 20."""
@@ -77,25 +80,27 @@ class Sources:
         def some(records: tuple[Any, ...]) -> tuple[Any, ...]:
             return records[:: max(1, min(round(1 / share), len(records) // _FEWEST))]
 
-        return type(self)(*(some(getattr(self, one.name)) for one in fields(self)))
+        names = (one.name for one in fields(self) if one.name != "composer")
+        parts: dict[str, Any] = {name: some(getattr(self, name)) for name in names}
+        return replace(self, **parts)
 
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:
         """Read all sources below `root`; raises DataNotFound if one is missing."""
+        prompts = tuple(
+            pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
+        )
+        written = {language: written_messages(split, language) for language in written_rows()}
         return cls(
             visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
             ktas=tuple(ktas_visits(root)),
-            prompts=tuple(
-                pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
-            ),
+            prompts=prompts,
             questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
-            written=tuple(written_messages(split, "en")),
+            written=tuple(written["en"]),
             written_elsewhere=tuple(
-                message
-                for language in written_rows()
-                if language != "en"
-                for message in written_messages(split, language)
+                one for language, rows in written.items() if language != "en" for one in rows
             ),
+            composer=Composer.of(split, written, [pair.text for pair in prompts]),
         )
 
 
@@ -117,7 +122,7 @@ def written_texts() -> dict[str, list[str]]:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 100,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 180,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
     for written in _sample(sources.written, _WRITTEN * scale, rng):
@@ -143,6 +148,7 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
             examples.append(Example(noisy(pair.text, rng), 4, pair.output_tokens))
     for _ in range(round(_COMPOSED * scale)):
         examples.append(_composed_example(sources, rng))
+    examples += sources.composer.draw(round(_COMPOSITIONS * scale), rng)
     rng.shuffle(examples)
     return examples
 

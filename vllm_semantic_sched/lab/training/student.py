@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import BertModel
 
 from vllm_semantic_sched.lab.training.base import distilbert_from_bert
-from vllm_semantic_sched.lab.training.fit import Step, autocast
+from vllm_semantic_sched.lab.training.fit import Step, autocast, batches_by_length
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
@@ -52,19 +52,19 @@ def align(
         prefix: token ids that the teacher sees after the first token and the student does not.
     """
     student.distilbert.embeddings.requires_grad_(False)
-    weights = [value for value in student.distilbert.transformer.parameters()]
+    weights = list(student.distilbert.transformer.parameters())
     optimizer = torch.optim.AdamW(weights, lr=_RATE, weight_decay=0.01, fused=True)
     rows = tokenizer.encode(texts)
     rng = random.Random(seed)
     per_epoch = -(-len(rows) // _BATCH)
     student.train()
     for epoch in range(epochs):
-        for number, batch in enumerate(_batches(rows, rng)):
+        for number, batch in enumerate(batches_by_length(rows, _BATCH, rng)):
             progress = (epoch * per_epoch + number) / (epochs * per_epoch)
             rate = _RATE * min(1.0, progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            ids, mask = tokenizer.pad(batch)
+            ids, mask = tokenizer.pad([rows[at] for at in batch])
             with autocast():
                 loss = _distance(student, teacher, ids, mask, prefix)
             loss.backward()
@@ -114,11 +114,3 @@ def _distance(
     vectors = functional.cosine_similarity(pooled(states[-1], mask), pooled(aims[-1], mask))
     # The last layer counts as much as all others together.
     return layers[-1] + sum(layers[:-1]) / (len(layers) - 1) + _POOLED_WEIGHT * (1 - vectors).mean()
-
-
-def _batches(rows: Sequence[list[int]], rng: random.Random) -> list[list[list[int]]]:
-    """Batches of texts of similar length, in random order."""
-    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
-    batches = [order[at : at + _BATCH] for at in range(0, len(order), _BATCH)]
-    rng.shuffle(batches)
-    return [[rows[at] for at in batch] for batch in batches]

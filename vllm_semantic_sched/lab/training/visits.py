@@ -7,14 +7,8 @@ written into a message.
 import random
 import re
 
-from vllm_semantic_sched.lab.training.wording import (
-    Person,
-    capital,
-    choose,
-    reasons,
-    surroundings,
-)
-from vllm_semantic_sched.sim.datasets import KtasVisit, TriageVisit
+from vllm_semantic_sched.lab.training.wording import Person, capital, choose, reasons, surroundings
+from vllm_semantic_sched.sim.datasets import TriageVisit
 
 _VAGUE = re.compile(
     r"^(oth|other|illegible|inadequate|problems, complaints|symptoms, |pain, specified)", re.I
@@ -68,24 +62,6 @@ def chart_note(visit: TriageVisit, rng: random.Random) -> str:
         note = f"{note}, NRS {visit.pain}"
     case = rng.random()
     return note.lower() if case < 0.3 else capital(note) if case < 0.4 else note
-
-
-def ktas_message(visit: KtasVisit, rng: random.Random) -> str:
-    """A KTAS visit as a nurse would note it, from the complaint's own words."""
-    parts = [visit.complaint]
-    if visit.age is not None and rng.random() < 0.7:
-        initial = visit.sex[0].upper()
-        who = rng.choice((f"{visit.age}-year-old {visit.sex}", f"{visit.age}{initial}"))
-        parts = [who, visit.complaint] if rng.random() < 0.6 else [visit.complaint, who]
-    if visit.alertness != "alert":
-        parts.append(visit.alertness)
-    if visit.injury and rng.random() < 0.5:
-        parts.append("injury")
-    if visit.pain is not None and rng.random() < 0.5:
-        parts.append(f"pain {visit.pain}/10")
-    if visit.ambulance and rng.random() < 0.3:
-        parts.append("by ambulance")
-    return rng.choice((", ", ". ", "; ")).join(parts)
 
 
 def lay_term(reason: str, rng: random.Random) -> str | None:

@@ -21,6 +21,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _PERSON_NAMES = ("who", "he", "him", "his")
 
 _Texts = Annotated[tuple[str, ...], Field(min_length=1)]
+_Turn = Annotated[str, Field(pattern=r"(?s)^[0-4] .")]
 _File = TypeVar("_File", bound=Section)
 
 
@@ -74,6 +75,34 @@ class Surroundings(Section):
     claims: _Texts
     templates: _Texts
     systems: _Texts
+
+
+class Parts(Section):
+    """Parts of compositions in one language (texts/compositions).
+
+    Attributes:
+        tasks: everyday requests to an assistant.
+        joiners: phrases that run on from one topic to the next.
+        frames: texts in which an emergency in place of {matter} is not happening now.
+        over: user turns that end an emergency.
+        answers: user turns within one that say nothing by themselves.
+        assistant: an assistant's turns within one.
+        small_talk: everyday user turns.
+        replies: an assistant's answers to these.
+        systems: system prompts.
+        chats: the user's turns of whole chats, oldest first, each after its level and a space.
+    """
+
+    tasks: _Texts
+    joiners: _Texts
+    frames: _Texts
+    over: _Texts
+    answers: _Texts
+    assistant: _Texts
+    small_talk: _Texts
+    replies: _Texts
+    systems: _Texts
+    chats: tuple[tuple[_Turn, ...], ...]
 
 
 class Person(NamedTuple):
@@ -135,6 +164,15 @@ def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
     return rows
 
 
+@functools.cache
+def composition_parts() -> Mapping[str, Parts]:
+    """The parts of compositions by ISO 639-1 code of their language."""
+    return {
+        path.stem: parse_section(Parts, _parsed(path), path.name)
+        for path in sorted((_TEXTS / "compositions").glob("*.yaml"))
+    }
+
+
 def choose(sentence: str, rng: random.Random) -> str:
     """`sentence` with each `[a|b]` replaced by one of its alternatives, innermost first."""
     while match := _CHOICE.search(sentence):
@@ -165,9 +203,7 @@ def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) 
         PolicyError: a key is unknown or missing, a list is empty, brackets do not match, or a
             placeholder has no meaning; names the file and the text.
     """
-    # The C parser where PyYAML has one: these files are long.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    data = yaml.load(path.read_text("utf-8"), Loader=loader)
+    data = _parsed(path)
     texts = parse_section(section, data, path.name)
     try:
         for sentence in _sentences(data):
@@ -175,6 +211,11 @@ def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) 
     except ValueError as error:
         raise PolicyError(f"{path.name}: {error}") from error
     return texts
+
+
+def _parsed(path: Path) -> Any:
+    # The C parser where PyYAML has one: these files are long.
+    return yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _sentences(data: Any) -> Sequence[str]:

@@ -1,0 +1,323 @@
+"""Makes texts in which a message is one part among others, in every language.
+
+An emergency keeps its level before, after and between everyday tasks, with and without punctuation,
+inside a pasted block, and in any turn of a chat that it is not over in. A quoted, invented or
+finished one is level 4, and what a text claims about its own urgency changes nothing.
+texts/compositions holds the parts of each language.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training import messages
+from vllm_semantic_sched.lab.training.noise import hasty, without_marks
+from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, surroundings
+from vllm_semantic_sched.sim.datasets import Split
+
+# A message's level is drawn with these weights: emergencies are what compositions hide.
+_LEVEL_WEIGHTS = (6, 4, 1.5, 1, 0)
+_ENGLISH = 3  # times as often as another language
+_OTHER_LANGUAGE = 0.3  # of the tasks beside a message
+_PROMPT = 0.3  # of the English tasks: a prompt of the data folder
+_LONGEST_TASK = 300  # characters; a longer one would push the message out of the window
+_NATURAL = 0.35  # of the texts about an emergency that is not one: written as a whole
+_TYPED = 0.25  # texts with hasty typing
+_CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
+_ENDS = ".!?…。！？।؟ "
+
+
+@dataclass(frozen=True)
+class Composer:
+    """Draws compositions from the parts and messages of one split.
+
+    Attributes:
+        parts: by language.
+        written: messages by language and level.
+        prompts: everyday prompts in English.
+    """
+
+    parts: Mapping[str, Parts]
+    written: Mapping[str, Sequence[Sequence[str]]]
+    prompts: Sequence[str]
+
+    @classmethod
+    def of(
+        cls, split: Split, written: Mapping[str, Sequence[Example]], prompts: Sequence[str]
+    ) -> Composer:
+        """The composer of a split; four fifths of the parts belong to the training split."""
+        return cls(
+            {language: _in_split(parts, split) for language, parts in composition_parts().items()},
+            {
+                language: [[one.text for one in rows if one.level == level] for level in range(5)]
+                for language, rows in written.items()
+            },
+            [prompt for prompt in prompts if len(prompt) <= _LONGEST_TASK],
+        )
+
+    def draw(self, count: int, rng: random.Random) -> list[Example]:
+        """`count` compositions in languages at random; none without parts."""
+        weights = [_ENGLISH if language == "en" else 1 for language in self.parts]
+        languages = rng.choices([*self.parts], weights, k=count) if weights else []
+        forms = rng.choices([*_FORMS], [*_FORMS.values()], k=len(languages))
+        return [
+            _perhaps_claimed(form(_Draft(self, language, rng)), rng)
+            for form, language in zip(forms, languages, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Draws parts in one language."""
+
+    composer: Composer
+    language: str
+    rng: random.Random
+
+    def pick(self, name: str) -> str:
+        texts: Sequence[str] = getattr(self.composer.parts[self.language], name)
+        return self.rng.choice(texts)
+
+    def typed(self, text: str) -> str:
+        """`text`, at times without accents or as typed in a hurry."""
+        text = without_marks(text, self.rng)
+        return hasty(text, self.rng) if self.rng.random() < _TYPED else text
+
+    def message(self) -> tuple[str, int]:
+        """A message of levels 0 to 3, and its level."""
+        rng = self.rng
+        level = rng.choices(range(5), _LEVEL_WEIGHTS)[0]
+        written = self.composer.written[self.language][level]
+        if not written or (self.language == "en" and rng.random() < 0.5):
+            return messages.level_message(level, rng), level
+        return rng.choice(written), level
+
+    def task(self) -> str:
+        """An everyday request or text, at times in another language."""
+        rng, composer, language = self.rng, self.composer, self.language
+        if rng.random() < _OTHER_LANGUAGE:
+            language = rng.choice(("en", rng.choice([*composer.parts])))
+        if language == "en" and rng.random() < _PROMPT:
+            return rng.choice(composer.prompts or [messages.everyday_prompt(rng)])
+        language = language if language in composer.parts else self.language
+        parts = composer.parts[language]
+        texts = rng.choices(
+            (parts.tasks, parts.small_talk, composer.written[language][4]), (7, 1.5, 1.5)
+        )[0]
+        return rng.choice(texts or parts.tasks)
+
+    def tasks(self) -> list[str]:
+        return [self.task() for _ in range(self.rng.choices((1, 2, 3), (6, 3, 1))[0])]
+
+    def framed(self) -> str:
+        """An emergency that is not happening now, at times in a text of its own."""
+        harmless = self.composer.written[self.language][4]
+        if harmless and self.rng.random() < _NATURAL:
+            return self.rng.choice(harmless)
+        matter, _ = self.message()
+        if self.rng.random() < 0.5:
+            matter = matter.rstrip(_ENDS)
+        return self.pick("frames").replace("{matter}", matter)
+
+    def joined(self, texts: Sequence[str]) -> str:
+        """The texts in this order, in half of the cases without ends of sentences between them."""
+        rng = self.rng
+        if rng.random() < 0.55:
+            return rng.choice((" ", " ", " ", "\n", "\n\n")).join(texts)
+        text = texts[0]
+        for following in texts[1:]:
+            joiner = f" {self.pick('joiners')} " if rng.random() < 0.7 else " "
+            text = text.rstrip(_ENDS) + joiner + following[:1].lower() + following[1:]
+        return text.rstrip(_ENDS) if rng.random() < 0.7 else text
+
+
+def _beside_tasks(draft: _Draft) -> Example:
+    """A message before, after or between tasks."""
+    text, level = draft.message()
+    texts = draft.tasks()
+    last = len(texts)
+    texts.insert(draft.rng.choice((0, last, last, *range(1, last))), text)
+    return Example(draft.typed(draft.joined(texts)), level)
+
+
+def _two_messages(draft: _Draft) -> Example:
+    """Two people's problems: the more urgent one counts."""
+    first, second = draft.message(), draft.message()
+    return Example(draft.typed(draft.joined([first[0], second[0]])), min(first[1], second[1]))
+
+
+def _in_a_block(draft: _Draft) -> Example:
+    """A message beside a pasted text, a tool's result or a dispatcher's instructions."""
+    text, level = draft.message()
+    block = " ".join(draft.task() for _ in range(draft.rng.randint(1, 3)))
+    form = draft.rng.choice(_BLOCKS).replace("{system}", draft.pick("systems"))
+    return Example(form.replace("{block}", block).replace("{text}", draft.typed(text)), level)
+
+
+def _only_tasks(draft: _Draft) -> Example:
+    return Example(draft.typed(draft.joined(draft.tasks())), 4)
+
+
+def _only_framed(draft: _Draft) -> Example:
+    """A quoted or invented emergency, alone or beside a task."""
+    texts = [draft.framed()]
+    if draft.rng.random() < 0.4:
+        texts.insert(draft.rng.randint(0, 1), draft.task())
+    return Example(draft.typed(draft.joined(texts)), 4)
+
+
+def _framed_and_true(draft: _Draft) -> Example:
+    """An invented emergency beside a message: the message counts."""
+    text, level = draft.message()
+    texts = [draft.framed(), text]
+    draft.rng.shuffle(texts)
+    return Example(draft.typed(draft.rng.choice((" ", "\n")).join(texts)), level)
+
+
+def _chat(draft: _Draft) -> Example:
+    """A chat with a running emergency."""
+    turns, level = _running(draft)
+    return Example(_in_chat(turns, draft), level)
+
+
+def _running(draft: _Draft) -> tuple[list[str], int]:
+    """User turns, oldest first, and the level of the message in one of them: later ones inherit
+    it."""
+    rng = draft.rng
+    turns = [draft.task() for _ in range(rng.choices((0, 1, 2, 3), (5, 3, 2, 1))[0])]
+    text, level = draft.message()
+    if rng.random() < 0.25:
+        texts = [text, draft.task()]
+        rng.shuffle(texts)
+        text = draft.joined(texts)
+    turns += _in_turns(text, rng)
+    for _ in range(rng.choices((0, 1, 2, 3, 4), (2, 4, 3, 2, 1))[0]):
+        answer, task, (more, other) = draft.pick("answers"), draft.task(), draft.message()
+        said = rng.choices((answer, task, draft.joined([answer, task]), more), (12, 3, 3, 2))[0]
+        turns.append(said)
+        level = min(level, other) if said is more else level
+    return turns, level
+
+
+def _in_turns(text: str, rng: random.Random) -> list[str]:
+    """A message in one turn, at times in two."""
+    words = text.split()
+    if len(words) < 8 or rng.random() < 0.75:
+        return [text]
+    cut = rng.randint(3, len(words) - 3)
+    return [" ".join(words[:cut]), " ".join(words[cut:])]
+
+
+def _ended(draft: _Draft) -> list[str]:
+    """User turns of an emergency that is over, oldest first."""
+    turns, _ = _running(draft)
+    over = draft.pick("over")
+    if draft.rng.random() < 0.4:
+        over = draft.joined([over, draft.task()])
+    return [*turns, over]
+
+
+def _chat_that_is_over(draft: _Draft) -> Example:
+    turns = _ended(draft)
+    turns += [draft.task() for _ in range(draft.rng.choices((0, 1, 2), (4, 3, 1))[0])]
+    return Example(_in_chat(turns, draft), 4)
+
+
+def _chat_that_begins_again(draft: _Draft) -> Example:
+    """A chat in which an emergency has ended or was invented, and a message follows."""
+    before = _ended(draft) if draft.rng.random() < 0.5 else [draft.framed()]
+    turns, level = _running(draft)
+    return Example(_in_chat([*before, *turns], draft), level)
+
+
+def _chat_without_one(draft: _Draft) -> Example:
+    """A chat about everyday things or an invented emergency."""
+    turns = [draft.task() for _ in range(draft.rng.randint(1, 3))]
+    if draft.rng.random() < 0.6:
+        turns.insert(draft.rng.randint(0, len(turns)), draft.framed())
+    return Example(_in_chat(turns, draft), 4)
+
+
+def _written_chat(draft: _Draft) -> Example:
+    """The first turns of a chat that was written as a whole, at times after everyday ones."""
+    rng = draft.rng
+    chat = rng.choice(draft.composer.parts[draft.language].chats)
+    kept = chat[: rng.randint(1, len(chat))]
+    turns = [draft.task() for _ in range(rng.choices((0, 1, 2), (5, 2, 1))[0])]
+    return Example(_in_chat([*turns, *(turn[2:] for turn in kept)], draft), int(kept[-1][0]))
+
+
+def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
+    if rng.random() >= _CLAIMED:
+        return example
+    claim, form = rng.choice(surroundings().claims).strip(), rng.choice(_CLAIMED_FORMS)
+    return replace(example, text=form.replace("{claim}", claim).replace("{text}", example.text))
+
+
+def _in_chat(turns: Sequence[str], draft: _Draft) -> str:
+    """The user's turns, oldest first, in a chat template with answers between them."""
+    user, answer = draft.rng.choice(_TEMPLATES)
+    *earlier, newest = map(draft.typed, turns)
+    text = "".join(
+        user.replace("{text}", turn) + answer.replace("{text}", draft.pick("assistant"))
+        for turn in earlier
+    )
+    return text + user.replace("{text}", newest)
+
+
+_TEMPLATES = (
+    ("<|im_start|>user\n{text}<|im_end|>\n", "<|im_start|>assistant\n{text}<|im_end|>\n"),
+    ("User: {text}\n", "Assistant: {text}\n"),
+)
+
+_BLOCKS = (
+    "{block}\n---\n{text}",
+    "{text}\n---\n{block}",
+    "> {block}\n\n{text}",
+    "```\n{block}\n```\n{text}",
+    "{system}\n\n{text}",
+    "{system} {text}",
+    "{text}\n<tool_response>{block}</tool_response>",
+    "<tool_response>{block}</tool_response>\n{text}",
+    '{"message": "{text}", "note": "{block}"}',
+)
+
+_CLAIMED_FORMS = (
+    "{claim} {text}",
+    "{text} {claim}",
+    "{text}\n{claim}",
+    '{"note": "{claim}", "text": "{text}"}',
+    '{"severity": "critical", "message": "{text}"}',
+    '{"priority": 1, "content": "{text}"}',
+    '{"text": "{text}", "level": "P0"}',
+    '{"priority": "low", "text": "{text}"}',
+    "<priority>highest</priority> {text}",
+)
+
+# Forms of a composition and how often each is drawn.
+_FORMS: Mapping[Callable[[_Draft], Example], float] = {
+    _beside_tasks: 26,
+    _two_messages: 3,
+    _in_a_block: 6,
+    _only_tasks: 15,
+    _only_framed: 20,
+    _framed_and_true: 4,
+    _chat: 22,
+    _written_chat: 16,
+    _chat_that_is_over: 15,
+    _chat_that_begins_again: 5,
+    _chat_without_one: 12,
+}
+
+
+def _in_split(parts: Parts, split: Split) -> Parts:
+    """The texts of each kind that belong to a split: every fifth to validation, all if too few."""
+    kept = {}
+    for name in Parts.model_fields:
+        texts = getattr(parts, name)
+        chosen = [text for at, text in enumerate(texts) if (at % 5 == 4) == (split != "train")]
+        kept[name] = tuple(chosen or texts)
+    return Parts(**kept)

@@ -1,0 +1,143 @@
+"""Refits the decision to corrections, and says how many emergencies may be missed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+from scipy.stats import beta
+
+from vllm_semantic_sched.lab.evaluation.metrics import mean, quadratic_weighted_kappa
+from vllm_semantic_sched.lab.training.calibration import fitted_thresholds
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.predict.corrections import Correction
+
+LEAST = 50
+"""Corrections without which nothing is fitted."""
+
+_FOLDS = 5
+_PRIOR = 200  # corrections that the present thresholds weigh as much as
+_RESAMPLES = 400
+_SURE = 0.9  # share of the resamples in which a refit must be no worse
+_LAST_FOUND = 1  # level; a request of level 0 that is served later counts as missed
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A refit, and what it would have decided about corrections that it was not fitted to.
+
+    Attributes:
+        decision: with the thresholds fitted to all corrections.
+        before, after: quadratic weighted kappa and recall of level 0 of the present decision and of
+            refits to the other folds; None where they are not defined.
+        better: whether the refit has the higher kappa with some certainty, and finds no fewer of
+            level 0.
+    """
+
+    decision: Decision
+    before: tuple[float | None, float | None]
+    after: tuple[float | None, float | None]
+    better: bool
+
+
+def refit(corrections: Sequence[Correction], decision: Decision) -> Refit:
+    """Fit `decision.thresholds` to corrections, all with as many levels.
+
+    Every correction is judged once by thresholds fitted without it (five folds).
+
+    Raises:
+        ValueError: there are fewer than `LEAST` corrections.
+    """
+    if len(corrections) < LEAST:
+        raise ValueError(f"{len(corrections)} corrections; a refit needs at least {LEAST}")
+    shuffled = random.Random(0).sample(list(corrections), len(corrections))
+    truth = [one.corrected for one in shuffled]
+    present = [decide_level(one.probabilities, decision) for one in shuffled]
+    held_out = [0] * len(shuffled)
+    for fold in range(_FOLDS):
+        others = [one for at, one in enumerate(shuffled) if at % _FOLDS != fold]
+        fitted = _fitted(others, decision)
+        for at in range(fold, len(shuffled), _FOLDS):
+            held_out[at] = decide_level(shuffled[at].probabilities, fitted)
+    before, after = figures(truth, present), figures(truth, held_out)
+    return Refit(_fitted(shuffled, decision), before, after, _is_better(truth, present, held_out))
+
+
+def figures(truth: Sequence[int], decided: Sequence[int]) -> tuple[float | None, float | None]:
+    """Quadratic weighted kappa, and the share of level 0 that is decided at 0."""
+    worst = [level for true, level in zip(truth, decided, strict=True) if true == 0]
+    return quadratic_weighted_kappa(truth, decided), mean([level == 0 for level in worst])
+
+
+def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
+    """Thresholds between the present ones and those that fit the corrections best: the fewer
+    corrections, the closer to the present ones."""
+    rows = [one.probabilities for one in corrections]
+    fits = fitted_thresholds(rows, [one.corrected for one in corrections], decision.certain)
+    weight = len(rows) / (len(rows) + _PRIOR)
+    present = decision.thresholds if len(decision.thresholds) == len(fits) else fits
+    thresholds = tuple(
+        round(weight * new + (1 - weight) * old, 2) for new, old in zip(fits, present, strict=True)
+    )
+    return decision.model_copy(update={"rule": "thresholds", "thresholds": thresholds})
+
+
+def _is_better(truth: Sequence[int], present: Sequence[int], refitted: Sequence[int]) -> bool:
+    """Whether the refit finds no fewer of level 0, and its kappa is no lower in most resamples."""
+    (kappa, found), (new_kappa, new_found) = figures(truth, present), figures(truth, refitted)
+    if kappa is None or new_kappa is None or new_kappa <= kappa:
+        return False
+    if found is not None and new_found is not None and new_found < found:
+        return False
+    levels = max(*truth, *present, *refitted) + 1
+    cells = numpy.zeros((levels, levels, levels))  # by true, present and refitted level
+    numpy.add.at(cells, (truth, present, refitted), 1)
+    shares = cells.ravel() / len(truth)
+    drawn = numpy.random.default_rng(0).multinomial(len(truth), shares, size=_RESAMPLES)
+    drawn = drawn.reshape(-1, levels, levels, levels)
+    worse = _disagreement(drawn.sum(axis=2)) > _disagreement(drawn.sum(axis=3))
+    return bool(worse.mean() <= 1 - _SURE)
+
+
+def _disagreement(tables: NDArray[numpy.int_]) -> NDArray[numpy.float64]:
+    """1 - quadratic weighted kappa of tables (resamples, true level, decided level)."""
+    levels = range(tables.shape[1])
+    distance = numpy.square(numpy.subtract.outer(levels, levels))
+    by_chance = numpy.einsum("rt,rd,td->r", tables.sum(axis=2), tables.sum(axis=1), distance)
+    seen = numpy.einsum("rtd,td->r", tables, distance) * tables.sum(axis=(1, 2))
+    shares: NDArray[numpy.float64] = seen / numpy.maximum(1, by_chance)
+    return shares
+
+
+class Missed(NamedTuple):
+    """Level-0 requests among those drawn at random, how many of them were served at level 2 or
+    later, and the upper 95 % bounds of that share: of all level-0 requests, and of all requests."""
+
+    sampled: int
+    emergencies: int
+    missed: int
+    of_emergencies: float
+    of_requests: float
+
+
+def missed_emergencies(corrections: Sequence[Correction]) -> Missed:
+    """What requests drawn at random say about all. Those that somebody noticed say nothing about
+    the rest: who looks at calm levels only finds missed emergencies only."""
+    sampled = [one for one in corrections if one.sampled]
+    worst = [one for one in sampled if one.corrected == 0]
+    missed = sum(one.level > _LAST_FOUND for one in worst)
+    return Missed(
+        *(len(sampled), len(worst), missed),
+        upper_bound(missed, len(worst)),
+        upper_bound(missed, len(sampled)),
+    )
+
+
+def upper_bound(hits: int, tries: int) -> float:
+    """One-sided upper 95 % bound of a share (Clopper and Pearson, 1934)."""
+    return 1.0 if hits >= tries else float(beta.ppf(0.95, hits + 1, tries - hits))

@@ -1,0 +1,240 @@
+"""Fine-tunes a predictor to labeled texts: urgency levels or output lengths."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.lab.evaluation.examples import Example, read_examples, write_examples
+from vllm_semantic_sched.lab.evaluation.metrics import likeliest
+from vllm_semantic_sched.lab.training.base import (
+    has_heads,
+    load_base,
+    set_length_buckets,
+    set_level_names,
+)
+from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
+from vllm_semantic_sched.lab.training.distil import distil, renewed
+from vllm_semantic_sched.lab.training.fit import FINE_TUNING_RATE, average, fit
+from vllm_semantic_sched.lab.training.messages import everyday_prompt
+from vllm_semantic_sched.lab.training.mixture import domain_examples
+from vllm_semantic_sched.lab.training.train import Options
+from vllm_semantic_sched.predict.instant import InstantTable
+from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.weights import load_network, save_network
+from vllm_semantic_sched.sim.datasets import split_of
+
+# In the folder of a fine-tuned model: the texts that it was and was not trained on.
+TRAINING_FILE = "train.csv"
+TEST_FILE = "test.csv"
+
+_LEAST_TEXTS = 20
+# Beside the labeled texts, for the instant reader: it has no pretraining to fall back on.
+_MOST_EVERYDAY = 5000
+_URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
+
+
+class FineTuned(NamedTuple):
+    """Outcome of training on labeled texts.
+
+    Attributes:
+        tests: number of test texts.
+        known_tests: number of those that were trained on as well; None if the test texts are a
+            part of the given texts, held out.
+        threshold_texts: number of texts that the thresholds were fitted to; None if levels were
+            not trained.
+    """
+
+    tests: int
+    known_tests: int | None
+    threshold_texts: int | None
+
+
+def train_urgency(
+    options: Options, domain_name: str, table: Path | None, count: int, test: Path | None
+) -> FineTuned:
+    """Train the urgency head on labeled texts, or on the example sentences of a domain.
+
+    Args:
+        domain_name: what the levels mean: a shipped domain or a YAML file.
+        table: CSV with the columns text,level; None to train on the domain's own sentences.
+        count: number of texts made from the domain, without `table`.
+        test: CSV with the texts to hold out; None for a tenth of the texts.
+
+    Raises:
+        PolicyError: the domain is missing or invalid.
+        ValueError: a table is invalid, or there are too few texts.
+    """
+    domain = load_domain(domain_name)
+
+    def prepare(network: UrgencyLengthClassifier, _: Sequence[Example]) -> None:
+        set_level_names(network, [level.name for level in domain.levels])
+        if domain_name != "emergency":  # another scale: the old head would mislead
+            network.pre_classifier.reset_parameters()
+            network.classifier = nn.Linear(network.config.dim, len(domain.levels))
+
+    if table is None:
+        examples = domain_examples(domain, count, options.seed)
+    else:
+        examples = _labeled(table, "level", domain)
+    return _fine_tune(
+        options,
+        examples,
+        None if test is None else _labeled(test, "level", domain),
+        keep="length",
+        encoder_rate=_URGENCY_RATE,
+        prepare=prepare,
+        same_heads=domain_name == "emergency",
+    )
+
+
+def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
+    """Train the length head on a CSV with the columns text,output_tokens.
+
+    Args:
+        test: see `train_urgency`.
+        tune_encoder: train the encoder as well.
+
+    Raises:
+        ValueError: a table is invalid, or there are too few texts.
+    """
+
+    def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
+        set_length_buckets(network, [one.output_tokens or 0 for one in training])
+
+    return _fine_tune(
+        options,
+        _labeled(table, "output_tokens"),
+        None if test is None else _labeled(test, "output_tokens"),
+        keep="urgency",
+        encoder_rate=FINE_TUNING_RATE if tune_encoder else 0.0,
+        prepare=prepare,
+    )
+
+
+def _parts(
+    examples: Sequence[Example], tests: Sequence[Example] | None, uncalibrated: bool
+) -> tuple[list[Example], list[Example], Sequence[Example], int | None]:
+    """Texts to train on, to calibrate on and to test on, and how many of given `tests` are among
+    the first."""
+    if len(examples) < _LEAST_TEXTS:
+        raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
+    training, validation, held_out = (
+        [one for one in examples if split_of(one.text) == part]
+        for part in ("train", "validation", "test")
+    )
+    if uncalibrated:
+        training += validation
+    if tests is None:
+        return training, validation, held_out, None
+    training += held_out
+    # Where texts are short, as complaints are, the same ones occur again, at any level.
+    trained = {one.text for one in training}
+    return training, validation, tests, sum(one.text in trained for one in tests)
+
+
+def _labeled(
+    table: Path, label: Literal["level", "output_tokens"], domain: Domain | None = None
+) -> list[Example]:
+    return [one for one in read_examples(table, domain) if getattr(one, label) is not None]
+
+
+def _fine_tune(
+    options: Options,
+    examples: Sequence[Example],
+    tests: Sequence[Example] | None,
+    *,
+    keep: Literal["urgency", "length"],
+    encoder_rate: float,
+    prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
+    same_heads: bool = False,
+) -> FineTuned:
+    """Train the base on `examples`, less a tenth for calibration, where that is needed, and, if
+    `tests` is None, a tenth to test on.
+
+    Args:
+        keep: the head that is not trained. It stays as it is under a frozen encoder, and is trained
+            on its own first predictions while the encoder changes.
+        encoder_rate: learning rate of the encoder; 0 freezes it.
+        prepare: fits the network's heads to the training examples.
+        same_heads: the heads stay those of the base, if it has any. Then the trained network is
+            averaged with the base, whose calibration it keeps.
+    """
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    folder, network, tokenizer = load_base(options.base)
+    same_heads = same_heads and has_heads(network)
+    training, validation, tests, known = _parts(examples, tests, same_heads)
+    instant = InstantTable.load(folder)  # before a model in the same folder replaces it
+    prepare(network, training)
+    fitted: Sequence[Example] = training
+    if not encoder_rate:
+        network.head(keep).requires_grad_(False)
+    elif has_heads(network):
+        fitted = _with_predictions(training, folder, keep, options.threads)
+    _fit(options, network, tokenizer, fitted, encoder_rate)
+    if same_heads:
+        average(network, load_network(folder).state_dict())
+    else:
+        calibrate(network, tokenizer, validation)
+    save_network(network, folder, options.output, "fp16")
+    if instant is not None and keep == "urgency":
+        instant = renewed(instant, None, len(network.config.length_bucket_means))
+    elif instant is not None and not same_heads:
+        instant = renewed(instant, network.config.num_labels, None)
+    _distil(options, training, instant)
+    write_examples(training, options.output / TRAINING_FILE)
+    write_examples(tests, options.output / TEST_FILE)
+    if keep == "length":
+        write_thresholds(options.output, training, options.threads)
+    return FineTuned(len(tests), known, len(training) if keep == "length" else None)
+
+
+def _fit(
+    options: Options,
+    network: UrgencyLengthClassifier,
+    tokenizer: WindowTokenizer,
+    examples: Sequence[Example],
+    encoder_rate: float,
+) -> None:
+    fit(
+        network,
+        tokenizer,
+        lambda _: examples,
+        seed=options.seed,
+        epochs=options.epochs,
+        minutes=options.minutes,
+        encoder_rate=encoder_rate,
+        on_step=options.on_step,
+    )
+
+
+def _distil(options: Options, training: Sequence[Example], start: InstantTable | None) -> None:
+    """Train the instant reader on the new network's answers to the texts and to everyday ones."""
+    rng = random.Random(options.seed)
+    everyday = [everyday_prompt(rng) for _ in training[:_MOST_EVERYDAY]]
+    texts = [one.text for one in training] + everyday
+    distil(options.output, texts, options.output, seed=options.seed, start=start)
+
+
+def _with_predictions(
+    examples: Sequence[Example], folder: Path, keep: Literal["urgency", "length"], threads: int
+) -> list[Example]:
+    """The examples, each with the base's own prediction as the label of the head to keep."""
+    predictor = TextPredictor.load(str(folder), threads)
+    buckets = predictor.length_buckets
+    labeled = []
+    for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
+        if keep == "urgency":
+            one = replace(one, level=likeliest(guess.urgency))
+        elif guess.length is not None and buckets is not None:
+            one = replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
+        labeled.append(one)
+    return labeled
