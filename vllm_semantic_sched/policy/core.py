@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.estimates.decision import level_worth, predicted_level
+from vllm_semantic_sched.policy.estimates.decision import level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
@@ -27,7 +27,9 @@ from vllm_semantic_sched.policy.facts.job import (
     rank_of,
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.lifecycle import Lifecycle
+from vllm_semantic_sched.policy.facts.waits import WaitLedger
+from vllm_semantic_sched.policy.levels import Levels
+from vllm_semantic_sched.policy.lifecycle import Journal, Lifecycle
 from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -36,6 +38,7 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # A job preempted again before it has this many new tokens counts as thrashing.
@@ -44,13 +47,6 @@ _THRASH_TOKENS = 16
 # Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
 # is in its new order after 100 steps.
 _RERANKED_PER_STEP = 100
-
-
-class AdoptsPolicy(Protocol):
-    """Holds a policy that can be replaced while the engine runs."""
-
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy and profile, between two steps."""
 
 
 class SchedulingCore:
@@ -90,6 +86,7 @@ class SchedulingCore:
             policy, self.running, self.seating, self.estimates.rank_seconds
         )
         self.lifecycle = Lifecycle(clock, on_error)
+        self.levels = Levels(policy, self.seating, self.lifecycle)
         self.overload: OverloadControl | None = None
         self.on_error = on_error
         self.version = 0
@@ -108,17 +105,14 @@ class SchedulingCore:
         and get new ones over the coming steps, a bounded number in each. Levels from hints stay;
         predicted and default levels are decided again.
         """
-        parts: list[AdoptsPolicy] = [
-            self.seating,  # first: it refuses reservations that are too large
-            self.protection,
-            self.estimates,
-            self.running,
-            self.eviction,
-        ]
+        self.seating.adopt(policy)  # first: it refuses reservations that are too large
+        self.protection.adopt(policy.protect)
+        self.estimates.adopt(policy, profile)
+        self.running.adopt(profile)
+        self.eviction.adopt(policy)
         if self.overload is not None:
-            parts.append(self.overload)
-        for part in parts:
-            part.adopt(policy, profile)
+            self.overload.adopt(policy)
+        self.levels.policy = policy
         self._rank_only.adopt_rules(policy)
         self.worth = level_worth(policy)
         self.policy = policy
@@ -166,6 +160,18 @@ class SchedulingCore:
             )
             self.lifecycle.later_listeners.append(self.overload)
 
+    def record_why(self, journal: Journal, clock: Callable[[], float] | None = None) -> None:
+        """Record from now on why requests wait and what decided; before the first request.
+
+        Args:
+            clock: seconds, which pass during pauses as well; None: the policy's clock.
+        """
+        waits = WaitLedger(
+            clock or self.lifecycle.clock, self.policy.levels, lambda: self.seating.has_limits
+        )
+        self.lifecycle.journal = journal
+        self.lifecycle.waits = self.waiting.waits = waits
+
     def new_queue(self) -> WaitingQueue:
         """A waiting queue ordered by rank alone, without tenants or limits."""
         return WaitingQueue(self._rank_only)
@@ -210,7 +216,7 @@ class SchedulingCore:
             job.prediction = provisional
             if hint.level is None:
                 job.level_source = LevelSource.INSTANT
-                job.level = self._decided_level(job)
+                job.level = self.levels.decided(job)
         job.drafted_seconds = self.estimates.rank_seconds(job)
         job.drafted_tokens = self.estimates.tokens(job)
         return job
@@ -222,8 +228,8 @@ class SchedulingCore:
         if self.seating.top_levels.limits and (
             job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         ):
-            job.level = self._capped(job, job.level)
-        self.lifecycle.arrive(job)
+            job.level = self.levels.capped(job, job.level)
+        self.lifecycle.arrive(job, self.levels.explain(job))
         return job
 
     # Queueing
@@ -237,6 +243,8 @@ class SchedulingCore:
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
+        if queue is not self.waiting:
+            self._skip(job, lasting=True)
         seconds, job.drafted_seconds = job.drafted_seconds, None
         fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
@@ -257,6 +265,8 @@ class SchedulingCore:
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
         self.version += 1
+        if job.wait is not None and (queue is not self.waiting or job.seat is not None):
+            self._skip(job, lasting=queue is not self.waiting)
         queue.push(job, self.rank(job))
         if queue is self.waiting:
             self.seating.wait(job)
@@ -271,35 +281,17 @@ class SchedulingCore:
             queue.remove(job)
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
-        """Apply a prediction, or its failure (None), and move the job to its new rank. The level
-        of a hint stays; so does a provisional prediction if the predictor failed. A text that the
-        predictor cannot judge keeps the default level."""
+        """Apply a prediction, or its failure (None), and move the job to its new rank; see
+        `Levels.read` and `Levels.look_again`."""
         self.version += 1
-        if prediction is not None and prediction.unreadable:
-            prediction = None
-        if job.started is None and job.level_unread:
-            self.seating.precedence.read(job)
-        job.awaits_prediction = False
-        job.drafted_seconds = job.drafted_tokens = None  # estimated without it
-        if prediction is not None:
-            job.prediction = prediction
-            if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
-                counted = job.level_source is LevelSource.INSTANT
-                job.level_source = LevelSource.PREDICTION
-                self.set_level(job, self._capped(job, self._decided_level(job), counted))
+        if prediction is None or not prediction.again:
+            self.levels.read(job, prediction)
+        elif not self.levels.look_again(job, prediction):
+            return
         if job in self.waiting:
             self.waiting.push(job, self.rank(job))
         elif job in self.running:
             self._store_running(job)
-
-    def set_level(self, job: Job, level: int) -> None:
-        """Change a job's level. Only this method does; the caller stores the job again to update
-        its rank."""
-        before = job.level
-        if level != before:
-            job.level = level
-            self.lifecycle.relevel(job, before)
-            self.seating.relevel(job, before)
 
     # Running
 
@@ -309,7 +301,25 @@ class SchedulingCore:
         self.seating.start(job)
         job.swapped = 0
         self.lifecycle.move(job, JobState.RUNNING)
+        waits = self.lifecycle.waits
+        if waits is not None:
+            waits.seated(job.level)
+            if job.preemptions and job.seat is not None:
+                job.seat.restoring = waits.clock()
         self._store_running(job)
+
+    def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
+        """Rank all running jobs anew; returns them.
+
+        Args:
+            observe: updates a job's `generated` and `computed`.
+        """
+        self.version += 1
+        running = list(self.running)
+        for job in running:
+            observe(job)
+            self._store_running(job)
+        return running
 
     def plan_preemption(
         self, job: Job, host: HostRoom | None = None, can_drop: bool = False
@@ -320,11 +330,32 @@ class SchedulingCore:
             host: room for its KV on the host; None without a host pool.
             can_drop: whether the caller can end requests; the job's tier must allow it too.
         """
-        may_drop = can_drop and self.policy.tier(job.level).drop
-        return plan_preemption(job, self.profile, self.policy.retention, host, may_drop)
+        dropping = None
+        if can_drop and self.policy.tier(job.level).drop:
+            dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
+        limits = self.policy.preemption
+        must_end = limits.after_limit == "drop" and job.preemptions >= limits.max_per_request
+        return plan_preemption(job, self.profile, self.policy.retention, host, dropping, must_end)
 
-    def preempt(self, job: Job, plan: PreemptionPlan, reason: str = "") -> bool:
+    def restored(self, job: Job) -> None:
+        """Record that a preempted job has restored the KV that it lost."""
+        waits = self.lifecycle.waits
+        if waits is None or job.seat is None or job.seat.restoring is None:
+            return
+        seconds, job.seat.restoring = waits.clock() - job.seat.restoring, None
+        self.lifecycle.note(job, "restored", {"restored": round(seconds, 6)})
+
+    def preempt(
+        self,
+        job: Job,
+        plan: PreemptionPlan,
+        reason: str = "",
+        beneficiary: Job | None = None,
+    ) -> bool:
         """Take a running job's seat; the caller queues it again, or ends it if the plan says so.
+
+        Args:
+            beneficiary: the job that gets its room; None if that is not known.
 
         Returns:
             Whether the job is thrashing: it got few new tokens since its last preemption.
@@ -334,11 +365,14 @@ class SchedulingCore:
         self._leave(job)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
+        limits = self.policy.preemption
+        if limits.after_limit == "promote" and job.preemptions >= limits.max_per_request:
+            job.limit_boost = 1.0
         job.generated_before = job.generated
         job.computed = plan.on_device
         job.swapped = plan.saved
         state = JobState.SWAPPED if plan.saved else JobState.WAITING
-        self.lifecycle.move(job, state, reason, plan.kind.value)
+        self.lifecycle.move(job, state, reason, plan.kind.value, beneficiary)
         return thrashed
 
     def lose_copy(self, job: Job) -> None:
@@ -373,18 +407,24 @@ class SchedulingCore:
         end: AnswerEnd,
         state: JobState = JobState.COMPLETED,
         reason: str = "",
+        beneficiary: Job | None = None,
     ) -> None:
         """Record the end of a job whose `generated` is up to date; estimates learn from it.
 
         Args:
             end: how far its length can be compared with its prediction.
+            beneficiary: the job that took its place; None: none did.
         """
         self.version += 1
         self.waiting.remove(job)
+        now = self.lifecycle.clock()
         if job in self.running:
-            self.eviction.seat_freed(self.lifecycle.clock())
+            self.eviction.seat_freed(now)
+        if state is JobState.COMPLETED:
+            order = self.seating.precedence
+            job.outrun = order.finishes.finish(order.level_of(job), job.arrival, now)
         self._leave(job)
-        self.lifecycle.move(job, state, reason)
+        self.lifecycle.move(job, state, reason, beneficiary=beneficiary)
         self.estimates.learn(job, end)
 
     def forget(self, job: Job) -> None:
@@ -447,26 +487,8 @@ class SchedulingCore:
         self.running.skip(steps)
         self.seating.kv_peak.advance(steps)
 
-    @property
-    def has_protected(self) -> bool:
-        """Whether a job that others may be held for runs or waits. O(levels)."""
-        level = self.policy.protect.level
-        if level is None:
-            return False
-        for at in range(level + 1):
-            if self.holdings.level(at).seats or self.lifecycle.waiting(at):
-                return True
-        return False
-
-    def worth_of_all(self) -> float:
-        """Worth of a second of all requests, running and waiting. O(levels)."""
-        return sum(
-            worth * (self.holdings.level(level).seats + self.lifecycle.waiting(level))
-            for level, worth in enumerate(self.worth.lost)
-        )
-
-    def hold(self, jobs: Collection[Job], now: float) -> list[Job]:
-        """Record which running jobs sit out the coming step.
+    def hold(self, jobs: Collection[Job], now: float, beneficiary: Job | None = None) -> list[Job]:
+        """Record which running jobs sit out the coming step, and for which protected job.
 
         Returns:
             Jobs with a new place among the running ones: those that are not held any more, and
@@ -485,7 +507,7 @@ class SchedulingCore:
             assert job.seat is not None
             since = job.seat.held_since
             if since is None:
-                job.seat.held_since = now
+                job.seat.held_since, job.seat.held_for = now, beneficiary
                 held[job] = None
                 self.running.hold(job)
             elif self.seating.waited(job, now - since):
@@ -501,13 +523,20 @@ class SchedulingCore:
         self.running.release(job)
         job.waited += seconds
         self.lifecycle.held(job, seconds)
+        job.seat.held_for = None
 
     def _leave(self, job: Job) -> None:
         """A job gives back its seat, if it has one."""
         if job in self.protection.held:
             self._release(job, self.lifecycle.clock())
+        self.restored(job)  # as far as it came
         self.running.discard(job)
         self.seating.leave(job)
+
+    def _skip(self, job: Job, lasting: bool) -> None:
+        """The engine has found a job not ready; see `WaitLedger.skip`."""
+        if job.wait is not None and self.lifecycle.waits is not None:
+            self.lifecycle.waits.skip(job.wait, lasting)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and
@@ -516,7 +545,7 @@ class SchedulingCore:
         for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
             job = self._outdated.pop()
             level = job.level
-            self.set_level(job, self._decided_level(job))
+            self.levels.change(job, self.levels.decided(job))
             if job in self.waiting:
                 self.seating.wait(job)  # intervals of its timers may have changed
                 self.waiting.rerank(job, self.rank(job))
@@ -532,27 +561,6 @@ class SchedulingCore:
         """The current rank of a job."""
         seconds = self.estimates.rank_seconds(job)
         return rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
-
-    def _decided_level(self, job: Job) -> int:
-        if job.level_source is LevelSource.DEFAULT:
-            return max(self.policy.default_level, job.best_level)
-        predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
-        if predicted and job.prediction is not None:
-            return max(predicted_level(self.policy, job.prediction), job.best_level)
-        return job.level
-
-    def _capped(self, job: Job, level: int, counted: bool = False) -> int:
-        """`level`, or the next one that the tenant's cap on top levels allows.
-
-        Args:
-            counted: the request counts toward the cap already, at its present level.
-        """
-        lowest = self.policy.levels - 1
-        top_levels, before = self.seating.top_levels, job.level if counted else None
-        allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)
-        if allowed != level:
-            job.best_level = allowed
-        return allowed
 
     def _store_running(self, job: Job) -> None:
         seconds = self.estimates.rank_seconds(job)

@@ -1,13 +1,74 @@
-"""Lines of the event log: one JSON object per transition of a request, and per hold."""
+"""Lines of the event log: one JSON object per transition of a request, hold and decision."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.lifecycle import NOTHING, Transition
 
 _LONGEST_ID = 128  # characters of a request id in the log
+_MOST_BLOCKS = 256  # hashes of KV blocks of a request
+_SALT = os.urandom(16)  # of these: without it, a hash would show what a prompt begins with
+_SUFFIX = re.compile(r"(?:(?:-\d+)?-[0-9a-f]{8})?$")  # what vLLM adds to a client's id
+_IDS = ("request", "tenant", "for")
+_MARK = ', "chain": "'
+
+
+class Chain:
+    """Ends each line with a hash of it and of the hash before, so that a line cannot be changed,
+    removed or moved unnoticed.
+
+    Attributes:
+        key: of the hashes; empty: none, and whoever can write the log can hash it anew.
+        last: the hash of the line before; empty for the first one.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        self.key = key
+        self.last = ""
+
+    def seal(self, line: Mapping[str, Any]) -> str:
+        """The text of a line, with its hash as the last field."""
+        body = json.dumps(line)[:-1]
+        self.last = keyed_hash(self.key, self.last + body)
+        return f'{body}{_MARK}{self.last}"}}'
+
+    def follow(self, text: str) -> bool:
+        """Go on to a line of a log; whether it follows the line before, unchanged."""
+        body, _, end = text.rpartition(_MARK)
+        wanted = keyed_hash(self.key, self.last + body)
+        self.last = end.removesuffix('"}')
+        return end == f'{wanted}"}}'
+
+
+def keyed_hash(key: bytes, text: str) -> str:
+    """128 bits in hexadecimal digits."""
+    data = text.encode()
+    digest = hmac.new(key, data, hashlib.sha256) if key else hashlib.sha256(data)
+    return digest.hexdigest()[:32]
+
+
+def hashed_id(key: bytes, name: str) -> str:
+    """A keyed hash in place of a request's id or a tenant. What vLLM has added to the client's id
+    stays."""
+    end = _SUFFIX.search(name)
+    kept = "" if end is None else end[0]
+    return keyed_hash(key, name.removesuffix(kept))[:16] + kept
+
+
+def hash_ids(line: dict[str, Any], key: bytes) -> None:
+    """Replace ids and tenant in a line."""
+    for name in _IDS:
+        if name in line:
+            line[name] = hashed_id(key, line[name])
 
 
 class Event(NamedTuple):
@@ -25,13 +86,21 @@ class Event(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     first_token: float | None  # Unix time
-    held: float = 0.0  # seconds; the end of a hold is no change of state
+    policy: str  # fingerprint
+    more: Mapping[str, Any] = NOTHING
 
     @classmethod
-    def of(cls, transition: Transition, now: float) -> Event:
+    def of(cls, transition: Transition, now: float, policy: str = "") -> Event:
         """Copy a transition that happened at Unix time `now`. Unlike the policy's clock, Unix time
         does not stop while the engine is paused."""
-        job, before, state, time, reason, plan = transition
+        job, before, state, time, reason, plan, beneficiary, waited, decision = transition
+        more = {**decision, **(_replayed(job) if state.is_end else NOTHING)}
+        if waited:
+            more["waited"] = [
+                (cause.value, level, round(seconds, 6)) for cause, level, seconds in waited
+            ]
+        if beneficiary is not None:
+            more |= _for(beneficiary)
         return cls(
             now,
             job.request_id[:_LONGEST_ID],
@@ -45,15 +114,26 @@ class Event(NamedTuple):
             job.prompt_tokens,
             job.generated,
             None if job.first_token is None else now - (time - job.first_token),
+            policy,
+            more,
         )
 
     @classmethod
-    def of_hold(cls, job: Job, seconds: float, now: float) -> Event:
+    def of_hold(cls, job: Job, seconds: float, now: float, policy: str = "") -> Event:
         """A running job was held for this long, until Unix time `now`."""
+        protected = job.seat.held_for if job.seat is not None else None
+        held = {"held": round(seconds, 6), **(_for(protected) if protected else NOTHING)}
+        return cls.of_note(job, "held", held, now, policy)
+
+    @classmethod
+    def of_note(
+        cls, job: Job, what: str, details: Mapping[str, Any], now: float, policy: str = ""
+    ) -> Event:
+        """Something that is no change of state, at Unix time `now`; see `lifecycle.Journal`."""
         state = job.state.value
         return cls(
             now, job.request_id[:_LONGEST_ID], job.tenant, job.level, job.level_source.value,
-            state, state, "held", "", job.prompt_tokens, job.generated, None, seconds,
+            state, state, what, "", job.prompt_tokens, job.generated, None, policy, details,
         )  # fmt: skip
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
@@ -77,6 +157,50 @@ class Event(NamedTuple):
         line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token is not None:
             line["first_token"] = round(self.first_token, 6)
-        if self.held:
-            line["held"] = round(self.held, 6)
+        line |= self.more
+        if blocks := line.get("blocks"):
+            line["blocks"] = short_hashes(blocks)
+        if self.policy:
+            line["policy"] = self.policy
         return line
+
+
+def _for(job: Job) -> dict[str, Any]:
+    return {"for": job.request_id[:_LONGEST_ID], "for_level": job.level}
+
+
+class EngineLine(NamedTuple):
+    """A line about the engine: its shape, its policy and the times of some steps."""
+
+    time: float  # Unix time
+    facts: Mapping[str, Any]
+    level: int = 0
+
+    def line(self, engine: int, tier: str) -> dict[str, Any]:
+        """The JSON object."""
+        return {"time": round(self.time, 6), "engine": engine, "log": "engine", **self.facts}
+
+
+def _replayed(job: Job) -> dict[str, Any]:
+    """What a replay needs to know of a request that ended (`lab.whatif`)."""
+    more: dict[str, Any] = {"max_tokens": job.max_output_tokens}
+    if job.stated.shortest:
+        more["min_tokens"] = job.stated.shortest
+    if job.came is not None:
+        more["came"] = round(job.came, 6)
+    if job.read_at is not None:
+        more["read_after"] = round(job.read_at - job.arrival, 6)
+    if (prediction := job.prediction) is not None:  # the instant reader's, if it ended before
+        more["urgency"] = [round(share, 4) for share in prediction.urgency]
+        if prediction.length is not None:
+            more["length"] = [round(share, 4) for share in prediction.length]
+    if job.block_hashes:
+        more["blocks"] = tuple(job.block_hashes[:_MOST_BLOCKS])
+    return more
+
+
+def short_hashes(hashes: Sequence[bytes]) -> str:
+    """Three bytes for each hash, in base64: four characters each. Equal hashes give equal ones
+    within this process only."""
+    short = (hashlib.blake2b(one, digest_size=3, key=_SALT).digest() for one in hashes)
+    return base64.b64encode(b"".join(short)).decode()

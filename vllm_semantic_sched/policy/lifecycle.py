@@ -6,11 +6,15 @@ overload control, metrics, event log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.waits import Cause, Part, WaitLedger
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Transition(NamedTuple):
@@ -20,6 +24,9 @@ class Transition(NamedTuple):
         time: seconds on the policy's clock.
         reason: one of a fixed set of words; empty if the states explain the change.
         plan: kind of plan for a preempted job's KV; else empty.
+        beneficiary: the job that it was preempted or ended for.
+        waited: causes of the wait that is over, if they are logged.
+        decision: what decided the level of a new job, if that is logged (see `Journal.noted`).
     """
 
     job: Job
@@ -28,10 +35,14 @@ class Transition(NamedTuple):
     time: float
     reason: str = ""
     plan: str = ""
+    beneficiary: Job | None = None
+    waited: Iterable[Part] = ()
+    decision: Mapping[str, Any] = NOTHING
 
 
-class Listener(Protocol):
-    """Receives state changes. Must not raise, block, or change a job's state."""
+class Listener:
+    """Receives state changes, and ignores them here. Must not raise, block, or change a job's
+    state."""
 
     def moved(self, transition: Transition) -> None:
         """Called when a job arrived or changed state."""
@@ -41,6 +52,15 @@ class Listener(Protocol):
 
     def held(self, job: Job, seconds: float) -> None:
         """Called when a running job was held for this long and gets tokens again, or ends."""
+
+
+class Journal(Protocol):
+    """Records why. Must not raise, block, or change a job."""
+
+    def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
+        """Called for what is no change of state: `read` (a prediction came; `rule`, `urgency` with
+        the probabilities, `level_before`) and `restored` (`restored`: seconds until a preempted job
+        had its KV again)."""
 
 
 class _Waiting:
@@ -82,6 +102,7 @@ class Lifecycle:
         later_listeners: called after every transition but arrivals, after `listeners`. An arrival
             happens between two steps and has to be cheap.
         starting: jobs that have had a seat but no token yet.
+        journal: records why; None: nobody asks. `waits` is set with it.
 
     Args:
         on_error: told, inside the except block, what failed in a listener; None: errors are raised.
@@ -93,21 +114,33 @@ class Lifecycle:
         self.listeners: list[Listener] = []
         self.later_listeners: list[Listener] = []
         self.starting: dict[Job, None] = {}
+        self.journal: Journal | None = None
+        self.waits: WaitLedger | None = None
         self.clock = clock
         self._on_error = on_error
         self._waiting: dict[int, _Waiting] = {}
 
-    def arrive(self, job: Job) -> None:
+    def arrive(self, job: Job, decision: Mapping[str, Any] = NOTHING) -> None:
         """Record that a new job waits."""
         job.entered = job.arrival
         waiting = self._waiting.get(job.level)
         if waiting is None:
             waiting = self._at(job.level)
         waiting.in_order[job] = None
+        if self.waits is not None:
+            job.wait = self.waits.begin(job.level, job.tenant)
         if self.listeners:
-            self._tell(self.listeners, Transition(job, None, job.state, job.arrival))
+            transition = Transition(job, None, job.state, job.arrival, decision=decision)
+            self._tell(self.listeners, transition)
 
-    def move(self, job: Job, state: JobState, reason: str = "", plan: str = "") -> None:
+    def move(
+        self,
+        job: Job,
+        state: JobState,
+        reason: str = "",
+        plan: str = "",
+        beneficiary: Job | None = None,
+    ) -> None:
         """Change a job's state; see `Transition` for the arguments.
 
         Raises:
@@ -117,6 +150,7 @@ class Lifecycle:
         job.move_to(state, now)
         if before is not JobState.RUNNING:
             self._at(job.level).discard(job)
+        waited = self._follow_wait(job) if self.waits is not None else ()
         if state is JobState.RUNNING:
             if job.first_token is None:
                 self.starting[job] = None
@@ -125,7 +159,7 @@ class Lifecycle:
         else:
             self.starting.pop(job, None)
         if self.listeners or self.later_listeners:
-            transition = Transition(job, before, state, now, reason, plan)
+            transition = Transition(job, before, state, now, reason, plan, beneficiary, waited)
             self._tell((*self.listeners, *self.later_listeners), transition)
 
     def first_token(self, job: Job) -> None:
@@ -147,10 +181,25 @@ class Lifecycle:
             except Exception:
                 self._failed("recording a hold")
 
-    def relevel(self, job: Job, before: int) -> None:
-        """Move a waiting job from level `before` to `job.level`."""
+    def note(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
+        """See `Journal.noted`."""
+        if self.journal is not None:
+            try:
+                self.journal.noted(job, what, details)
+            except Exception:
+                self._failed("recording a decision")
+
+    def relevel(self, job: Job, before: int, unread: bool = False) -> None:
+        """Move a waiting job from level `before` to `job.level`.
+
+        Args:
+            unread: that its text had not been read has kept it waiting.
+        """
         if self._at(before).discard(job):
             self._at(job.level).moved.push(job, (job.entered, job.sequence))
+        if job.wait is not None and self.waits is not None:
+            job.wait.level = job.level
+            self.waits.split(job.wait, Cause.UNREAD if unread else None)
 
     def waiting(self, level: int) -> int:
         """Number of jobs of a level that wait for a seat, swapped ones included."""
@@ -168,6 +217,14 @@ class Lifecycle:
         if waiting is None:
             waiting = self._waiting[level] = _Waiting()
         return waiting
+
+    def _follow_wait(self, job: Job) -> Iterable[Part]:
+        """The causes of the wait that is over, and the begin of the next one."""
+        assert self.waits is not None
+        waited: Iterable[Part] = () if job.wait is None else self.waits.end(job.wait)
+        waits = job.state is JobState.WAITING or job.state is JobState.SWAPPED
+        job.wait = self.waits.begin(job.level, job.tenant) if waits else None
+        return waited
 
     def _tell(self, listeners: Iterable[Listener], transition: Transition) -> None:
         for listener in listeners:

@@ -67,11 +67,13 @@ class Placement:
         self._kv_used = [0.0] * engines
         self._turn = 0
 
-    def place(self, level: int, work: int = 1) -> Placed:
-        """Choose an engine for a request and count it there until `leave`."""
+    def place(self, level: int, work: int = 1, among: Sequence[int] | None = None) -> Placed:
+        """Choose an engine for a request, `among` some or all, and count it there until `leave`."""
         ahead = self._ahead[level]
-        least = min(ahead)
-        tied = [engine for engine, load in enumerate(ahead) if load == least]
+        loads = ahead if among is None else [ahead[engine] for engine in among]
+        least = min(loads)
+        pairs = enumerate(ahead) if among is None else zip(among, loads, strict=True)
+        tied = [engine for engine, load in pairs if load == least]
         tied = _least(tied, self._ahead[-1])
         tied = _least(tied, self._kv_used)
         chosen = next((engine for engine in tied if engine >= self._turn), tied[0])

@@ -1,7 +1,7 @@
 """One scheduling step: every decision before the engine runs, in one order.
 
 The engine and the simulator both call `SchedulingStep.run`, which states the order. They differ in
-what answers its questions (`EngineView`): vLLM's own accounts, or a model of them.
+what answers its questions (`view.EngineView`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.victims import AdmissionView, Room
+from vllm_semantic_sched.policy.eviction.victims import Room
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.waits import Cause
+from vllm_semantic_sched.policy.holds import HoldChoice
 from vllm_semantic_sched.policy.order.stage import (
     NO_LIMITS,
     StageLimits,
@@ -22,75 +23,7 @@ from vllm_semantic_sched.policy.order.stage import (
     prefills_that_yield,
 )
 from vllm_semantic_sched.policy.overload.control import Ended
-from vllm_semantic_sched.policy.overload.refusal import Refusal
-from vllm_semantic_sched.policy.profile.formula import Batch
-
-READING_BUFFER = 2.0
-"""Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
-protection."""
-
-
-class EngineView(AdmissionView, Protocol):
-    """The engine as a step sees it: questions about its state, and orders to it."""
-
-    # Questions
-
-    def now(self) -> float:
-        """Seconds, on the clock of `Job.arrival`."""
-
-    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
-        """Predictions that have come back since the last call, of jobs that have not ended."""
-
-    def observe(self, job: Job) -> None:
-        """Bring a running job's `generated` and `computed` up to date."""
-
-    def running_by_urgency(self) -> Sequence[Job]:
-        """The running jobs, most urgent first."""
-
-    def can_advance(self, job: Job) -> bool:
-        """Whether a running job would get a token in the coming step; not if its last one is in
-        flight."""
-
-    def prefilling(self) -> Collection[Job]:
-        """Running jobs whose prefill is not complete; their `computed` is up to date."""
-
-    def most_urgent_decode(self) -> Job | None:
-        """The most urgent running job; None if it is in prefill, or none runs."""
-
-    def is_paused(self) -> bool:
-        """Whether an operator has paused the queue: no request gets a seat."""
-
-    def free_seats(self) -> int:
-        """Seats for waiting requests; negative where more are taken than there are."""
-
-    def free_blocks(self) -> int:
-        """KV blocks for waiting requests, with those that running ones need next put aside."""
-
-    def kv_use(self) -> float:
-        """Share of the KV blocks in use, 0 to 1."""
-
-    def token_budget(self) -> float:
-        """Most tokens in a step."""
-
-    def decode_tokens(self) -> int:
-        """Tokens of the budget that decoding requests take."""
-
-    # Orders
-
-    def reposition(self, jobs: Iterable[Job]) -> None:
-        """The rank of these jobs changed; where they run, so does their place."""
-
-    def preempt(self, job: Job, reason: str) -> None:
-        """Preempt a running job and queue it again, or end it if that is the plan."""
-
-    def end(self, job: Job, refusal: Refusal) -> None:
-        """End a job without its answer."""
-
-    def hold(self, jobs: Collection[Job]) -> None:
-        """Give these running jobs no token in the coming step; they keep seat and KV."""
-
-    def limit_prefills(self, limits: StageLimits) -> None:
-        """Bound the prefills of the coming step."""
+from vllm_semantic_sched.policy.view import EngineView, has_room
 
 
 class StepOutcome(NamedTuple):
@@ -125,7 +58,9 @@ class SchedulingStep:
 
     def __init__(self, core: SchedulingCore) -> None:
         self._core = core
+        self._holds = HoldChoice(core)
         self.last = StepOutcome(begun=-1)
+        self._explained = -1  # version of the core
 
     def run(self, view: EngineView) -> StepOutcome:
         """Take every decision before a step; the engine then runs it. An error skips only the call
@@ -177,6 +112,16 @@ class SchedulingStep:
         if self._core.first_token(job):
             view.reposition([job])
 
+    def filled(self, view: EngineView) -> None:
+        """Record what keeps requests waiting after the engine has filled a step, if that is
+        logged and anything has changed."""
+        core, waits = self._core, self._core.lifecycle.waits
+        if waits is None or (core.version == self._explained and not waits.has_skipped):
+            return
+        waits.end_step()
+        waits.because(self._why_waiting(view))
+        self._explained = core.version
+
     @property
     def is_quiet(self) -> bool:
         """Whether the last step had nothing to decide about seats, holds and prefills, and no job
@@ -198,7 +143,7 @@ class SchedulingStep:
         # A step without prefills could find that the engine has become quiet.
         starts = view.free_seats() > 0 and core.waiting.peek() is not None
         same = self.is_quiet or starts or bool(view.prefilling())
-        return same and not self._watches_holds() and not core.eviction.wants_room
+        return same and not self._holds.watched and not core.eviction.wants_room
 
     def repeat(self, view: EngineView) -> None:
         """Begin a step that decides what the last one did."""
@@ -273,19 +218,20 @@ class SchedulingStep:
             blocks=view.free_blocks(),
             prefill_tokens=view.token_budget() - len(core.running),
         )
-        for victim in core.eviction.plan(room, view):
-            view.preempt(victim, "urgent")
+        for victim, beneficiary in core.eviction.plan(room, view).items():
+            view.preempt(victim, "urgent", beneficiary)
 
     def _hold(self, view: EngineView) -> bool:
         """Hold decoding jobs; returns whether the next steps may hold some, too."""
         core, now = self._core, view.now()
         held: Sequence[Job] = ()
-        watching = self._watches_holds()
+        protected = None
+        watching = self._holds.watched
         if core.protection.enabled:
             may_hold = core.protection.begin_step(now, busy=len(core.running) > 0)
             if may_hold and watching:
-                held = self._held_for_protected(view)
-        moved = core.hold(held, now)
+                held, protected = self._holds.choose(view)
+        moved = core.hold(held, now, protected)
         if moved:
             view.reposition(moved)
         if held:
@@ -299,62 +245,9 @@ class SchedulingStep:
         limits = self._stage_limits(view)
         if limits is not NO_LIMITS:
             view.limit_prefills(limits)
-        return self._has_protected_prefill(view)
+        return self._holds.prefills_protected(view)
 
     # Decisions of the parts
-
-    def _watches_holds(self) -> bool:
-        """Whether jobs may be held for protected ones."""
-        core = self._core
-        return core.protection.enabled and core.has_protected and len(core.waiting) > 0
-
-    def _held_for_protected(self, view: EngineView) -> list[Job]:
-        """Running jobs to hold for those that are protected, if one of these gets a token in this
-        step: else the step could be empty."""
-        core, protection = self._core, self._core.protection
-        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
-        if newcomer is not None and self._has_room(newcomer, view):
-            return []
-        prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
-        certain, gaining, found = Batch(), 0.0, False
-        others: list[Job] = []
-        ahead: list[Job] = []
-        for job in view.running_by_urgency():
-            decodes, protects = job not in prefilling, protection.protects(job)
-            fast_enough = decodes and self._is_ahead_of_reader(job, view, now)
-            if decodes and not protects and protection.yields(job):
-                (ahead if fast_enough else others).append(job)
-                continue
-            if decodes:
-                certain.add_decode(job.tokens)
-            if not fast_enough:
-                gaining += worth[job.level]
-                found = found or (protects and view.can_advance(job))
-        others += ahead  # first to be held
-        if not found or not others:
-            return []
-        hold = protection.choose(certain, others, worth, gaining, core.worth_of_all(), core.profile)
-        if hold is None:
-            return []
-        held = others[hold.beside :]
-        protection.record(hold, len(held))
-        return held
-
-    def _is_ahead_of_reader(self, job: Job, view: EngineView, now: float) -> bool:
-        """Whether the reader of an answer has text for some time, at the pace of its tier."""
-        pace = self._core.policy.tier(job.level).pace
-        if pace is None or job.first_token is None:
-            return False
-        view.observe(job)
-        return job.generated > pace * (now - job.first_token + READING_BUFFER)
-
-    def _has_protected_prefill(self, view: EngineView) -> bool:
-        core = self._core
-        if not core.has_protected:
-            return False
-        newcomer = core.waiting.peek()
-        jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
-        return any(map(core.protection.protects, jobs))
 
     def _stage_limits(self, view: EngineView) -> StageLimits:
         """Which prefills are held, for a newcomer or by the paper's gate (Alg. 2)."""
@@ -386,10 +279,19 @@ class SchedulingStep:
 
     def _can_start(self, newcomer: Job, view: EngineView) -> bool:
         """Whether the next waiting job gets a seat in this step."""
-        return view.is_ready(newcomer) and self._has_room(newcomer, view)
+        return view.is_ready(newcomer) and has_room(newcomer, view)
 
-    def _has_room(self, newcomer: Job, view: EngineView) -> bool:
-        return view.free_seats() > 0 and view.needed_blocks(newcomer) <= view.free_blocks()
+    def _why_waiting(self, view: EngineView) -> Cause:
+        if view.is_paused():
+            return Cause.PAUSED
+        if view.free_seats() <= 0:
+            return Cause.SEAT
+        if not len(self._core.waiting):
+            return Cause.STEP
+        newcomer = self._core.waiting.peek()
+        if newcomer is None:  # a limit counts for those that it concerns
+            return Cause.KV_PEAK
+        return Cause.TOKENS if has_room(newcomer, view) else Cause.KV
 
     def _changed(self, view: EngineView, jobs: list[Job]) -> None:
         view.reposition(jobs)

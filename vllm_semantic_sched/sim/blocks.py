@@ -24,14 +24,14 @@ class BlockPool:
         """Blocks for the KV of this many tokens."""
         return -(-tokens // self.block_size)
 
-    def take(self, blocks: int) -> bool:
-        """Take blocks; False, without taking any, if there are not enough."""
+    def allocate(self, blocks: int) -> bool:
+        """Allocate blocks; False, without any, if there are not enough."""
         if blocks > self.free:
             return False
         self.free -= blocks
         return True
 
     def give_back(self, blocks: int) -> None:
-        """Return blocks that were taken."""
+        """Return blocks that were allocated."""
         self.free += blocks
         assert self.free <= self.total, "more blocks returned than there are"

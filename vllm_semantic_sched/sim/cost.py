@@ -24,15 +24,9 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step.
-
-    Attributes:
-        decodes: number of sequences that get one more token.
-        context: total tokens of these sequences.
-        longest_context: tokens of the longest of them, if the cost model uses it.
-        chunks: whole or partial prefills.
-        saved: tokens of each preempted sequence whose KV is saved to the host.
-    """
+    """The work of a step: sequences that get one more token and their tokens together, the tokens
+    of the longest of them (if the cost model uses it), whole or partial prefills, and the tokens of
+    each preempted sequence whose KV is saved to the host."""
 
     decodes: int = 0
     context: int = 0
@@ -42,17 +36,12 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """A cost model.
-
-    Attributes:
-        uses_longest: whether it uses `StepWork.longest_context`.
-    """
+    """A cost model; `uses_longest`: whether it uses `StepWork.longest_context`."""
 
     uses_longest: bool
 
     def seconds(self, work: StepWork) -> float:
         """Duration of a step in seconds."""
-        ...
 
 
 class SlowestOfBatch:

@@ -17,6 +17,7 @@ from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
 from vllm_semantic_sched.sim.decoding import Decoding
+from vllm_semantic_sched.sim.prefixes import PrefixCache
 from vllm_semantic_sched.sim.request import Run, Seat
 
 
@@ -25,7 +26,7 @@ class RequestTooLarge(ValueError):
 
 
 class Engine:
-    """Seats, KV blocks and steps, as vLLM's V1 engine has them. A `policy.step.EngineView`.
+    """Seats, KV blocks and steps, as vLLM's V1 engine has them. A `policy.view.EngineView`.
 
     `begin_step` takes the decisions of `policy.step`, then does what vLLM does with them:
     decoding requests take the blocks that they need, at the expense of the tail of the running
@@ -36,6 +37,7 @@ class Engine:
         seats: sequences in a step at most (the paper's batch size).
         token_budget: tokens in a step at most; None for whole prompts whatever their length.
         host: where victims' KV may go; None: nowhere.
+        prefixes: the prefix cache; None: none.
         keep_seats: record when each request had a seat and was held.
         ended: told of each request that the policy ends.
 
@@ -54,8 +56,10 @@ class Engine:
         host: BlockPool | None,
         keep_seats: bool = False,
         ended: Callable[[Run], None] = lambda run: None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.core = core
+        self._prefixes = prefixes
         self.pool = pool
         self.seats = seats
         self.running: list[Job] = []
@@ -136,6 +140,7 @@ class Engine:
             self._grow()
         else:
             self._arrange()
+        self.step.filled(self)
         return self._cost.seconds(self._step_work())
 
     def _repeats(self) -> bool:
@@ -157,6 +162,7 @@ class Engine:
                 continue
             run = self._runs[job]
             self._prefilling.pop(job)
+            self.core.restored(job)
             job.generated += 1
             if run.first_token is None:
                 run.first_token = now
@@ -168,8 +174,8 @@ class Engine:
         for run in finished:
             run.finish = now
             self._leave(run, "finish")
-            del self._runs[run.job]
             self.core.finish(run.job, AnswerEnd.STOPPED)
+            del self._runs[run.job]
         return finished
 
     def skip_steps(self, available: float) -> tuple[int, float]:
@@ -209,38 +215,32 @@ class Engine:
             if not steps:
                 return 0, 0.0
         total = seconds(steps)
-        self.pool.take(decoding.growth(steps))
+        self.pool.allocate(decoding.growth(steps))
         decoding.skip(steps)
         self.core.skip_steps(steps)
         return steps, total
 
-    # Questions of a step (`policy.step.EngineView`)
+    # Questions of a step, see `policy.view.EngineView`
 
     def now(self) -> float:
-        """Seconds of virtual time."""
         return self._now
 
     def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
-        """Predictions that came back since the last step."""
         if not self._predictions:
             return ()
         came, self._predictions = self._predictions, []
         return [(run.job, run.prediction) for run in came if run.job in self._runs]
 
     def observe(self, job: Job) -> None:
-        """Bring a running job's `generated` and `computed` up to date."""
         self._decoding.observe(self._runs[job])
 
     def running_by_urgency(self) -> Sequence[Job]:
-        """The running jobs, most urgent first."""
         return self.running
 
     def prefilling(self) -> Collection[Job]:
-        """Running jobs whose prefill is not complete."""
         return self._prefilling
 
     def most_urgent_decode(self) -> Job | None:
-        """The most urgent running job, if it decodes."""
         best = self.running[0] if self.running else None
         return None if best is None or best in self._prefilling else best
 
@@ -250,11 +250,9 @@ class Engine:
         return True
 
     def is_paused(self) -> bool:
-        """A simulated engine is never paused."""
         return False
 
     def free_seats(self) -> int:
-        """Seats not taken."""
         return self.seats - len(self.running)
 
     def free_blocks(self) -> int:
@@ -263,11 +261,9 @@ class Engine:
         return self.pool.free - self._decoding.growth(1) - self._decoding.held_growth
 
     def kv_use(self) -> float:
-        """Share of the KV blocks in use, 0 to 1."""
         return self.pool.use
 
     def token_budget(self) -> float:
-        """Most tokens in a step."""
         return self._token_budget
 
     def decode_tokens(self) -> int:
@@ -276,38 +272,36 @@ class Engine:
         return len(self._decoding) + held
 
     def is_ready(self, job: Job) -> bool:
-        """A waiting simulated request is always ready."""
         return True
 
     def needed_blocks(self, job: Job) -> int:
-        """KV blocks that a waiting job takes."""
-        return self.pool.needed(job.tokens)
+        """KV blocks that a waiting job takes, less those that others hold of it."""
+        needed = self.pool.needed(job.tokens)
+        return (
+            needed if self._prefixes is None else needed - self._prefixes.hits(self._runs[job])[1]
+        )
 
     def freeable_blocks(self, job: Job) -> int | None:
-        """KV blocks that come free with a running job."""
         return self.blocks_of(job)
 
     def preemption_seconds(self, job: Job) -> float:
-        """Engine seconds that preempting a running job would cost."""
         return self._plan(job).seconds
 
     # Orders of a step
 
     def reposition(self, jobs: Iterable[Job]) -> None:
-        """Move running jobs to the places that their ranks give them."""
         for job in jobs:
             if job.state is JobState.RUNNING:
                 self._remove(job)
                 self._insert(job)
 
-    def preempt(self, job: Job, reason: str) -> None:
-        """Preempt a running job and queue it again, or end it if that is the plan."""
+    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         run, plan = self._runs[job], self._plan(job)
-        self.core.preempt(job, plan, reason)
+        self.core.preempt(job, plan, reason, beneficiary)
         if self._host is not None and plan.saved:
             run.swaps += 1
             self._swapped_out.append(plan.saved)
-            self._host.take(self._host.needed(plan.saved))
+            self._host.allocate(self._host.needed(plan.saved))
         else:
             run.recomputes += 1
         self._leave(run, "swap" if plan.saved else "recompute")
@@ -317,7 +311,6 @@ class Engine:
             self.end(job, DROPPED)
 
     def end(self, job: Job, refusal: Refusal) -> None:
-        """End a job without its answer."""
         run, code = self._runs.pop(job), refusal.code.value
         self._decoding.observe(run)
         if job in self.core.running:
@@ -327,15 +320,13 @@ class Engine:
             if self._host is not None:
                 self._host.give_back(self._host.needed(job.swapped))
         run.refused = code
-        self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code)
+        self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code, refusal.beneficiary)
         self._ended(run)
 
     def limit_prefills(self, limits: StageLimits) -> None:
-        """Bound the prefills of the coming step."""
         self._limits = limits
 
     def hold(self, jobs: Collection[Job]) -> None:
-        """Give these running jobs no token in the coming step; they keep seat and KV."""
         self._hold_given = True
         coming = dict.fromkeys(jobs)
         for job in [job for job in self._held if job not in coming]:
@@ -361,14 +352,14 @@ class Engine:
     def _grow(self) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
         decoding = self._decoding
-        enough = self.pool.take(decoding.growth(1))
+        enough = self.pool.allocate(decoding.growth(1))
         if not enough:
             # The tail goes first, which has not got its own yet.
             for run in sorted(
                 decoding.outgrowing(), key=lambda run: self.core.running.order(run.job)
             ):
-                while run in decoding and not self.pool.take(1):
-                    self.preempt(self.running[-1], "kv_shortage")
+                while run in decoding and not self.pool.allocate(1):
+                    self.preempt(self.running[-1], "kv_shortage", run.job)
         decoding.grow()
         return not enough
 
@@ -378,14 +369,18 @@ class Engine:
             job = core.waiting.peek()
             if job is None:
                 return
-            needed = self.needed_blocks(job)
-            if not self.pool.take(needed):
+            run, needed = self._runs[job], self.pool.needed(job.tokens)
+            found, used = (0, 0) if self._prefixes is None else self._prefixes.hits(run)
+            if not self.pool.allocate(needed - used):
                 return
             core.take(job, core.waiting)
-            run = self._runs[job]
             self.waiting[run.request.level] -= 1
             run.blocks = needed
             run.loading, job.computed = job.swapped, job.swapped
+            if self._prefixes is not None and found * self.pool.block_size > job.computed:
+                run.loading, job.computed = 0, found * self.pool.block_size
+                run.shared = found
+                self._prefixes.enter(run, job.computed)
             if self._host is not None:
                 self._host.give_back(self._host.needed(run.loading))
             core.start(job)
@@ -399,6 +394,8 @@ class Engine:
         """Let a request compute up to `most` tokens in this step."""
         tokens = int(min(job.tokens - job.computed, most))
         self._chunks[job] = tokens
+        if self._prefixes is not None:
+            self._prefixes.enter(self._runs[job], job.computed + tokens)
         return tokens
 
     def _step_work(self) -> StepWork:
@@ -437,7 +434,11 @@ class Engine:
         self._remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
-        self.pool.give_back(run.blocks)
+        kept = 0
+        if self._prefixes is not None:
+            self._prefixes.enter(run, run.job.computed)
+            kept = self._prefixes.leave(run)
+        self.pool.give_back(run.blocks - kept)
         run.blocks = 0
         if self._keep_seats:
             run.seats.append(Seat(run.seated, self._now, kind, run.holds))

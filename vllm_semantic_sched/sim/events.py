@@ -19,11 +19,8 @@ class Order(enum.IntEnum):
 
 
 class EventQueue:
-    """Actions at moments of virtual time (`now`, in seconds).
-
-    Events are ordered by time, then `Order`, then the order of scheduling, so that runs are
-    reproducible.
-    """
+    """Actions at moments of virtual time (`now`, in seconds), ordered by time, then `Order`, then
+    the order of scheduling, so that runs are reproducible."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,14 +1,12 @@
 """Metrics of a run per urgency level, in the words and formulas of the benchmark, and the queue
-depth over time. Memory is bounded in both."""
+depth over time. Of a finished request two numbers are kept, for the percentiles."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from ddsketch import DDSketch
 
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.tiers import Slo
@@ -35,40 +33,41 @@ METRICS = {
     "swaps": "preemptions whose KV was kept on the host",
     "preemptions_per_minute": "preemptions per minute from first arrival to last finish",
     "tokens_per_second": "output tokens / time from first arrival to last finish of the row",
-    "passed": "share of the requests that got their first seat after a less urgent one that "
-    "arrived later (paper, eq. 2), by true urgency",
-    **{f"passed_{cause.value}": f"share passed by cause: {cause.value}" for cause in PassCause},
+    "finish_order_violations": "share of the finished requests that were there when a less urgent "
+    "one finished (paper, eq. 2), by true urgency",
+    "seat_order_violations": "share of the requests that got their first seat after a less urgent "
+    "one that arrived later, by true urgency",
+    **{
+        f"seat_order_{cause.value}": f"share of these by cause: {cause.value}"
+        for cause in PassCause
+    },
+    "fairness": "Jain's index over tenants of output tokens per second while they have requests",
     "slo_met": "share of the requests of promised levels for which every promise was kept",
     "goodput": "requests for which every promise was kept / time from first to last arrival, per s",
 }
 """Columns of the results. Levels without an SLO have neither `slo_met` nor `goodput`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
-_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "cause", *_TIMES)
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "outrun", "cause", *_TIMES)
 _CAUSES = {cause: place for place, cause in enumerate(PassCause)}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
-_EXACT = 131_072  # values up to which percentiles are exact
-_RELATIVE_ACCURACY = 0.001
-_SUMMED = ("e2e", "ttft", "tpot", "tokens", "recomputes", "swaps", "held", "promised", "kept")
+_SUMMED = (
+    *("e2e", "ttft", "tpot", "tokens", "recomputes"),
+    *("swaps", "held", "outrun", "promised", "kept"),
+)
 _DEPTH_BINS = 256
 
 
 class Recorder:
-    """Takes in finished requests and computes their metrics.
-
-    Percentiles are exact for up to 131,072 requests per row; beyond that a DDSketch gives them
-    with a relative accuracy of 0.1 %.
-
-    Args:
-        slos: one per level.
-    """
+    """Takes in finished requests and computes their metrics."""
 
     def __init__(self, slos: Sequence[Slo]) -> None:
         self._slos = slos
         self._finished = array("d")  # rows of _COLUMNS
         self._levels = [_Row() for _ in slos]
         self._all = _Row()
+        self._service = TenantService()
 
     def add(self, run: Run) -> None:
         """Take in a finished or refused request."""
@@ -78,9 +77,12 @@ class Recorder:
                 row.add_refused(request.arrival, is_promised(self._slos[request.level]))
             return
         assert run.started is not None and run.first_token is not None and run.finish is not None
+        if request.tenant:
+            self._service.add(request.tenant, request.arrival, run.finish, request.output_tokens)
         self._finished.extend(
             (
                 *(request.level, request.output_tokens, run.recomputes, run.swaps, run.held),
+                run.job.outrun,
                 _CAUSES[run.job.passed] if run.job.passed is not None else -1,
                 *(request.arrival, run.started, run.first_token, run.finish),
             )
@@ -96,7 +98,11 @@ class Recorder:
         rows = {
             str(level): row.metrics([row]) for level, row in enumerate(self._levels) if row.count
         }
-        return rows | {ALL: self._all.metrics(self._levels)} if rows else {}
+        if not rows:
+            return {}
+        fairness = self._service.fairness()
+        extra = {} if fairness is None else {"fairness": fairness}
+        return rows | {ALL: self._all.metrics(self._levels) | extra}
 
     def _add_block(self) -> None:
         table = np.array(self._finished).reshape(-1, len(_COLUMNS))
@@ -119,7 +125,8 @@ class Recorder:
             if here.any():
                 members = {name: values[here] for name, values in block.items()}
                 row.add(members)
-                row.add_values(members)
+                for name, parts in row.values.items():
+                    parts.append(members[name])
         self._all.add(block)
 
 
@@ -138,11 +145,11 @@ def _met(slo: Slo, block: dict[str, np.ndarray]) -> np.ndarray:
 
 
 class _Row:
-    """Sums and values of one level, or sums over all levels."""
+    """Sums of one level with the values that percentiles need, or sums over all levels."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.values = {name: _Values() for name in _PERCENTILES}
+        self.values: dict[str, list[np.ndarray]] = {name: [] for name in _PERCENTILES}
         self._refused = self._refused_promised = 0
         self._sums: dict[str, float] = {}
         self._first_arrival = float("inf")
@@ -162,18 +169,13 @@ class _Row:
         sums = {name: block[name].sum() for name in _SUMMED}
         sums["normalized"] = (block["e2e"] / block["tokens"]).sum()
         for cause, place in _CAUSES.items():
-            sums[f"passed_{cause.value}"] = (block["cause"] == place).sum()
+            sums[f"seat_order_{cause.value}"] = (block["cause"] == place).sum()
         sums["queueing"] = (block["started"] - block["arrival"]).sum()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
         self._first_arrival = min(self._first_arrival, float(block["arrival"].min()))
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last_finish = max(self._last_finish, float(block["finish"].max()))
-
-    def add_values(self, block: dict[str, np.ndarray]) -> None:
-        """Keep the values of finished requests for percentiles."""
-        for name, values in self.values.items():
-            values.add(block[name])
 
     def metrics(self, rows: Sequence[_Row]) -> dict[str, float]:
         """Metrics of this row; percentiles are those of the values of `rows`."""
@@ -205,70 +207,67 @@ class _Row:
                 "preemptions_per_minute": preemptions / span * 60,
                 "tokens_per_second": sums["tokens"] / span,
             }
-            by_cause = {f"passed_{cause.value}": sums[f"passed_{cause.value}"] for cause in _CAUSES}
-            row["passed"] = sum(by_cause.values()) / finished
+            by_cause = {
+                f"seat_order_{cause.value}": sums[f"seat_order_{cause.value}"] for cause in _CAUSES
+            }
+            row["finish_order_violations"] = sums["outrun"] / finished
+            row["seat_order_violations"] = sum(by_cause.values()) / finished
             row |= {name: count / finished for name, count in by_cause.items()}
             for name, columns in _PERCENTILES.items():
-                row |= _percentiles([other.values[name] for other in rows], columns)
+                values = np.concatenate([part for other in rows for part in other.values[name]])
+                found = np.percentile(values, list(columns.values()))
+                row |= dict(zip(columns, found.tolist(), strict=True))
         return {name: row[name] for name in METRICS if name in row}
 
 
-class _Values:
-    """Values of a stream: all of them up to `_EXACT`, a sketch of their distribution after that."""
+class TenantService:
+    """Output tokens of each tenant, and the time in which it had requests. Memory grows with the
+    tenants and the pauses in which a tenant has no request."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.kept: list[np.ndarray] = []
-        self.sketch: Any = None
+        self._tokens: dict[str, int] = {}
+        self._active: dict[str, list[tuple[float, float]]] = {}  # disjoint times, in order
 
-    def add(self, values: np.ndarray) -> None:
-        self.count += len(values)
-        self.kept.append(values)
-        if self.count > _EXACT:
-            if self.sketch is None:
-                self.sketch = _make_sketch()
-            self.add_to(self.sketch)
-            self.kept = []
+    def add(self, tenant: str, arrival: float, finish: float, tokens: int) -> None:
+        """Add a finished request; in the order of finishes."""
+        times = self._active.setdefault(tenant, [])
+        while times and times[-1][1] >= arrival:
+            arrival = min(arrival, times.pop()[0])
+        times.append((arrival, finish))
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + tokens
 
-    def add_to(self, sketch: Any) -> None:
-        """Add the values that are kept as they are to a sketch."""
-        for value in np.concatenate(self.kept).tolist() if self.kept else ():
-            sketch.add(value)
-
-
-def _make_sketch() -> Any:
-    return DDSketch(_RELATIVE_ACCURACY)
+    def fairness(self) -> float | None:
+        """Jain's index over tenants of output tokens per second in the time in which the tenant had
+        requests: 1 if all got the same, 1 / tenants if one got all. None for fewer than two."""
+        rates = [
+            tokens / max(sum(end - begin for begin, end in self._active[tenant]), 1e-9)
+            for tenant, tokens in self._tokens.items()
+        ]
+        return jain_index(rates) if len(rates) > 1 else None
 
 
-def _percentiles(streams: Sequence[_Values], columns: dict[str, int]) -> dict[str, float]:
-    """Percentiles of the values of several streams together; there must be values."""
-    if sum(stream.count for stream in streams) <= _EXACT:
-        values = np.concatenate([part for stream in streams for part in stream.kept])
-        found = np.percentile(values, list(columns.values()))
-        return dict(zip(columns, found.tolist(), strict=True))
-    sketch = _make_sketch()
-    for stream in streams:
-        stream.add_to(sketch)
-        if stream.sketch is not None:
-            sketch.merge(stream.sketch)
-    return {name: sketch.get_quantile_value(percent / 100) for name, percent in columns.items()}
+def jain_index(values: Iterable[float]) -> float:
+    """(sum of x)^2 / (n sum of x^2), 1 / n to 1 (Jain et al. 1984); there must be values."""
+    given = list(values)
+    squares = sum(value * value for value in given)
+    return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
 
 
-def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the repeats that have it."""
-    names = [name for name in METRICS if any(name in row for row in rows)]
-    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
+def mean_levels(repeats: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The mean of each metric of each level over the repeats that have it."""
+    means = {}
+    for level in dict.fromkeys(level for repeat in repeats for level in repeat):
+        rows = [repeat[level] for repeat in repeats if level in repeat]
+        names = [name for name in METRICS if any(name in row for row in rows)]
+        means[level] = {
+            name: float(np.mean([row[name] for row in rows if name in row])) for name in names
+        }
+    return means
 
 
 class DepthHistory:
-    """Mean number of waiting requests per level in each of at most 256 equal bins of time.
-
-    Bins start short. When the time outgrows them, every two neighbors are merged.
-
-    Args:
-        levels: number of levels.
-        width: seconds of a bin at the start.
-    """
+    """Mean number of waiting requests per level in each of at most 256 equal bins of time. Bins
+    start short (`width`, seconds); when the time outgrows them, every two neighbors are merged."""
 
     def __init__(self, levels: int, width: float = 0.01) -> None:
         self._width = width

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import is_promised, mean_of
+from vllm_semantic_sched.sim.metrics import is_promised, mean_levels
 from vllm_semantic_sched.sim.routing import Routing
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
@@ -31,13 +31,8 @@ QUESTIONS: tuple[Question, ...] = ("now", "load", *ENGINE_QUESTIONS)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The scenario at one load and number of engines.
-
-    Attributes:
-        load: factor on the given load.
-        holds: whether the promises of all levels were kept, see `holds`.
-        levels: metrics by level, see `metrics.Recorder`.
-    """
+    """The scenario at one load (factor on the given one) and number of engines: whether all
+    promises were kept, see `holds`, and metrics by level, see `metrics.Recorder`."""
 
     load: float
     engines: int
@@ -47,13 +42,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question about one scheduler.
-
-    Attributes:
-        best: the trial that answers it; None if no trial holds.
-        trials: all trials in the order in which they were made.
-        spans: times in seats in the first repeat of the trial of `now`.
-    """
+    """The answer to one question about one scheduler: the best trial (None if no trial holds), all
+    trials in the order in which they were made, and times in seats in the first repeat of `now`."""
 
     scheduler: str
     question: Question
@@ -95,8 +85,8 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
 def _try(
     scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing
 ) -> tuple[Trial, tuple[Span, ...]]:
-    """Run all repeats of a scenario at another load and number of engines; also returns the times
-    in seats of the first repeat."""
+    """Run all repeats at another load and number of engines; also returns the times in seats of the
+    first one."""
     settings = scenario.settings
     workload = settings.workload.model_copy(update={"speed": settings.workload.speed * load})
     engine = settings.engine.model_copy(update={"replicas": engines, "routing": routing})
@@ -104,9 +94,7 @@ def _try(
         scenario, settings=settings.model_copy(update={"workload": workload, "engine": engine})
     )
     outcomes = [run_task(Task(changed, scheduler, repeat)) for repeat in range(settings.repeats)]
-    results = [outcome.levels for outcome in outcomes]
-    names = dict.fromkeys(name for result in results for name in result)
-    levels = {name: mean_of([one[name] for one in results if name in one]) for name in names}
+    levels = mean_levels([outcome.levels for outcome in outcomes])
     trial = Trial(load, engines, holds(levels, scenario.slos(scheduler)), levels)
     return trial, outcomes[0].spans
 

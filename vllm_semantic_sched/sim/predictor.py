@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -16,15 +16,8 @@ from vllm_semantic_sched.sim.workload import Workload
 
 
 class Predictions:
-    """The prediction for each request, by index.
-
-    Args:
-        levels, lengths: predicted level and bucket per request.
-        doubt: probability that is shared among the levels and buckets that were not predicted.
-
-    Attributes:
-        buckets: the length buckets.
-    """
+    """The prediction for each request, by index: a level and a bucket; the rest share the
+    probability `doubt`."""
 
     def __init__(
         self,
@@ -37,25 +30,25 @@ class Predictions:
         self.buckets = buckets
         self._levels = levels.astype(np.int8)
         self._lengths = lengths.astype(np.int16)
-        urgencies = [_peaked(level, level_count, doubt) for level in range(level_count)]
         count = len(buckets.means)
+        lengths_of = [_peaked(bucket, count, doubt) for bucket in range(count)]
         self._predictions = [
-            [Prediction(urgency, _peaked(bucket, count, doubt)) for bucket in range(count)]
-            for urgency in urgencies
+            [Prediction(_peaked(level, level_count, doubt), length) for length in lengths_of]
+            for level in range(level_count)
         ]
 
-    def __getitem__(self, index: int) -> Prediction:
+    def __getitem__(self, index: int) -> Prediction | None:
         return self._predictions[int(self._levels[index])][int(self._lengths[index])]
 
 
 class GivenPredictions(Predictions):
-    """Predictions of a real predictor, in place of drawn ones."""
+    """Predictions of a real predictor, in place of drawn ones; None for texts not read."""
 
-    def __init__(self, predictions: Sequence[Prediction], buckets: LengthBuckets) -> None:
+    def __init__(self, predictions: Sequence[Prediction | None], buckets: LengthBuckets) -> None:
         self.buckets = buckets
         self._given = predictions
 
-    def __getitem__(self, index: int) -> Prediction:
+    def __getitem__(self, index: int) -> Prediction | None:
         return self._given[index]
 
 
@@ -63,13 +56,12 @@ def draw_predictions(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions:
     """Draw the predictor's predictions for the requests of a run."""
-    buckets = make_buckets(model, workload.outputs)
+    buckets, true_buckets = _bucketed(model, workload)
     clipped = model.mistakes == "clipped"
     if model.confusion:
         predicted = _confused(workload.levels, model.confusion, rng)
     else:
         predicted = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
-    true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
     lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
     return Predictions(predicted, lengths, levels, buckets)
 
@@ -82,15 +74,15 @@ def draw_instant(
     error = model.instant_error
     if error is None:
         return None
+    buckets, true_buckets = _bucketed(model, workload)
+    predicted = mistaken(workload.levels, levels, error, rng)
+    lengths = mistaken(true_buckets, len(buckets.means), error, rng)
+    return Predictions(predicted, lengths, levels, buckets, doubt=error)
+
+
+def _bucketed(model: PredictorModel, workload: Workload) -> tuple[LengthBuckets, np.ndarray]:
     buckets = make_buckets(model, workload.outputs)
-    true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
-    return Predictions(
-        mistaken(workload.levels, levels, error, rng),
-        mistaken(true_buckets, len(buckets.means), error, rng),
-        levels,
-        buckets,
-        doubt=error,
-    )
+    return buckets, np.searchsorted(buckets.edges, workload.outputs, side="right")
 
 
 def mistaken(
@@ -100,16 +92,10 @@ def mistaken(
     rng: np.random.Generator,
     clipped: bool = False,
 ) -> np.ndarray:
-    """Predicted classes for an error rate (paper, section 4.1).
-
-    The error rate is both the share of wrong classes and their mean distance from the true class
-    as a share of the number of classes. Mistakes go either way with equal probability, and stop
-    at the first and last class.
-
-    Args:
-        classes: true classes, 0 to `count` - 1.
-        clipped: drop mistakes beyond the ends; otherwise they go the other way.
-    """
+    """Predicted classes for an error rate (paper, section 4.1), which is both the share of wrong
+    classes and their mean distance from the true class as a share of the number of classes.
+    Mistakes go either way with equal probability, and stop at the first and last class. Those
+    beyond the ends are dropped if `clipped`; otherwise they go the other way."""
     wrong = np.zeros(len(classes), dtype=bool)
     wrong[rng.permutation(len(classes))[: round(error_rate * len(classes))]] = True
     distance = error_rate * count
@@ -161,22 +147,13 @@ def _peaked(index: int, count: int, doubt: float) -> tuple[float, ...]:
     return tuple(1.0 - doubt if place == index else doubt / (count - 1) for place in range(count))
 
 
-class _Submission(NamedTuple):
-    level: int
-    deadline: float
-    run: Run
-
-
 class PredictorQueue:
     """Requests that wait for the predictor, which processes one batch at a time.
 
     In mode `immediate` the predictor, when free, takes the waiting requests up to a full batch or
     `max_pass` seconds, the most urgent first as far as is known. In mode `full_batching` it waits
-    for a full batch, for `max_wait` seconds, or for the end of all arrivals.
-
-    Args:
-        policy: mode and batch size.
-        deliver: called with the requests of a batch when their predictions are ready.
+    for a full batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets the
+    requests of a batch when their predictions are ready.
     """
 
     def __init__(
@@ -190,18 +167,15 @@ class PredictorQueue:
         self._policy = policy
         self._model = model
         self._deliver = deliver
-        self._queue: list[_Submission] = []
+        self._queue: list[tuple[int, float, Run]] = []  # level, deadline, request
         self._busy = False
         self._draining = False
 
     def submit(self, run: Run, level: int = 0) -> None:
-        """Add a request. The predictor starts after all arrivals of this moment.
-
-        Args:
-            level: urgency level as far as it is known; more urgent requests are read first.
-        """
+        """Add a request; more urgent ones, as far as the level is known, are read first. The
+        predictor starts after all arrivals of this moment."""
         deadline = self._events.now + self._policy.max_wait
-        self._queue.append(_Submission(level, deadline, run))
+        self._queue.append((level, deadline, run))
         self._events.at(self._events.now, Order.PREDICTOR, self._start_batch)
         if self._policy.mode == "full_batching":
             self._events.at(deadline, Order.PREDICTOR, self._start_batch)
@@ -215,8 +189,8 @@ class PredictorQueue:
         if self._busy or not self._queue or not self._due():
             return
         size = min(len(self._queue), self._largest_batch())
-        self._queue.sort(key=lambda submission: submission.level)  # stable: then by arrival
-        batch = [submission.run for submission in self._queue[:size]]
+        self._queue.sort(key=itemgetter(0))  # stable: then by arrival
+        batch = [run for _, _, run in self._queue[:size]]
         del self._queue[:size]
         self._busy = True
         seconds = (
@@ -235,7 +209,7 @@ class PredictorQueue:
     def _due(self) -> bool:
         if self._policy.mode == "immediate" or self._draining:
             return True
-        oldest_deadline = min(submission.deadline for submission in self._queue)
+        oldest_deadline = min(deadline for _, deadline, _ in self._queue)
         return len(self._queue) >= self._policy.max_batch or self._events.now >= oldest_deadline
 
     def _done(self, batch: list[Run]) -> None:

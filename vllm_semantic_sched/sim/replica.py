@@ -13,6 +13,7 @@ from vllm_semantic_sched.sim.cost import SlowestOfBatch, StepCost, SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.predictor import PredictorQueue
+from vllm_semantic_sched.sim.prefixes import PrefixCache
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import EngineModel
@@ -41,11 +42,7 @@ class Observer(Protocol):
 
 
 class Replica:
-    """One engine at work: takes requests and steps while there is something to do.
-
-    Args:
-        number: which of several.
-    """
+    """One of several engines at work: takes requests and steps while there is something to do."""
 
     def __init__(
         self,
@@ -136,12 +133,8 @@ def make_engine(
     ended: Callable[[Run], None] = lambda run: None,
     seed: int = 0,
 ) -> Engine:
-    """The engine that a scenario describes.
-
-    Args:
-        ended: told of each request that the policy ends.
-        seed: of what is random in the policy's limits.
-    """
+    """The engine that a scenario describes. It tells `ended` of each request that the policy ends;
+    `seed`: of what is random in the policy's limits."""
     cost: StepCost
     if model.kind == "paper":
         cost = SlowestOfBatch(profile)
@@ -150,13 +143,15 @@ def make_engine(
         cost = SumOfTokens(profile.model_copy(update={"batch": batch}))
     capacity = EngineCapacity(model.seats, model.kv_blocks, model.block_size)
     core.set_capacity(capacity, keeps_accounts=False, seed=seed)
+    pool = BlockPool(model.kv_blocks, model.block_size)
     return Engine(
         core,
         cost,
-        BlockPool(model.kv_blocks, model.block_size),
+        pool,
         seats=model.seats,
         token_budget=None if model.kind == "paper" else model.token_budget,
         host=BlockPool(model.host_blocks, model.block_size) if model.swap else None,
         keep_seats=keep_seats,
         ended=ended,
+        prefixes=PrefixCache(pool) if model.prefix_caching else None,
     )

@@ -11,7 +11,14 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """True properties of a request: `arrival` in seconds, lengths in tokens."""
+    """True properties of a request: `arrival` in seconds, lengths in tokens.
+
+    Attributes:
+        hint: level that its client states; None: as the scenario says (`workload.hints`).
+        limit: its `max_tokens`; None: as the scenario says (`workload.limits`).
+        shortest: tokens before which its answer cannot end.
+        blocks: hash of each of its whole KV blocks, with all before it; empty: it shares none.
+    """
 
     index: int
     arrival: float
@@ -19,6 +26,10 @@ class SimRequest:
     prompt_tokens: int
     output_tokens: int
     tenant: str = ""
+    hint: int | None = None
+    limit: int | None = None
+    shortest: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,6 +65,8 @@ class Run:
         holds: start and end of each hold in its current seat, if recorded.
         seats: times in a seat, if recorded.
         engine: number of its engine.
+        cached, shared: how many of the request's `blocks` are in the prefix cache for it, and how
+            many of these it found there.
         refused: code of its refusal; else empty.
     """
 
@@ -73,4 +86,6 @@ class Run:
     holds: list[tuple[float, float]] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
     engine: int = 0
+    cached: int = 0
+    shared: int = 0
     refused: str = ""

@@ -14,9 +14,6 @@ class Router:
 
     `round_robin`: each engine in turn. `least_loaded`: the engine with the fewest requests.
     `urgency_aware`: the policy's `Placement`, which only counts requests at least as urgent.
-
-    Args:
-        engines, levels: numbers of engines and levels.
     """
 
     def __init__(self, routing: Routing, engines: int, levels: int) -> None:

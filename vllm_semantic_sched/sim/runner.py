@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
-from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_of
+from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_levels
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
-from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.simulation import Given, simulate
 from vllm_semantic_sched.sim.spans import HELD, Span
 
 T = TypeVar("T")
@@ -28,17 +29,13 @@ class Task:
     scenario: Scenario
     scheduler: str
     repeat: int
+    given: Given | None = None  # see `simulate`
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one run.
-
-    Attributes:
-        levels: metrics by level, see `metrics.Recorder`.
-        depth: queue depth over time, see `DepthHistory.points`; only of the first repeat.
-        spans: times in seats of the first requests.
-    """
+    """Result of one run: metrics by level, see `metrics.Recorder`; times in seats of the first
+    requests; and, of the first repeat only, queue depth over time, see `DepthHistory.points`."""
 
     levels: dict[str, dict[str, float]]
     depth: list[tuple[float, tuple[float, ...]]]
@@ -46,19 +43,12 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One scheduler at one point of the sweep, over all repeats.
-
-    Attributes:
-        point: swept fields and their values.
-        depth, spans: of the first repeat.
-    """
+class Cell(Outcome):
+    """One scheduler at one point of the sweep (fields and values), over all repeats; `depth` and
+    `spans` are of the first."""
 
     point: dict[str, Any]
     scheduler: str
-    levels: dict[str, dict[str, float]]
-    depth: list[tuple[float, tuple[float, ...]]]
-    spans: tuple[Span, ...]
 
 
 def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
@@ -84,7 +74,11 @@ def run_task(task: Task) -> Outcome:
             followed.append(run)
 
     simulate(
-        scenario, task.scheduler, task.repeat, keep_seats=first, finished=finished, depth=depth
+        *(scenario, task.scheduler, task.repeat),
+        keep_seats=first,
+        finished=finished,
+        depth=depth,
+        given=task.given,
     )
     return Outcome(
         recorder.levels(),
@@ -112,24 +106,15 @@ def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator
 
 def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
     """Merge the repeats of each cell."""
-    groups: dict[tuple[int, str], list[Outcome]] = {}
-    scenarios: dict[int, Scenario] = {}
-    for task, outcome in zip(tasks, results, strict=True):
-        scenarios[id(task.scenario)] = task.scenario
-        groups.setdefault((id(task.scenario), task.scheduler), []).append(outcome)
-    return [
-        Cell(
-            scenarios[place].point,
-            scheduler,
-            {
-                level: mean_of([one.levels[level] for one in group if level in one.levels])
-                for level in dict.fromkeys(level for one in group for level in one.levels)
-            },
-            group[0].depth,
-            group[0].spans,
-        )
-        for (place, scheduler), group in groups.items()
-    ]
+    cells = []
+    pairs = zip(tasks, results, strict=True)
+    # The repeats of a cell follow each other.
+    for _, group in groupby(pairs, lambda pair: (id(pair[0].scenario), pair[0].scheduler)):
+        repeats, outcomes = zip(*group, strict=True)
+        first, task = outcomes[0], repeats[0]
+        levels = mean_levels([one.levels for one in outcomes])
+        cells.append(Cell(levels, first.depth, first.spans, task.scenario.point, task.scheduler))
+    return cells
 
 
 def _spans(runs: Sequence[Run]) -> Iterator[Span]:

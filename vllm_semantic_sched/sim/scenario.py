@@ -21,14 +21,9 @@ from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 @dataclass(frozen=True)
 class Scenario:
-    """One cell of the sweep: all inputs of its runs.
-
-    Attributes:
-        point: swept fields and their values.
-        profile: true times of the engine.
-        assumed_profile: times that the policies assume.
-        policies: by scheduler name.
-    """
+    """One cell of the sweep (`point`: swept fields and values): all inputs of its runs. `profile`
+    has the true times of the engine, `assumed_profile` those that the policies (by scheduler)
+    assume."""
 
     point: dict[str, Any]
     settings: Settings
@@ -45,14 +40,8 @@ class Scenario:
 def load_scenarios(
     name_or_path: str | Path, changes: dict[str, Any] | None = None
 ) -> list[Scenario]:
-    """Read a scenario file and expand its sweep.
-
-    Args:
-        changes: dotted field names and values that replace the file's.
-
-    Raises:
-        PolicyError: the file is missing, is not YAML, or is invalid in a cell.
-    """
+    """Read a scenario file and expand its sweep; `changes` replace fields by dotted names.
+    PolicyError if the file is missing, is not YAML, or is invalid in a cell."""
     data, source = read_config(name_or_path, kind="scenario")
     return parse_scenarios({} if data is None else data, source, changes)
 
@@ -158,7 +147,8 @@ def _policy(name: str, content: dict[str, Any], settings: Settings, source: str)
         where = f"{source}: schedulers.{name} ({where})"
     # fcfs stands for vLLM's own scheduler, which reads no policy.
     overrides = settings.overrides if (data or {}).get("base", keys.get("base")) != "fcfs" else {}
-    return parse_policy(_merged(_merged(data or {}, overrides), keys), where)
+    policy = parse_policy(_merged(_merged(data or {}, overrides), keys), where)
+    return policy.in_stock_order() if policy.observe else policy
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -188,6 +188,11 @@ class EngineModel(Section):
     token_budget: int = Field(2048, ge=1, description="`vllm`: most tokens in a step.")
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     kv_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: unlimited.")
+    prefix_caching: bool = Field(
+        False,
+        description="Requests with the same beginning share KV blocks, where their trace has the "
+        "hashes of the blocks (`semsched whatif`).",
+    )
     swap: bool = Field(
         False, description="Save victims' KV to the host if the policy's `retention` plans it."
     )

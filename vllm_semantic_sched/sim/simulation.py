@@ -10,16 +10,20 @@ import numpy as np
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.facts.job import StatedLength
 from vllm_semantic_sched.policy.placement import Placed
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
 from vllm_semantic_sched.sim.predictor import Predictions, draw_instant, draw_predictions
 from vllm_semantic_sched.sim.replica import Replica
-from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
+
+Given = tuple[Workload, Predictions | None]
+"""Requests and their predictions (None: drawn as the scenario says)."""
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
 
@@ -40,7 +44,8 @@ def simulate(
     before_step: Callable[[Engine], None] | None = None,
     finished: Callable[[Run], None] | None = None,
     depth: DepthHistory | None = None,
-    given: tuple[Workload, Predictions] | None = None,
+    given: Given | None = None,
+    watch: Callable[[SchedulingCore], None] | None = None,
 ) -> Result:
     """Run one scheduler on one draw of the workload. All schedulers get the same draw.
 
@@ -50,7 +55,8 @@ def simulate(
         before_step: called when an engine has decided on a step, for checks.
         finished: gets each finished or refused request; then none is kept.
         depth: records the number of waiting requests.
-        given: requests and their predictions, instead of those that the scenario describes.
+        given: instead of the requests that the scenario describes.
+        watch: called with each engine's core before the first request.
 
     Raises:
         TraceError: a trace cannot be read.
@@ -61,17 +67,22 @@ def simulate(
     def random(stream: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed + repeat, stream])
 
-    workload = draw_workload(settings.workload, policy.levels, random(_WORKLOAD_STREAM))
-    read = (settings.predictor, workload, policy.levels)
-    predictions = draw_predictions(*read, random(_PREDICTOR_STREAM))
-    if given is not None:
-        workload, predictions = given
+    if given is None:
+        drawn = draw_workload(settings.workload, policy.levels, random(_WORKLOAD_STREAM))
+        given = drawn, None
+    workload, predictions = given
+    if predictions is None:
+        read = (settings.predictor, workload, policy.levels)
+        predictions = draw_predictions(*read, random(_PREDICTOR_STREAM))
     instant = draw_instant(settings.predictor, workload, policy.levels, random(_INSTANT_STREAM))
     runs: list[Run] = []
     simulation = _Simulation(scenario, policy, workload, predictions, instant, keep_seats)
     simulation.before_step = before_step
     simulation.depth = depth
     simulation.finished = finished or runs.append
+    if watch is not None:
+        for replica in simulation.replicas:
+            watch(replica.core)
     simulation.run()
     runs.sort(key=lambda run: run.request.index)
     return Result(runs, simulation.steps)
@@ -104,12 +115,12 @@ class _Simulation:
         model = scenario.settings.engine
         self._router = Router(model.routing, model.replicas, policy.levels)
         self._placed: dict[int, Placed] = {}
-        self._replicas = []
+        self.replicas = []
         for number in range(model.replicas):
             core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
             if policy.reads(hinted=False):
                 core.estimates.buckets = predictions.buckets
-            self._replicas.append(Replica(number, core, scenario, self, keep_seats))
+            self.replicas.append(Replica(number, core, scenario, self, keep_seats))
 
     def run(self) -> None:
         if len(self._workload):
@@ -137,7 +148,7 @@ class _Simulation:
         if self.depth is None:
             return
         depths = [
-            sum(counts) for counts in zip(*(r.engine.waiting for r in self._replicas), strict=True)
+            sum(counts) for counts in zip(*(r.engine.waiting for r in self.replicas), strict=True)
         ]
         if depths != self._depths:
             self._depths = depths
@@ -156,28 +167,35 @@ class _Simulation:
         request = self._workload.request(index)
         settings = self.scenario.settings
         limits = settings.workload.limits
-        any_core = self._replicas[0].core
-        extra_args = {"urgency": request.level} if settings.workload.hints else None
+        any_core = self.replicas[0].core
+        stated = request.hint
+        if stated is None and settings.workload.hints:
+            stated = request.level
+        extra_args = None if stated is None else {"urgency": stated}
         hint = any_core.read_hints(extra_args, 0)
-        awaits = any_core.policy.reads(hinted=hint.level is not None)
+        reads = any_core.policy.reads(hinted=hint.level is not None)
+        prediction = self._predictions[index] if reads else None
+        awaits = prediction is not None
         instant = self._instant[index] if awaits and self._instant is not None else None
         level = reading_level(any_core.policy, hint, instant)
         placed = self._placed[index] = self._router.choose(level)
-        replica = self._replicas[placed.engine]
+        replica = self.replicas[placed.engine]
         job = replica.core.arrive(
             replica.core.draft(
                 str(index),
                 prompt_tokens=request.prompt_tokens,
                 # One limit for all clients must not tell the policy the length of an answer.
-                max_output_tokens=request.output_tokens if limits else self._longest,
+                max_output_tokens=request.limit
+                or (request.output_tokens if limits else self._longest),
                 hint=hint,
                 awaits_prediction=awaits,
                 tenant=request.tenant,
                 provisional=instant,
+                stated=_stated(request),
             ),
             request.arrival,
         )
-        run = Run(request, job, self._predictions[index] if awaits else None)
+        run = Run(request, job, prediction if awaits else None)
         run.engine = replica.number
         if awaits:
             replica.predictor.submit(run, level)
@@ -186,5 +204,10 @@ class _Simulation:
         if index + 1 < len(self._workload):
             self._expect(index + 1)
         else:
-            for each in self._replicas:
+            for each in self.replicas:
                 each.predictor.drain()
+
+
+def _stated(request: SimRequest) -> StatedLength:
+    exact = request.shortest and request.shortest == request.limit
+    return StatedLength(request.shortest, request.shortest if exact else None)

@@ -50,12 +50,9 @@ class Span:
 
 
 def phases(spans: Iterable[Span]) -> Iterator[tuple[str, float, float, Span]]:
-    """Yield kind, start and end of each span and, before a time in a seat, of the wait for it:
-    `RUNNING`, `HELD`, `WAITING`, or `SWAPPED` while the KV of a preempted request is on the host.
-
-    Args:
-        spans: ordered by time within each request.
-    """
+    """Yield kind, start and end of each span (by time within each request) and, before a time in a
+    seat, of the wait for it: `RUNNING`, `HELD`, `WAITING`, or `SWAPPED` while the KV of a preempted
+    request is on the host."""
     waits: dict[tuple[int, int | str], tuple[float, str]] = {}  # start and kind of the next wait
     for span in spans:
         if span.end_kind == HELD:
@@ -72,15 +69,10 @@ def phases(spans: Iterable[Span]) -> Iterator[tuple[str, float, float, Span]]:
 def chrome_trace(
     spans: Iterable[Span], depths: Sequence[tuple[float, Mapping[str, float]]] = ()
 ) -> dict[str, Any]:
-    """Make a trace in Chrome's JSON format, for Perfetto or chrome://tracing.
-
-    It has a process per engine, a thread per request in order of first appearance, and a slice
-    for each time in a seat, each hold and each wait for a seat.
-
-    Args:
-        spans: ordered by time within each request.
-        depths: (seconds, counts by name), shown as a counter.
-    """
+    """Make a trace in Chrome's JSON format, for Perfetto or chrome://tracing: a process per engine,
+    a thread per request in order of first appearance, a slice for each time in a seat, each hold
+    and each wait for a seat, and (seconds, counts by name) of `depths` as a counter. Spans are
+    ordered by time within each request."""
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int | str], int] = {}
     for phase, start, end, span in phases(spans):

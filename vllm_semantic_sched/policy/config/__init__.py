@@ -27,7 +27,6 @@ from vllm_semantic_sched.policy.config.overload import (
     Events,
     Pressure,
     Shedding,
-    SloWindow,
 )
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
@@ -43,6 +42,11 @@ class Policy(Section):
         description="What runs first: `semantic` (urgency, then remaining time), `priority` "
         "(urgency, then arrival), `sjf` (remaining time), `fcfs` (vLLM's own scheduler, "
         "untouched).",
+    )
+    observe: bool = Field(
+        False,
+        description="Leave the order to vLLM's own scheduler: requests are read, logged and "
+        "counted as under this policy, and nothing else is done.",
     )
     levels: int = Field(5, ge=1, le=100, description="Urgency levels; 0 is the most urgent.")
     tiers: tuple[Tier, ...] = Field(
@@ -79,7 +83,6 @@ class Policy(Section):
     fair_share: FairShareKnobs = FairShareKnobs()
     tenants: Tenants = Tenants()
     events: Events = Events()
-    slo: SloWindow = SloWindow()
     pressure: Pressure = Pressure()
     shedding: Shedding = Shedding()
     admission: Admission = Admission()
@@ -104,11 +107,6 @@ class Policy(Section):
         if weights.factor is not None and self.base != "semantic":
             raise ValueError(
                 f"weighted_levels.factor: {weights.factor:g} needs base: semantic; valid: unset"
-            )
-        if weights.factor is not None and weights.strict_level >= self.levels:
-            raise ValueError(
-                f"weighted_levels.strict_level: {weights.strict_level} is not a level; valid: 0 to "
-                f"{self.levels - 1}"
             )
         return self
 
@@ -144,6 +142,13 @@ class Policy(Section):
     def tier_names(self) -> tuple[str, ...]:
         """Name of each level in metrics and messages: its number if the policy has no tiers."""
         return tuple(self.tier(level).name for level in range(self.levels))
+
+    def in_stock_order(self) -> Policy:
+        """The policy of vLLM's own scheduler, with the same levels and promises."""
+        tiers = tuple(Tier(name=tier.name, slo=tier.slo) for tier in self.tiers)
+        return Policy(
+            base="fcfs", levels=self.levels, default_level=self.default_level, tiers=tiers
+        )
 
     @property
     def uses_urgency(self) -> bool:

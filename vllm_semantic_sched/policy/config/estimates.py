@@ -55,6 +55,20 @@ class Instant(Section):
         return self.enabled and self.may != "order"
 
 
+class SecondLook(Section):
+    """Reading parts of a request's prompt that its first reading did not see, while the predictor
+    has no first readings to do."""
+
+    enabled: bool = Field(True, description="Off: each prompt is read once.")
+    certain: float = Field(
+        0.98,
+        gt=0.5,
+        le=1,
+        description="A part raises a request to the most urgent level that it, or a more urgent "
+        "one, has with at least this probability; it never lowers one.",
+    )
+
+
 class Predictor(Section):
     """The model that predicts urgency and output length from the prompt, in its own process."""
 
@@ -105,6 +119,7 @@ class Predictor(Section):
     )
     threads: int = Field(1, ge=1, description="CPU threads of the predictor process.")
     instant: Instant = Instant()
+    second_look: SecondLook = SecondLook()
 
 
 class Decision(Section):

@@ -22,7 +22,13 @@ class Preemption(Section):
     max_per_request: int = Field(
         3,
         ge=0,
-        description="Most preemptions of one request; after that it is protected.",
+        description="Most preemptions of one request for more urgent ones; see `after_limit`.",
+    )
+    after_limit: Literal["protect", "promote", "drop"] = Field(
+        "protect",
+        description="After `max_per_request` preemptions: `protect` the request keeps its seat; "
+        "`promote` it also ranks one level higher; `drop` the next preemption ends it with the "
+        "code `dropped`, if its tier has `drop` (others are protected).",
     )
     shorter: float | None = Field(
         None,
@@ -31,10 +37,12 @@ class Preemption(Section):
         "predicted remaining time is at least this many times its own (paper, Alg. 2). Unset: "
         "never. For `base: semantic`.",
     )
-    victim: Literal["rank", "cost"] = Field(
+    victim: Literal["rank", "cost", "progress"] = Field(
         "rank",
         description="First victim within a level: `rank` the request with the most remaining "
-        "time, `cost` the cheapest to preempt among those with the most remaining time.",
+        "time, `cost` the cheapest to preempt, `progress` the one with the fewest output tokens, "
+        "where each earlier preemption counts as 500. The latter two among the 64 with the most "
+        "remaining time.",
     )
     max_victims_per_step: int = Field(8, ge=1, description="Most victims in one scheduling step.")
 

@@ -13,6 +13,9 @@ from vllm_semantic_sched.policy.facts.section import Section
 # Sums of shares such as ten times 0.1 fall short of 1 by rounding.
 ROUNDING = 1e-9
 
+STRICT_LEVEL = 1
+"""With weighted levels, this and more urgent levels run strictly first."""
+
 
 class WeightedLevels(Section):
     """Order by urgency and remaining time together, among the less urgent levels."""
@@ -21,19 +24,14 @@ class WeightedLevels(Section):
         None,
         gt=1,
         description="A request runs before one that is one level more urgent if its remaining time "
-        "is at least this many times shorter; two levels count as the square of it. Unset: "
-        "urgency decides alone. For `base: semantic`.",
-    )
-    strict_level: int = Field(
-        1,
-        ge=0,
-        description="With `factor`: requests of this and more urgent levels run before all others, "
-        "by urgency alone, and only they preempt.",
+        "is at least this many times shorter; two levels count as the square of it. Levels 0 and "
+        "1 run before all others, by urgency alone, and only they preempt. Unset: urgency decides "
+        "alone. For `base: semantic`.",
     )
 
     def weighs(self, level: float) -> bool:
         """Whether requests of an effective level are ordered by urgency and time together."""
-        return self.factor is not None and level > self.strict_level
+        return self.factor is not None and level > STRICT_LEVEL
 
 
 class Aging(Section):
@@ -98,12 +96,10 @@ class Aging(Section):
 class Deadlines(Section):
     """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
 
-    enabled: bool = Field(False, description="Raise requests shortly before their deadline.")
-    levels: float = Field(
-        0.5,
-        gt=0,
-        description="Levels gained, at most up to level 0; a request of level 0 moves ahead of "
-        "the rest of level 0. Below 1 a request only moves ahead within its own level.",
+    enabled: bool = Field(
+        False,
+        description="Shortly before their deadline, move requests ahead of the rest of their "
+        "level.",
     )
     before: float = Field(
         0.5,
@@ -130,19 +126,14 @@ class FairShareKnobs(Section):
 
 
 class TopLevelCap(Section):
-    """Limit on the share of a tenant's requests at the top levels."""
+    """Limit on the share of a tenant's requests at level 0."""
 
     share: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Most of a tenant's requests in the window, as a share. 1: no cap. Further "
-        "requests are served at the next level.",
-    )
-    levels: int = Field(1, ge=1, description="Levels that count as top, from 0 on.")
-    window: float = Field(60.0, gt=0, description="Seconds of the sliding window.")
-    allowance: int = Field(
-        5, ge=0, description="Top-level requests in the window that every tenant may have."
+        description="Most of a tenant's requests of the last minute at level 0, as a share; "
+        "always five. 1: no cap. Further requests are served at level 1.",
     )
 
 
@@ -184,13 +175,9 @@ class KvPeakKnobs(Section):
     enabled: bool = Field(
         False,
         description="A waiting request starts only if the running requests and it will fit into "
-        "the KV cache at every later step, by their predicted lengths. Otherwise it starts as soon "
-        "as its prompt fits, and requests are preempted when the answers no longer fit.",
-    )
-    exempt_level: int = Field(
-        1,
-        ge=-1,
-        description="Requests of this and more urgent levels start regardless; -1: none.",
+        "the KV cache at every later step, by their predicted lengths. Requests of levels 0 and 1 "
+        "start regardless. Otherwise it starts as soon as its prompt fits, and requests are "
+        "preempted when the answers no longer fit.",
     )
 
 

@@ -11,12 +11,9 @@ from vllm_semantic_sched.policy.facts.tiers import TierQueue
 
 
 class Bound(Section):
-    """Limits on waiting requests and tokens; unset: unlimited."""
+    """Limit on waiting requests; unset: unlimited."""
 
     requests: int | None = Field(None, ge=1, description="Waiting requests.")
-    tokens: int | None = Field(
-        None, ge=1, description="Waiting tokens: prompts and predicted outputs."
-    )
 
 
 class Admission(Section):
@@ -32,16 +29,11 @@ class Admission(Section):
         Bound(),
         description="Bounds on each tenant (see `tenants`). Requests without a tenant share one.",
     )
-    replace: bool = Field(
-        True,
-        description="When full, replace the least urgent request by a more urgent new one; off: "
-        "refuse the new one.",
-    )
     over_share: Literal["off", "probabilistic", "hard"] = Field(
         "off",
         description="Under pressure, refuse new requests of a tier with more than its share of "
-        "the predicted work: `probabilistic` more often the further it is over, and always under "
-        "critical pressure; `hard` always. The most urgent tier is exempt.",
+        "the predicted work: `probabilistic` with five times the excess as probability, at most "
+        "0.8, and always under critical pressure; `hard` always. The most urgent tier is exempt.",
     )
 
 
@@ -87,14 +79,6 @@ class Pressure(Section):
         Threshold(warning=1.5, critical=4.0),
         description="Running and waiting requests per seat.",
     )
-    queue: Threshold = Field(
-        Threshold(warning=0.5, critical=0.9),
-        description="Waiting requests or tokens, relative to the bounds of `admission.queue`.",
-    )
-    step: Threshold = Field(
-        Threshold(warning=0.8, critical=1.0),
-        description="Smoothed step time, relative to the shortest `tpot` promised to a tier.",
-    )
 
 
 class Shedding(Section):
@@ -120,14 +104,6 @@ class Shedding(Section):
     )
 
 
-class SloWindow(Section):
-    """Measurement of promises (`tiers.slo`)."""
-
-    window: float = Field(
-        60.0, gt=0, description="Seconds over which compliance and headroom are measured."
-    )
-
-
 class Events(Section):
     """The event log, read by `semsched trace`."""
 
@@ -140,3 +116,8 @@ class Events(Section):
         100_000_000, ge=1000, description="Size at which the file is renamed to PATH.1."
     )
     backups: int = Field(5, ge=1, description="Renamed files to keep; PATH.1 is the newest.")
+    hash_ids: bool = Field(
+        False,
+        description="Write keyed hashes in place of request ids and tenants. The key is made in "
+        "PATH.key.",
+    )

@@ -13,9 +13,14 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Decision, Instant
 from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 _ROUNDING = 1e-6  # of probabilities that sum to 1
+
+# That the part of a prompt that nobody has read makes the request one of level 0. Only the order of
+# the second looks depends on it.
+_HIDDEN = 0.01
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
@@ -47,6 +52,19 @@ def applied_rule(decision: Decision, levels: int) -> str:
     return decision.rule
 
 
+def deciding_rule(policy: Policy, job: Job) -> str:
+    """The rule that decided a job's level: `hint`, `priority`, `default`, one of `decision.rule`,
+    `certain` (`decision.certain`), or `tenant_top` (`tenants.top`)."""
+    source, prediction = job.level_source, job.prediction
+    if job.best_level and job.level == job.best_level:
+        return "tenant_top"
+    if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
+        return source.value
+    rule = applied_rule(policy.decision, len(prediction.urgency))
+    certain = rule == "thresholds" and max(prediction.urgency) >= policy.decision.certain
+    return "certain" if certain else rule
+
+
 def predicted_level(policy: Policy, prediction: Prediction) -> int:
     """The level of a prediction under a policy."""
     return min(decide_level(prediction.urgency, policy.decision), policy.levels - 1)
@@ -68,10 +86,15 @@ def preempting_level(probabilities: Sequence[float], level: int, instant: Instan
     a more urgent one, has with the probability that the policy demands. None if it may not."""
     if instant.may != "preempt":
         return None
-    reached = itertools.accumulate(probabilities)
-    enough = instant.preempt_above - _ROUNDING
-    sure = next((at for at, share in enumerate(reached) if share >= enough), None)
+    sure = sure_level(probabilities, instant.preempt_above)
     return None if sure is None else max(sure, level)
+
+
+def sure_level(probabilities: Sequence[float], least: float) -> int | None:
+    """The most urgent level that it, or a more urgent one, has with a probability of at least
+    `least`."""
+    reached = itertools.accumulate(probabilities)
+    return next((at for at, share in enumerate(reached) if share >= least - _ROUNDING), None)
 
 
 def expected_level(probabilities: Sequence[float]) -> float:
@@ -93,6 +116,27 @@ def mistake_cost(true: int, level: int, decision: Decision) -> float:
         return float(-late)
     costs = decision.missed_cost
     return late * costs[min(true, len(costs) - 1)]
+
+
+def doubt(probabilities: Sequence[float], level: int, unseen: float, decision: Decision) -> float:
+    """Expected cost of serving a request too late at `level`: what a second look may save.
+
+    Args:
+        probabilities: of the first reading, one per level, level 0 first.
+        unseen: share of the prompt that the first reading did not see, 0 to 1.
+    """
+    missed = math.fsum(
+        share * mistake_cost(true, level, decision)
+        for true, share in enumerate(probabilities[:level])
+    )
+    return missed + unseen * _HIDDEN * mistake_cost(0, level, decision)
+
+
+def raised_level(probabilities: Sequence[float], level: int, certain: float) -> int | None:
+    """The level to which a second reading raises a request of `level`: the most urgent one that it,
+    or a more urgent one, has with a probability of at least `certain`. None: it stays."""
+    sure = sure_level(probabilities, certain)
+    return sure if sure is not None and sure < level else None
 
 
 class LevelWorth(NamedTuple):

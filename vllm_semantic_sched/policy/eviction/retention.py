@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.profile.cost import resume_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.profile.cost import resume_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
@@ -90,25 +90,25 @@ def plan_preemption(
     profile: EngineProfile,
     retention: Retention,
     host: HostRoom | None,
-    can_drop: bool = False,
+    drop_seconds: float | None = None,
+    must_end: bool = False,
 ) -> PreemptionPlan:
     """Plan the preemption of a job whose `computed` tokens have valid KV.
 
     Args:
         host: None without a host pool.
-        can_drop: whether the job may be ended. It is if all its preemptions, this one included,
-            cost more than starting over.
+        drop_seconds: cost of ending the job; None: it may not be ended. It is ended if all its
+            preemptions, this one included, cost more.
+        must_end: it is ended if it may be, whatever that costs.
     """
     held = job.computed
     on_device = min(host.on_device, held) if host else 0
     kept_to = max(on_device, _kept_to(job, profile, retention, host))
     plan = _plan(on_device, kept_to, held, profile, retention.max_stall)
-    if (
-        can_drop
-        and retention.mode != "none"
-        and job.preemption_seconds + plan.seconds > starting_over_seconds(job, profile)
-    ):
-        return PreemptionPlan(PreemptionKind.DROP, 0, 0, 0, 0.0, 0.0)
+    if drop_seconds is None or retention.mode == "none":
+        return plan
+    if must_end or job.preemption_seconds + plan.seconds > drop_seconds:
+        return PreemptionPlan(PreemptionKind.DROP, 0, 0, 0, 0.0, drop_seconds)
     return plan
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -75,8 +74,8 @@ def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    near = difflib.get_close_matches(str(name_or_path), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(name_or_path), names)
+    hint = f" Did you mean {near}?" if near else ""
     raise PolicyError(
         f"{kind} {str(name_or_path)!r}: no such file and no shipped {kind} of that name."
         f"{hint} Shipped: {', '.join(names)}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.waits import Wait
 
 BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
 
@@ -105,11 +106,12 @@ _LEGAL = {
 
 class LevelSource(enum.Enum):
     """Origin of a job's urgency level, most trusted first. `INSTANT` is provisional: the instant
-    reader's, until the predictor has read the prompt."""
+    reader's, until the predictor has read the prompt. `SECOND_LOOK` has raised a prediction."""
 
     HINT = "hint"
     PRIORITY = "priority"
     PREDICTION = "prediction"
+    SECOND_LOOK = "second_look"
     INSTANT = "instant"
     DEFAULT = "default"
 
@@ -177,6 +179,8 @@ class Seat:
         start: tokens less steps, for the predicted peak of KV use.
         held_since: while it is held, since when, in seconds.
         held_at: the same in the virtual time of the running jobs.
+        held_for: the protected job for which it is held.
+        restoring: since when it restores the KV that it lost, in seconds, if that is logged.
     """
 
     blocks: int
@@ -186,6 +190,8 @@ class Seat:
     start: int = 0
     held_since: float | None = None
     held_at: float | None = None
+    held_for: Job | None = None
+    restoring: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +216,7 @@ class Job:
         promotions, aged: promotions by aging, and levels gained by them.
         deadline: time at which the first token is due, while it is watched.
         deadline_boost: levels gained by a near deadline.
+        limit_boost: levels gained by too many preemptions.
         share_boost: levels gained by its tier's missing share when it got its seat.
         state, entered: state and the time at which it began.
         drafted_seconds, drafted_tokens: rank seconds, and prompt and output tokens, that were
@@ -219,7 +226,12 @@ class Job:
         read_after, unread_level: first seats given before its prediction came, and its level until
             then; 0 if its level came from a hint or has not changed since.
         passed: why a less urgent, later job got its first seat before; None: none did.
+        outrun: a less urgent job finished while it was there; known when it completes.
         seat: what it holds; None without a seat.
+        wait: why it waits, if that is logged; None with a seat.
+        came: Unix time at which the engine got it, before it waited for the end of a step.
+        read_at: when its prediction came; None before.
+        block_hashes: the engine's, of its whole KV blocks from the first on, if they are logged.
     """
 
     request_id: str
@@ -244,6 +256,7 @@ class Job:
     aged: float = 0.0
     deadline: float = 0.0
     deadline_boost: float = 0.0
+    limit_boost: float = 0.0
     share_boost: float = 0.0
     state: JobState = JobState.WAITING
     entered: float = 0.0
@@ -255,22 +268,29 @@ class Job:
     read_after: int = 0
     unread_level: int = 0
     passed: PassCause | None = None
+    outrun: bool = False
     seat: Seat | None = None
+    wait: Wait | None = None
+    came: float | None = None
+    read_at: float | None = None
+    block_hashes: Sequence[bytes] = ()
 
     @property
     def effective_level(self) -> float:
-        """Its level less what it gained by waiting, by a near deadline or by its tier's share."""
-        if not self.deadline_boost and not self.share_boost and not self.aged:
+        """Its level less what it gained by waiting, by a near deadline, by its tier's share or by
+        too many preemptions."""
+        if not (self.deadline_boost or self.share_boost or self.aged or self.limit_boost):
             return self.level
         aged = max(self.level - self.aged, OVERDUE)
         return min(aged, max(self.level - self.share_boost, 0.0), self.deadline_level)
 
     @property
     def deadline_level(self) -> float:
-        """Its level less what it gained by a near deadline."""
-        if not self.deadline_boost:
+        """Its level less what it gained by a near deadline or by too many preemptions."""
+        boost = max(self.deadline_boost, self.limit_boost)
+        if not boost:
             return self.level
-        return max(self.level - self.deadline_boost, 0.0) if self.level else DEADLINE_NEAR
+        return max(self.level - boost, 0.0) if self.level else DEADLINE_NEAR
 
     @property
     def level_unread(self) -> bool:

@@ -13,12 +13,14 @@ class Prediction:
     `urgency[i]` is the probability of level i, 0 being the most urgent. `length[i]` is the
     probability of length bucket i (see `LengthBuckets`), None if the model has no such head.
     Both sum to 1. `unreadable` says why the reader could not judge the text, and nothing may be
-    concluded from the probabilities; None if it could.
+    concluded from the probabilities; None if it could. `again`: of a second look at a part of the
+    text, which may only raise the level.
     """
 
     urgency: tuple[float, ...]
     length: tuple[float, ...] | None = None
     unreadable: str | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -47,13 +47,19 @@ def parse_section(model: type[S], data: Any, source: str) -> S:
         raise PolicyError("\n".join(f"{source}: {text}" for text in problems)) from error
 
 
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The quoted name that is most like a wrong one; empty if none is."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return repr(near[0]) if near else ""
+
+
 def _explain(model: type[Section], problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     field = ".".join(location) or "policy"
     if problem["type"] == "extra_forbidden":
         keys = list(_section_at(model, location[:-1]).model_fields)
-        near = difflib.get_close_matches(location[-1], keys, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(location[-1], keys)
+        hint = f"did you mean {near}? " if near else ""
         return f"{field}: unknown key; {hint}valid keys: {', '.join(keys)}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])

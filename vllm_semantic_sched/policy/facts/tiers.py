@@ -42,9 +42,6 @@ class TierQueue(Section):
     """Limits on the waiting requests of a tier; unset: unlimited."""
 
     requests: int | None = Field(None, ge=1, description="Waiting requests.")
-    tokens: int | None = Field(
-        None, ge=1, description="Waiting tokens: prompts and predicted outputs."
-    )
     timeout: float | None = Field(
         None, gt=0, description="Seconds after which a request without a first seat is refused."
     )
@@ -83,8 +80,8 @@ class Tier(Section):
     )
     drop: bool = Field(
         False,
-        description="Requests may be ended with the code `dropped` if another preemption would "
-        "cost more than starting over.",
+        description="Requests may be ended with the code `dropped` if their preemptions would cost "
+        "more than a retry by the client, or by `preemption.after_limit`.",
     )
 
 

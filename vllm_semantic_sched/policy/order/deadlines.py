@@ -7,6 +7,9 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Slo
 
+# Levels gained: below 1, so that a request only moves ahead within its own level.
+_LEVELS = 0.5
+
 # Most jobs in one step, so that a burst of the same age does not delay it.
 _MOST_PER_STEP = 20
 
@@ -57,7 +60,7 @@ class DeadlineWatch:
         for job in self._timers.pop_until(now, _MOST_PER_STEP):
             raised = bool(job.deadline_boost)
             if now < job.deadline:
-                job.deadline_boost = self.knobs.levels
+                job.deadline_boost = _LEVELS
                 self.count += 1
                 self._timers.push(job, job.deadline)
             else:

@@ -17,6 +17,7 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 
+_EXEMPT_LEVEL = 1  # requests of this and more urgent levels start regardless
 _QUANTILE = 0.5  # of the predicted lengths that counts; higher would be more cautious
 
 
@@ -70,7 +71,7 @@ class KvPeak:
         that none waits for ever."""
         if not self.knobs.enabled or not len(self._ends) or self.capacity == math.inf:
             return True
-        if job.level <= self.knobs.exempt_level or job.overdue:
+        if job.level <= _EXEMPT_LEVEL or job.overdue:
             return True
         return self.peak_with(job) <= self.capacity
 

@@ -1,12 +1,16 @@
-"""Checks the paper's constraint on the order (arXiv 2506.12204, eq. 2): no request gets its first
-seat after a less urgent one that arrived later.
+"""Checks two orders by urgency.
 
-A request for which it does not hold was *passed*. Of all requests that passed it, the one that
-arrived last tells the cause. Requests that never get a seat are not counted.
+- Order of first seats: no request gets its first seat after a less urgent one that arrived later. A
+  request for which it does not hold was *passed*. Of all requests that passed it, the one that
+  arrived last tells the cause. Requests that never get a seat are not counted.
+- Order of finishes (arXiv 2506.12204, eq. 2): a request that finishes before another one either
+  finishes before that one arrives, or is at least as urgent. A request that was there when a less
+  urgent one finished was *outrun*. Wherever requests of several levels share a batch, some are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -27,16 +31,37 @@ class _FirstSeat(NamedTuple):
     passes: Mapping[int, PassCause]
 
 
+class FinishOrder:
+    """Finds the requests that were outrun. O(levels) for each finish, and O(levels) memory."""
+
+    def __init__(self, levels: int) -> None:
+        # For each level, the two latest times at which a less urgent request finished.
+        self._latest = [(-math.inf, -math.inf)] * levels
+
+    def finish(self, level: int, arrival: float, now: float) -> bool:
+        """Record a finish; returns whether the request was outrun. Times must not decrease;
+        requests that finish at the same time do not outrun each other."""
+        latest, before = self._latest[level]
+        outrun = (latest if latest < now else before) >= arrival
+        for above in range(level):
+            latest, before = self._latest[above]
+            if latest < now:
+                self._latest[above] = now, latest
+        return outrun
+
+
 class Precedence:
     """Finds the requests that were passed. O(levels) for each first seat, and O(levels) memory.
 
     Attributes:
-        level_of: the urgency that the constraint is about. The engine knows no other than the
+        level_of: the urgency that the orders are about. The engine knows no other than the
             job's level; the simulator knows the true one.
+        finishes: the order of finishes.
     """
 
     def __init__(self, levels: int) -> None:
         self.level_of: Callable[[Job], int] = lambda job: job.level
+        self.finishes = FinishOrder(levels)
         self._seats = 0
         # For each level, among the less urgent jobs with a first seat, the one that arrived last.
         self._latest: list[_FirstSeat | None] = [None] * levels

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
@@ -114,10 +113,10 @@ class Protection:
         self._futile = False
         self._last: float | None = None
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, knobs: Protect) -> None:
         """Switch to a new policy; what has been spent stays spent."""
-        self.knobs = policy.protect
-        self.budget.price = policy.protect.price
+        self.knobs = knobs
+        self.budget.price = knobs.price
 
     @property
     def enabled(self) -> bool:

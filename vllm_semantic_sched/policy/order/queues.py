@@ -51,6 +51,11 @@ class QueueRules:
         """Whether a job may have a seat now; a level whose first job may not is skipped."""
         return True
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether `admits` may refuse."""
+        return False
+
     def tenant_may_go(self, job: Job) -> bool:
         """Whether a job's tenant may have another seat; if not, the next tenant goes."""
         return True
@@ -186,6 +191,19 @@ class LevelQueue:
             if head is not None and self._rules.tenant_may_go(head[1]):
                 return head
         return None
+
+    def limited(self) -> Iterator[str | None]:
+        """Tenants that their cap keeps from going now, up to the one that goes. None alone: a
+        reservation keeps all."""
+        head = self.peek()
+        if head is not None and not self._rules.admits(head[1]):
+            yield None
+            return
+        for _, tenant in self.counters.ordered() if self._by_tenant else ():
+            first = self._queues[tenant].peek()
+            if first is None or self._rules.tenant_may_go(first[1]):
+                return
+            yield tenant
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
         """The jobs in the order in which they would run if nothing else happened, lazily."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
@@ -27,7 +26,7 @@ class RunningSet:
         self._eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, profile: EngineProfile) -> None:
         """Switch to a new profile; stored keys stay as they are."""
         self._step_seconds = profile.gamma2
 

@@ -19,7 +19,6 @@ from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
-from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
 
@@ -64,7 +63,7 @@ class Seating(QueueRules):
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, policy: Policy) -> None:
         """Switch to a new policy.
 
         Raises:
@@ -98,6 +97,10 @@ class Seating(QueueRules):
         return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
             not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
         )
+
+    @property
+    def has_limits(self) -> bool:
+        return self.tenant_caps.limits or self.reservation.has_hard
 
     def tenant_may_go(self, job: Job) -> bool:
         return self.tenant_caps.admits(job)

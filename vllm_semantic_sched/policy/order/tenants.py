@@ -30,6 +30,9 @@ _MOST_CHARACTERS = 64
 _MOST_TENANTS = 4096  # remembered while they have no request
 
 _SLICES = 8  # of the sliding window
+_WINDOW = 60.0  # seconds of it
+_TOP_LEVELS = 1  # levels that count as top, from 0 on
+_ALLOWANCE = 5  # top-level requests in the window that every tenant may have
 
 
 def read_tenant(extra_args: Any) -> str:
@@ -160,27 +163,27 @@ class TopLevelGuard:
             before: the level at which the same request was served so far, if it has been counted.
         """
         knobs = self.knobs
-        if knobs.share >= 1.0 or knobs.levels > lowest:
+        if knobs.share >= 1.0 or lowest < _TOP_LEVELS:
             return level
         window = self._windows.setdefault(tenant, _Window())
         self._windows.move_to_end(tenant)
         if len(self._windows) > _MOST_TENANTS:
             self._windows.popitem(last=False)
-        window.advance(int(now / (knobs.window / _SLICES)))
-        at_top = level < knobs.levels
-        if before is not None and before < knobs.levels:  # it has its place among the top
+        window.advance(int(now / (_WINDOW / _SLICES)))
+        at_top = level < _TOP_LEVELS
+        if before is not None and before < _TOP_LEVELS:  # it has its place among the top
             if not at_top:
                 window.lower_one()
             return level
         top, count = sum(window.top) + 1, sum(window.all) + (before is None)
-        fits = top <= max(knobs.allowance, knobs.share * count)
+        fits = top <= max(_ALLOWANCE, knobs.share * count)
         if before is None:
             window.add(top=at_top and fits)
         elif at_top and fits:
             window.raise_one()
         if at_top and not fits:
             self.count += 1
-            return knobs.levels
+            return _TOP_LEVELS
         return level
 
 

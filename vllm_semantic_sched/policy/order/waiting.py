@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from vllm_semantic_sched.policy.config.order import WeightedLevels
+from vllm_semantic_sched.policy.config.order import STRICT_LEVEL, WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
+from vllm_semantic_sched.policy.facts.waits import LimitKey, WaitLedger
 from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
 
 _new_tuple = tuple.__new__
@@ -18,9 +19,13 @@ class WaitingQueue:
     Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and
     admissibility, which change from step to step, apply when the first jobs of the levels are
     compared.
+
+    Attributes:
+        waits: is told which queues a limit keeps from starting; None: nobody asks.
     """
 
     def __init__(self, rules: QueueRules) -> None:
+        self.waits: WaitLedger | None = None
         self._rules = rules
         self._levels: dict[int, LevelQueue] = {}
         self._places: dict[Job, int] = {}
@@ -146,6 +151,8 @@ class WaitingQueue:
     def _choose(self) -> tuple[Job | None, bool]:
         if self._next is None:
             job, overtakes = self._choose_anew()
+            if self.waits is not None:
+                self.waits.limit(self._limited() if self._rules.has_limits else ())
             fits = job is not None and self._rules.fits(job)
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
@@ -176,6 +183,12 @@ class WaitingQueue:
         if aged is None or (best is not None and aged is best[1]):
             return (best[1] if best else None), False
         return aged, True
+
+    def _limited(self) -> Iterator[LimitKey]:
+        for level, queue in self._levels.items():
+            if queue:
+                for tenant in queue.limited():
+                    yield level, tenant
 
     def _best(self, heads: list[tuple[Rank, Job]], aged: bool) -> Job | None:
         if len(heads) < 2:
@@ -215,9 +228,9 @@ def weighted(rank: Rank, weights: WeightedLevels) -> Rank:
     Less urgent levels form one: the remaining time of a job there counts `factor` times as much
     per level (Smith's rule: shortest first, by time / weight).
     """
-    if weights.factor is None or rank.level <= weights.strict_level:
+    if weights.factor is None or rank.level <= STRICT_LEVEL:
         return rank
-    first = weights.strict_level + 1
+    first = STRICT_LEVEL + 1
     return Rank(first, rank.remaining * weights.factor ** (rank.level - first), rank.sequence)
 
 

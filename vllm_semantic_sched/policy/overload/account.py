@@ -17,7 +17,7 @@ class Amount:
     requests: int = 0
     tokens: float = 0.0
 
-    def take(self, tokens: float) -> None:
+    def subtract(self, tokens: float) -> None:
         """Subtract a request."""
         self.requests -= 1
         self.tokens = self.tokens - tokens if self.requests else 0.0  # clears rounding errors
@@ -89,10 +89,10 @@ class QueueAccount:
             return None
         level = self._levels[entry.level]
         del level.jobs[job]
-        level.amount.take(entry.tokens)
-        self.all.take(entry.tokens)
+        level.amount.subtract(entry.tokens)
+        self.all.subtract(entry.tokens)
         tenant = self._tenants[entry.tenant]
-        tenant.take(entry.tokens)
+        tenant.subtract(entry.tokens)
         if not tenant.requests:
             del self._tenants[entry.tenant]
         self._deadlines.discard(job)
@@ -108,9 +108,9 @@ class QueueAccount:
         """The oldest request of a level."""
         return next(iter(self._levels[level].jobs), None)
 
-    def least_important(self, above: int) -> Iterator[tuple[Job, Entry]]:
-        """Requests less urgent than level `above`, least urgent first, newest first within a
-        level; lazily. The account must not change during the iteration."""
+    def least_important(self, above: int) -> Job | None:
+        """The newest of the least urgent requests below level `above`; None without one."""
         for level in reversed(self._levels[above + 1 :]):
-            for job in reversed(level.jobs):
-                yield job, self._entries[job]
+            if level.jobs:
+                return next(reversed(level.jobs))
+        return None

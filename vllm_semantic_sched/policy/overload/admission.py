@@ -14,8 +14,8 @@ from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAcco
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 
-# Most requests that one new request may replace in a queue bounded in tokens.
-_REPLACED_AT_MOST = 16
+# Probability of a refusal over share: by the excess, and at most (S6).
+_REFUSALS_PER_EXCESS, _MOST_REFUSALS = 5.0, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Verdict:
     Attributes:
         code: why it is refused; None: admitted.
         reason: the same as a sentence.
-        replaced: waiting jobs that end in its place.
+        replaced: a waiting job that ends in its place.
     """
 
     code: Code | None = None
     reason: str = ""
-    replaced: tuple[Job, ...] = ()
+    replaced: Job | None = None
 
 
 ADMITTED = Verdict()
@@ -39,9 +39,8 @@ ADMITTED = Verdict()
 def admits_all(policy: Policy) -> bool:
     """Whether a policy never refuses a new request, unless another one has the same key."""
     rules = policy.admission
-    limits = [rules.tenant.requests, rules.tenant.tokens]
-    for queue in (rules.queue, *(tier.queue for tier in policy.all_tiers)):
-        limits += [queue.requests, queue.tokens]
+    limits = [rules.tenant.requests, rules.queue.requests]
+    limits += [tier.queue.requests for tier in policy.all_tiers]
     unbounded = all(limit is None for limit in limits)
     return unbounded and rules.over_share == "off" and not policy.shedding.enabled
 
@@ -69,21 +68,20 @@ def fits(
     """
     if account.all.requests < free_seats:
         return ADMITTED
-    bound = rules.tenant
-    full = _full(account.tenant(entry.tenant), bound.requests, bound.tokens, entry, free_seats)
+    full = _full(account.tenant(entry.tenant), rules.tenant.requests, free_seats)
     if full:
         return Verdict(Code.TENANT_OVER_SHARE, f"This tenant's {full}")
     tier = tiers[entry.level]
-    full = _full(
-        account.level(entry.level), tier.queue.requests, tier.queue.tokens, entry, free_seats
-    )
+    full = _full(account.level(entry.level), tier.queue.requests, free_seats)
     if full:
         return Verdict(Code.OVER_CAPACITY, f"Tier {tier.name!r}: the {full}")
-    full = _full(account.all, rules.queue.requests, rules.queue.tokens, entry, free_seats)
+    full = _full(account.all, rules.queue.requests, free_seats)
     if not full:
         return ADMITTED
-    replaced = _replaceable(entry, account, rules, free_seats) if rules.replace else ()
-    return Verdict(replaced=replaced) if replaced else Verdict(Code.OVER_CAPACITY, f"The {full}")
+    replaced = account.least_important(entry.level)
+    if replaced is None:
+        return Verdict(Code.OVER_CAPACITY, f"The {full}")
+    return Verdict(replaced=replaced)
 
 
 def over_share(
@@ -94,19 +92,23 @@ def over_share(
     pressure: PressureLevel,
     random: Random,
 ) -> Verdict:
-    """Refuse a new request if its tier has more than its share under the present pressure.
+    """Refuse a new request if its tier has more than its share under the present pressure. Shares
+    that tiers without requests do not use go to the others.
 
     Args:
         outstanding: predicted tokens of waiting and running requests, per level.
     """
     total = sum(outstanding)
-    if level == 0 or total <= 0:
+    if level == 0 or not outstanding[level]:
         return ADMITTED
-    share, target = outstanding[level] / total, target_shares(tiers)[level]
+    targets = target_shares(tiers)
+    wanted = sum(target for target, tokens in zip(targets, outstanding, strict=True) if tokens)
+    share, target = outstanding[level] / total, targets[level] / wanted if wanted else 0.0
     if share <= target:
         return ADMITTED
     certain = rules.over_share == "hard" or pressure is PressureLevel.CRITICAL
-    if not certain and target > 0 and random.random() >= share / target - 1.0:
+    probability = min(_REFUSALS_PER_EXCESS * (share - target), _MOST_REFUSALS)
+    if not certain and random.random() >= probability:
         return ADMITTED
     return Verdict(
         Code.TIER_OVER_SHARE,
@@ -114,31 +116,8 @@ def over_share(
     )
 
 
-def _full(
-    waiting: Amount, requests: int | None, tokens: int | None, entry: Entry, free_seats: int
-) -> str:
-    """Which bound a new request exceeds, as text; empty if none."""
-    if requests is not None and waiting.requests + 1 > requests + free_seats:
-        return f"queue is full: {waiting.requests} requests of {requests}"
-    if tokens is not None and waiting.tokens + entry.tokens > tokens:
-        return (
-            f"queue is full: {waiting.tokens:.0f} predicted tokens and {entry.tokens:.0f} for "
-            f"this request of {tokens}"
-        )
+def _full(waiting: Amount, most: int | None, free_seats: int) -> str:
+    """Which bound one more request exceeds, as text; empty if none."""
+    if most is not None and waiting.requests + 1 > most + free_seats:
+        return f"queue is full: {waiting.requests} requests of {most}"
     return ""
-
-
-def _replaceable(
-    entry: Entry, account: QueueAccount, rules: Admission, free_seats: int
-) -> tuple[Job, ...]:
-    """The least important jobs to replace so that a new request fits; empty if it never fits."""
-    left = Amount(account.all.requests, account.all.tokens)
-    replaced: list[Job] = []
-    for job, other in account.least_important(entry.level):
-        if len(replaced) == _REPLACED_AT_MOST:
-            break
-        replaced.append(job)
-        left.take(other.tokens)
-        if not _full(left, rules.queue.requests, rules.queue.tokens, entry, free_seats):
-            return tuple(replaced)
-    return ()

@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.admission import (
     ADMITTED,
@@ -25,7 +25,6 @@ from vllm_semantic_sched.policy.overload.admission import (
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
-from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 Ended = tuple[Job, Refusal]
 
@@ -41,8 +40,8 @@ _SUPERSEDED = "A newer request with the same dedup_key took its place"
 _REPLACED = "The queue is full and a more urgent request came"
 
 
-class OverloadControl:
-    """Decides which requests are admitted and which end. A `lifecycle.Listener`.
+class OverloadControl(Listener):
+    """Decides which requests are admitted and which end.
 
     Args:
         seed: of random decisions, so that a run can be repeated.
@@ -65,17 +64,16 @@ class OverloadControl:
         self.account = QueueAccount(policy.levels)
         self.load = LoadMonitor(policy, estimates, holdings, self.account, capacity)
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
+    def adopt(self, policy: Policy) -> None:
         """Switch to a new policy."""
         self._policy = policy
         self._admits_all = admits_all(policy)
         self._timeouts = _timeouts(policy)
-        self.load.adopt(policy, profile)
+        self.load.adopt(policy)
 
-    # Lifecycle events
+    # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
 
     def moved(self, transition: Transition) -> None:
-        """See `lifecycle.Listener`."""
         job, state = transition.job, transition.state
         if state is JobState.RUNNING:
             self.account.leave(job)
@@ -86,11 +84,7 @@ class OverloadControl:
             self.load.ended(job, transition.time, completed=state is JobState.COMPLETED)
 
     def first_token(self, job: Job) -> None:
-        """See `lifecycle.Listener`."""
         self.load.first_token(job)
-
-    def held(self, job: Job, seconds: float) -> None:
-        """See `lifecycle.Listener`; time held counts neither as waiting nor as load."""
 
     # Decisions
 
@@ -164,10 +158,11 @@ class OverloadControl:
             return [(job, self._refusal(verdict.code, verdict.reason, entry.level))]
         ended = []
         for other in older:
-            ended.append((other, self._refusal(Code.SUPERSEDED, _SUPERSEDED, other.level)))
-        for other in verdict.replaced:
-            self.account.leave(other)
-            ended.append((other, self._refusal(Code.OVER_CAPACITY, _REPLACED, other.level)))
+            ended.append((other, self._refusal(Code.SUPERSEDED, _SUPERSEDED, other.level, job)))
+        if (replaced := verdict.replaced) is not None:
+            self.account.leave(replaced)
+            refusal = self._refusal(Code.OVER_CAPACITY, _REPLACED, replaced.level, job)
+            ended.append((replaced, refusal))
         self.account.enter(job, entry, self._timeouts[entry.level])
         return ended
 
@@ -221,8 +216,10 @@ class OverloadControl:
             tokens = self._estimates.tokens(job)
         return _new_tuple(Entry, (level, tokens, job.tenant, since))  # half the time of Entry()
 
-    def _refusal(self, code: Code, reason: str, level: int) -> Refusal:
-        return Refusal(code, reason, self.retry_after(level))
+    def _refusal(
+        self, code: Code, reason: str, level: int, beneficiary: Job | None = None
+    ) -> Refusal:
+        return Refusal(code, reason, self.retry_after(level), beneficiary)
 
 
 def _timeouts(policy: Policy) -> list[float | None]:

@@ -13,7 +13,6 @@ from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel, PressureMonitor, Use
 from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
-from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _HALF_LIFE = 20.0  # busy seconds
 _ENOUGH = 1.0  # busy seconds before there is a rate
@@ -44,6 +43,7 @@ class DrainRate:
         return self._tokens / self._seconds
 
 
+_SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
 _LOOK_SECONDS = 0.1  # between two updates of pressure and promises
 _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
@@ -73,16 +73,17 @@ class LoadMonitor:
         self._looked = float("-inf")
         self.pressure = PressureMonitor()
         self.shedder = Shedder()
-        self.slo, self._recent = self._monitors()
+        self.slo = SloMonitor(self.tiers, _SLO_WINDOW)
+        self._recent = SloMonitor(self.tiers, policy.shedding.window)
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy; measurements are kept if the windows stay the same."""
+    def adopt(self, policy: Policy) -> None:
+        """Switch to a new policy; measurements are kept as far as their windows stay the same."""
         old, self._policy = self._policy, policy
-        if (old.slo, old.shedding.window) == (policy.slo, policy.shedding.window):
-            self.slo.adopt(policy.all_tiers)
+        self.slo.adopt(policy.all_tiers)
+        if old.shedding.window == policy.shedding.window:
             self._recent.adopt(policy.all_tiers)
         else:
-            self.slo, self._recent = self._monitors()
+            self._recent = SloMonitor(policy.all_tiers, policy.shedding.window)
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -136,15 +137,12 @@ class LoadMonitor:
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting, bound = self._account.all, self._policy.admission.queue
+        waiting, bound = self._account.all.requests, self._policy.admission.queue.requests
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
-            seats=(len(self._holdings) + waiting.requests) / self._seats,
-            queue=max(
-                waiting.requests / bound.requests if bound.requests else 0.0,
-                waiting.tokens / bound.tokens if bound.tokens else 0.0,
-            ),
+            seats=(len(self._holdings) + waiting) / self._seats,
+            queue=waiting / bound if bound else 0.0,
             step=self._step_seconds / min(promised) if promised and len(self._holdings) else 0.0,
         )
 
@@ -187,12 +185,6 @@ class LoadMonitor:
     def _predicted_tokens(self) -> float:
         """Total KV tokens that running jobs are predicted to need."""
         return sum(held.tokens for held in self._holdings.levels())
-
-    def _monitors(self) -> tuple[SloMonitor, SloMonitor]:
-        return (
-            SloMonitor(self.tiers, self._policy.slo.window),
-            SloMonitor(self.tiers, self._policy.shedding.window),
-        )
 
     def _record(self, job: Job, now: float, **seconds: float | None) -> None:
         for monitor in (self.slo, self._recent):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from vllm_semantic_sched.policy.config.overload import Pressure
+from vllm_semantic_sched.policy.config.overload import Pressure, Threshold
 
 # Pressure falls once use has stayed for so many seconds this share below the mark that raised it.
 CALM = 2.0
 MARGIN = 0.1
+
+_QUEUE = Threshold(warning=0.5, critical=0.9)
+_STEP = Threshold(warning=0.8, critical=1.0)
 
 
 class PressureLevel(enum.IntEnum):
@@ -22,7 +25,14 @@ class PressureLevel(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited."""
+    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited.
+
+    Attributes:
+        kv: KV blocks in use, or predicted to be needed by running requests, whichever is more.
+        seats: running and waiting requests per seat.
+        queue: waiting requests, relative to `admission.queue`.
+        step: smoothed step time, relative to the shortest `tpot` promised to a tier.
+    """
 
     kv: float = 0.0
     seats: float = 0.0
@@ -63,8 +73,12 @@ class PressureMonitor:
 
 def _level(use: Use, rules: Pressure, scale: float) -> PressureLevel:
     worst = PressureLevel.NONE
-    for name in ("kv", "seats", "queue", "step"):
-        value, marks = getattr(use, name), getattr(rules, name)
+    for value, marks in (
+        (use.kv, rules.kv),
+        (use.seats, rules.seats),
+        (use.queue, _QUEUE),
+        (use.step, _STEP),
+    ):
         if value >= marks.critical * scale:
             return PressureLevel.CRITICAL
         if value >= marks.warning * scale:

@@ -6,8 +6,10 @@ import enum
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_semantic_sched.policy.facts.job import Job
 
 
 class Code(enum.Enum):
@@ -51,11 +53,13 @@ class Refusal:
     Attributes:
         message: one sentence.
         retry_after: seconds after which another attempt may succeed.
+        beneficiary: the request that took its place; None: none did. Its client is not told.
     """
 
     code: Code
     message: str
     retry_after: float = 1.0
+    beneficiary: Job | None = field(default=None, compare=False)
 
     @property
     def retry_after_seconds(self) -> int:
@@ -117,7 +121,7 @@ class Refusal:
 DROPPED = Refusal(
     Code.DROPPED,
     "The request was ended to make room for more urgent ones: another preemption would have cost "
-    "more than starting over.",
+    "more than sending it again, or it had its share of preemptions.",
 )
 """For a request whose tier may be dropped (`tiers[].drop`)."""
 

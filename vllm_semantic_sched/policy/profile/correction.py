@@ -40,13 +40,8 @@ _NOTICEABLE = 0.05
 
 
 class _Factor:
-    """The logarithm of measured / given time of one kind of work, less that of the speed.
-
-    Attributes:
-        log: the logarithm.
-        count: measurements that it is a mean of.
-        context: tokens of context in steps of this many sequences, in the mean.
-    """
+    """The logarithm of measured / given time of one kind of work, less that of the speed: the mean
+    of `count` measurements. `context`: mean tokens of context in steps of this many sequences."""
 
     __slots__ = ("_first", "_memory", "_seen", "context", "count", "log")
 
@@ -89,13 +84,8 @@ class _Factor:
 
 
 class ProfileScale:
-    """Measured times as corrections of a given profile. O(1) per step, and O(log sequences) when it
-    makes a new profile.
-
-    Attributes:
-        given: the uncorrected profile.
-        profile: the corrected profile, with measured `batch.steps`; a new object when factors
-            changed noticeably.
+    """Measured times as corrections of a `given` profile. O(1) per step, and O(log sequences) when
+    factors have changed noticeably: `profile`, with measured `batch.steps`, is a new object then.
     """
 
     def __init__(self, profile: EngineProfile) -> None:
@@ -214,14 +204,8 @@ class ProfileScale:
         speed = 0.0
         if all(factor.known for factor, _ in shares):
             speed = _SPEED * sum(share for factor, share in shares if factor is not self._load)
-        total = (
-            1.0
-            + speed
-            + sum(
-                share * share * variance
-                for (_, share), variance in zip(shares, variances, strict=True)
-            )
-        )
+        pairs = zip(shares, variances, strict=True)
+        total = 1.0 + speed + sum(share * share * variance for (_, share), variance in pairs)
         surprise = math.log(seconds / expected)
         surprise = max(-_LARGEST_SURPRISE, min(surprise, _LARGEST_SURPRISE)) / total
         self._speed = _bounded(self._speed + speed * surprise)
@@ -258,9 +242,8 @@ class ProfileScale:
     def _logs(self) -> list[float]:
         """Logarithms of the factors on prefills, copies and steps of 1, 2, 4 ... sequences."""
         speed = self._speed
-        logs = [speed + self._prefill.log, self._load.log]
-        logs += [speed + level.log for level in self._levels]
-        return logs
+        levels = (speed + level.log for level in self._levels)
+        return [speed + self._prefill.log, self._load.log, *levels]
 
     def _apply(self) -> None:
         logs, applied = self._logs(), self._applied
@@ -269,9 +252,8 @@ class ProfileScale:
         ):
             return
         self._fill()
-        logs = [_bounded(log) for log in self._logs()]
-        self._applied = logs
-        terms = self._terms([math.exp(log) for log in logs[2:]])
+        self._applied = [_bounded(log) for log in self._logs()]
+        terms = self._terms([math.exp(log) for log in self._applied[2:]])
         decode = terms.steps[0] / self._given_steps[0]
         self.profile = self.given.scaled(self.prefill, decode, self.load, terms)
 
@@ -302,9 +284,8 @@ class ProfileScale:
             following = steps[number + 1]
             steps[number] = max(min(steps[number], following), following / 2)
         terms = BatchTerms(step=steps[0], steps=tuple(steps))
-        slope = 0.0
-        if self._largest > 1:
-            slope = (terms.sequences(self._largest) - steps[0]) / (self._largest - 1)
+        more = self._largest - 1
+        slope = (terms.sequences(self._largest) - steps[0]) / more if more else 0.0
         return BatchTerms(
             step=max(steps[0] - slope, 1e-3 * steps[0]),
             per_sequence=slope,

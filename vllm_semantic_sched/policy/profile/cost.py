@@ -44,8 +44,13 @@ def resume_seconds(
     return seconds
 
 
-def starting_over_seconds(job: Job, profile: EngineProfile) -> float:
-    """Engine time that a job has used, and would use again if its client sent it again."""
-    return profile.prefill(0, min(job.computed, job.prompt_tokens)) + profile.decode(
-        job.prompt_tokens, job.generated
-    )
+def drop_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
+    """Cost of ending a job (S2): the decoding that is lost, and all of the request when its client
+    sends it again.
+
+    Args:
+        expected_output: total output tokens.
+    """
+    prompt = job.prompt_tokens
+    lost = profile.decode(prompt, job.generated)
+    return lost + profile.prefill(0, prompt) + profile.decode(prompt, expected_output)

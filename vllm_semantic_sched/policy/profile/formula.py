@@ -87,15 +87,13 @@ class Batch:
 
     def add_load(self, tokens: int) -> None:
         """Add a load of the KV of this many tokens."""
-        if tokens:
-            self.loads += 1
-            self.loaded += tokens
+        self.loads += tokens > 0
+        self.loaded += tokens
 
     def add_save(self, tokens: int) -> None:
         """Add a save of the KV of this many tokens."""
-        if tokens:
-            self.saves += 1
-            self.saved += tokens
+        self.saves += tokens > 0
+        self.saved += tokens
 
 
 class Ranges(Section):
@@ -222,19 +220,10 @@ class EngineProfile(Section):
                 per_context_token=self.batch.per_context_token * decode,
                 steps=tuple(seconds * decode for seconds in self.batch.steps),
             )
-        return self.model_copy(
-            update={
-                "alpha1": self.alpha1 * prefill,
-                "alpha2": self.alpha2 * prefill,
-                "beta_load": self.beta_load * load,
-                "beta_save": self.beta_save * load,
-                "load_start": self.load_start * load,
-                "save_start": self.save_start * load,
-                "gamma1": self.gamma1 * decode,
-                "gamma2": self.gamma2 * decode,
-                "batch": batch,
-            }
-        )
+        factors = {"alpha1": prefill, "alpha2": prefill, "gamma1": decode, "gamma2": decode}
+        factors |= dict.fromkeys(("beta_load", "beta_save", "load_start", "save_start"), load)
+        scaled = {name: getattr(self, name) * factor for name, factor in factors.items()}
+        return self.model_copy(update={**scaled, "batch": batch})
 
     def doubts(self, max_model_len: int) -> list[str]:
         """Warnings about using this profile for an engine with this context length."""
@@ -266,12 +255,8 @@ class EngineProfile(Section):
 
 
 def load_profile(name_or_path: str | Path) -> EngineProfile:
-    """Read a profile by the name of a shipped one or by path. `auto` is `default` here: only
-    an engine knows its model and device.
-
-    Raises:
-        PolicyError: missing, not YAML, or invalid.
-    """
+    """Read a profile by the name of a shipped one or by path; PolicyError if it is missing or
+    invalid. `auto` is `default` here: only an engine knows its model and device."""
     name_or_path = _WITHOUT_ENGINE if name_or_path == AUTO else name_or_path
     data, source = read_config(name_or_path, kind="profile")
     return parse_section(EngineProfile, data, source)

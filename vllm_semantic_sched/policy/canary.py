@@ -1,0 +1,302 @@
+"""Compares a new policy with the current one on live traffic, and ends it if it breaks a promise.
+
+On one engine the two take turns: in each period the new policy has the last `share`. Of several
+engines some have it all the time. A request belongs to the policy in force when it arrived. Those
+that arrive soon after a change still meet the other policy's queue, and do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.tiers import Tier
+from vllm_semantic_sched.policy.lifecycle import Listener, Transition
+from vllm_semantic_sched.policy.overload.slo import MEASURES
+
+ARMS = ("current", "new")
+Role = Literal["turns", "current", "new"]
+
+_CERTAIN = 1.96  # standard errors of the intervals that are shown
+# A promise counts as broken if chance would miss it as often less than once in 10,000 times: it is
+# judged again and again.
+_SURE = math.log(10_000)
+_OLDEST = 1000  # waiting requests that are looked at
+_UNSETTLED = 0.2  # of a turn, after a change
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a canary is to run.
+
+    Attributes:
+        share: part of each period, 0 to 1, in which the new policy is in force.
+        period, lease: seconds; the canary ends after `lease`.
+        watch: measures whose promises end it (`overload.slo.MEASURES`).
+        role: of this engine.
+    """
+
+    share: float
+    period: float
+    lease: float
+    watch: tuple[str, ...]
+    role: Role = "turns"
+
+    def turn(self, elapsed: float) -> tuple[str, float]:
+        """The policy in force after so many seconds, and for how long it has been."""
+        if self.role != "turns":
+            return self.role, elapsed % self.period
+        within = elapsed % self.period
+        begin = self.period * (1.0 - self.share)
+        return ("current", within) if within < begin else ("new", within - begin)
+
+    def settled(self, elapsed: float) -> bool:
+        """Whether a request that arrives then counts."""
+        arm, since = self.turn(elapsed)
+        if self.role != "turns":
+            return True
+        share = self.share if arm == "new" else 1.0 - self.share
+        return since >= _UNSETTLED * share * self.period
+
+
+@dataclass(slots=True)
+class Tally:
+    """Latencies of one level under one policy, in clusters: requests of one turn share their luck.
+    Bounded memory.
+
+    Attributes:
+        count, met: requests, and those that met their promise (without one: all).
+        clusters: turns that are over.
+    """
+
+    count: int = 0
+    met: int = 0
+    clusters: int = 0
+    _open: tuple[int, int, float] = (-1, 0, 0.0)  # number, requests, sum of logarithms
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # n, s, s*s, s*n, n*n
+
+    def add(self, seconds: float, met: bool, cluster: int) -> None:
+        """Count a request of the turn `cluster`."""
+        self.count += 1
+        self.met += met
+        number, requests, total = self._open
+        if cluster != number:
+            self._close()
+            requests, total = 0, 0.0
+        self._open = (cluster, requests + 1, total + math.log(max(seconds, 1e-6)))
+
+    def merged(self, other: Tally) -> Tally:
+        """Both together, of two engines."""
+        for tally in (self, other):
+            tally._close()
+        sums = [mine + yours for mine, yours in zip(self._sums, other._sums, strict=True)]
+        count, met = self.count + other.count, self.met + other.met
+        return Tally(count, met, self.clusters + other.clusters, _sums=sums)
+
+    @property
+    def kept(self) -> float:
+        """Share that met the promise; NaN without requests."""
+        return self.met / self.count if self.count else math.nan
+
+    def mean(self) -> tuple[float, float]:
+        """Mean logarithm of the latency and its standard error, infinite with fewer than two
+        turns; the mean is NaN without requests."""
+        _, requests, total = self._open
+        n, s, ss, sn, nn = self._sums
+        clusters = self.clusters
+        if requests:
+            n, s, clusters = n + requests, s + total, clusters + 1
+            ss, sn, nn = ss + total**2, sn + total * requests, nn + requests**2
+        mean = s / n if n else math.nan
+        if clusters < 2:
+            return mean, math.inf
+        spread = max(0.0, ss - 2 * mean * sn + mean**2 * nn)
+        return mean, math.sqrt(spread * clusters / (clusters - 1)) / n
+
+    def breaks(self, percentile: float, current: Tally) -> bool:
+        """Whether surely fewer meet the promise than `percentile` %, and than under the current
+        policy (Chernoff's bound)."""
+        allowed, missed = 1.0 - percentile / 100, 1.0 - self.kept if self.count else 0.0
+        if current.count:
+            usual = 1.0 - current.kept
+            error = math.sqrt(usual * (1.0 - usual) / current.count)
+            allowed = max(allowed, usual + _CERTAIN * error)
+        if missed <= allowed:
+            return False
+        if not allowed:
+            return True
+        surprise = missed * math.log(missed / allowed)
+        if missed < 1.0:
+            surprise += (1.0 - missed) * math.log((1.0 - missed) / (1.0 - allowed))
+        return self.count * surprise > _SURE
+
+    def _close(self) -> None:
+        number, requests, total = self._open
+        if requests:
+            more = (requests, total, total**2, total * requests, requests**2)
+            self._sums = [mine + new for mine, new in zip(self._sums, more, strict=True)]
+            self.clusters += 1
+        self._open = (number, 0, 0.0)
+
+    def plain(self) -> list[Any]:
+        """As plain values, for `of_plain`."""
+        self._close()
+        return [self.count, self.met, self.clusters, *self._sums]
+
+    @classmethod
+    def of_plain(cls, values: Sequence[Any]) -> Tally:
+        """From plain values."""
+        count, met, clusters, *sums = values
+        return cls(count, met, clusters, _sums=sums)
+
+
+Tallies = dict[str, list[dict[str, Tally]]]
+"""By policy, level and measure."""
+
+
+class Canary(Listener):
+    """The requests of a canary on one engine.
+
+    Args:
+        tiers: with the promises, by level.
+        start: seconds, on the clock of `Job.arrival`.
+    """
+
+    def __init__(self, plan: Plan, tiers: Sequence[Tier], start: float) -> None:
+        self.plan = plan
+        self.tallies: Tallies = {
+            arm: [{measure: Tally() for measure in MEASURES} for _ in tiers] for arm in ARMS
+        }
+        self._tiers = tiers
+        self._start = start
+        self._waiting: dict[Job, None] = {}  # that are promised a first token, oldest first
+
+    def arm(self, now: float) -> str:
+        """The policy that is to be in force."""
+        return self.plan.turn(now - self._start)[0]
+
+    def is_over(self, now: float) -> bool:
+        """Whether the lease has ended."""
+        return now - self._start >= self.plan.lease
+
+    def moved(self, transition: Transition) -> None:
+        job, before, state, time, *_ = transition
+        if before is None:
+            self._waiting[job] = None
+        elif state.is_end:
+            self._waiting.pop(job, None)
+        if state is JobState.COMPLETED:
+            self._add(job, "e2e", time - job.arrival)
+            if job.first_token is not None and job.generated > 1:
+                self._add(job, "tpot", (time - job.first_token) / (job.generated - 1))
+
+    def first_token(self, job: Job) -> None:
+        self._waiting.pop(job, None)
+        if job.first_token is not None:
+            self._add(job, "ttft", job.first_token - job.arrival)
+
+    def broken(self, now: float) -> str | None:
+        """The promise that the new policy breaks and the current one keeps better; None: none."""
+        overdue = self._overdue(now)
+        for level, tier in enumerate(self._tiers):
+            for measure in self.plan.watch:
+                new, current = (self.tallies[arm][level][measure] for arm in ("new", "current"))
+                if getattr(tier.slo, measure) is None:
+                    continue
+                late = overdue[level] if measure == "ttft" else 0
+                if late:  # they have no first token yet, and it will be late
+                    new = Tally(new.count + late, new.met)
+                if new.breaks(tier.slo.percentile, current):
+                    return f"{measure} of {tier.name}: {new.met} of {new.count} kept"
+        return None
+
+    def _overdue(self, now: float) -> list[int]:
+        """Requests of the new policy, by level, that wait for a first token that is late
+        already; looks at the oldest only."""
+        counts = [0] * len(self._tiers)
+        for job in itertools.islice(self._waiting, _OLDEST):
+            elapsed, target = job.arrival - self._start, self._tiers[job.level].slo.ttft
+            late = target is not None and now - job.arrival > target
+            if late and self.plan.turn(elapsed)[0] == "new" and self.plan.settled(elapsed):
+                counts[job.level] += 1
+        return counts
+
+    def _add(self, job: Job, measure: str, seconds: float) -> None:
+        elapsed = job.arrival - self._start
+        if elapsed < 0 or not self.plan.settled(elapsed):
+            return
+        target = getattr(self._tiers[job.level].slo, measure)
+        met = target is None or seconds <= target
+        tally = self.tallies[self.plan.turn(elapsed)[0]][job.level][measure]
+        tally.add(seconds, met, int(elapsed // self.plan.period))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A measure of one level under both policies.
+
+    Attributes:
+        counts: requests, current and new.
+        means: geometric means in seconds; NaN without requests.
+        kept: shares that met the promise (1 without one); NaN without requests.
+        interval: 95 % interval of the ratio of the means, new / current; None with fewer than two
+            turns of each.
+    """
+
+    level: int
+    measure: str
+    counts: tuple[int, int]
+    means: tuple[float, float]
+    kept: tuple[float, float]
+    interval: tuple[float, float] | None
+
+
+def compare(each: Sequence[Tallies]) -> list[Difference]:
+    """The measures that a policy has requests of, over all engines."""
+    found = []
+    for level in range(len(each[0]["new"])) if each else ():
+        for measure in MEASURES:
+            current, new = (_total([one[arm][level][measure] for one in each]) for arm in ARMS)
+            if not current.count and not new.count:
+                continue
+            (before, error), (after, other) = current.mean(), new.mean()
+            interval, wide = None, _CERTAIN * math.hypot(error, other)
+            if math.isfinite(wide):
+                ratio = after - before
+                interval = math.exp(ratio - wide), math.exp(ratio + wide)
+            found.append(
+                Difference(
+                    *(level, measure, (current.count, new.count)),
+                    means=(math.exp(before), math.exp(after)),
+                    kept=(current.kept, new.kept),
+                    interval=interval,
+                )
+            )
+    return found
+
+
+def _total(tallies: Sequence[Tally]) -> Tally:
+    total = Tally()
+    for tally in tallies:
+        total = total.merged(tally)
+    return total
+
+
+def plain(tallies: Tallies) -> dict[str, Any]:
+    """As plain values, for `of_plain`."""
+    return {
+        arm: [{name: tally.plain() for name, tally in level.items()} for level in levels]
+        for arm, levels in tallies.items()
+    }
+
+
+def of_plain(values: dict[str, Any]) -> Tallies:
+    """From plain values."""
+    return {
+        arm: [{name: Tally.of_plain(one) for name, one in level.items()} for level in levels]
+        for arm, levels in values.items()
+    }

@@ -1,0 +1,239 @@
+"""Why requests wait: splits each wait into causes that add up to it.
+
+At any time one cause keeps all waiting requests from starting: no seat, no KV blocks, and so on.
+The ledger adds up the seconds of each, apart by the level that got the latest seat. A request notes
+the sums when it begins to wait; how much they have grown when it starts are its causes. What
+concerns one request or one queue (unread, not ready, limits) replaces them while it lasts. So only
+changes cost anything, whatever the number of steps and of waiting requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+
+class Cause(enum.Enum):
+    """Why a request waits; the values appear in the event log."""
+
+    # Of all waiting requests
+    SEAT = "seat"  # every seat is taken
+    KV = "kv"  # the next request's KV does not fit
+    KV_PEAK = "kv_peak"  # running requests are predicted to need the KV (`kv_peak`)
+    TOKENS = "tokens"  # the step's tokens went to others, or vLLM preempted in it
+    STEP = "step"  # there was room; the step under way had not ended
+    PAUSED = "paused"  # an operator had paused the engine
+    # Of some
+    TENANT = "tenant"  # its tenant's limit
+    RESERVATION = "reservation"  # the room is reserved for more urgent tiers
+    UNREAD = "unread"  # its text was unread, and turned out to be more urgent
+    NOT_READY = "not_ready"  # its grammar, adapter, KV or input was not ready
+
+
+_SHARED = (Cause.SEAT, Cause.KV, Cause.KV_PEAK, Cause.TOKENS, Cause.STEP, Cause.PAUSED)
+_PLACE = {cause: place for place, cause in enumerate(_SHARED)}
+
+LimitKey = tuple[int, str | None]
+"""A level, and a tenant that is at its limit; None: a reservation keeps the whole level waiting."""
+
+Cells = Sequence[float]
+
+
+class Part(NamedTuple):
+    """A part of a wait.
+
+    Attributes:
+        level: level of the request that had got the latest seat; None: nobody had, or it does not
+            matter.
+    """
+
+    cause: Cause
+    level: int | None
+    seconds: float
+
+
+class _Limit:
+    """The seconds of each cell in which a limit applied. Kept while a request or the ledger refers
+    to it."""
+
+    __slots__ = ("__weakref__", "cells", "since")
+
+    def __init__(self, size: int) -> None:
+        self.cells: Cells = array("d", bytes(8 * size))
+        self.since: Cells | None = None
+
+    def total(self, now: Cells) -> Cells:
+        if self.since is None:
+            return self.cells
+        return array("d", map(sum, zip(self.cells, _less(now, self.since), strict=True)))
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """The wait of one request, while it lasts.
+
+    Attributes:
+        level, tenant: of the request.
+        cells: the ledger's sums when the present stretch began.
+        limits: those of its queue, with their sums at that time.
+        override: cause of the whole stretch; `lasting`: and of all that follow.
+        parts: seconds of earlier stretches.
+    """
+
+    level: int
+    tenant: str
+    cells: Cells = ()
+    limits: list[tuple[Cause, _Limit, Cells]] = field(default_factory=list)
+    override: Cause | None = None
+    lasting: bool = False
+    parts: dict[tuple[Cause, int | None], float] = field(default_factory=dict)
+
+
+class WaitLedger:
+    """Adds up why requests wait. Operations are O(levels).
+
+    Args:
+        clock: seconds; unlike the policy's clock it runs during pauses.
+        has_limits: whether limits may keep a queue from starting.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], levels: int, has_limits: Callable[[], bool]
+    ) -> None:
+        self.clock = clock
+        self._has_limits = has_limits
+        self._width = levels + 1
+        self._paused = _PLACE[Cause.PAUSED] * self._width  # the last cells
+        self._cells = array("d", bytes(8 * len(_SHARED) * self._width))
+        self._cause, self._column = Cause.STEP, 0
+        self._since = clock()
+        self._limits: WeakValueDictionary[LimitKey, _Limit] = WeakValueDictionary()
+        self._active: dict[LimitKey, _Limit] = {}
+        self._skipped: dict[Wait, None] = {}
+        self._skipped_before: dict[Wait, None] = {}
+
+    # What applies to all
+
+    def because(self, cause: Cause) -> None:
+        """Set what keeps waiting requests from starting, from now on."""
+        if cause is not self._cause:
+            self._sums()
+            self._cause = cause
+
+    def seated(self, level: int) -> None:
+        """Record that a request of this level got a seat."""
+        self._sums()
+        self._column = level + 1
+
+    def limit(self, limited: Iterable[LimitKey]) -> None:
+        """Set which queues a limit keeps from starting, from now on."""
+        keys = set(limited)
+        if keys == self._active.keys():
+            return
+        now = self._sums()[:]
+        for key in self._active.keys() - keys:
+            ended = self._active.pop(key)
+            ended.cells, ended.since = ended.total(now), None
+        for key in keys - self._active.keys():
+            self._active[key] = begun = self._limit(key)
+            begun.since = now
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether a request was not ready in this step or the one before."""
+        return bool(self._skipped) or bool(self._skipped_before)
+
+    def end_step(self) -> None:
+        """Note which requests, not ready in the step before, were ready in this one."""
+        for wait in self._skipped_before:
+            if wait not in self._skipped:
+                self.split(wait)
+        self._skipped_before, self._skipped = self._skipped, {}
+
+    # One request
+
+    def begin(self, level: int, tenant: str) -> Wait:
+        """A request begins to wait."""
+        wait = Wait(level, tenant)
+        self._open(wait)
+        return wait
+
+    def split(self, wait: Wait, cause: Cause | None = None) -> None:
+        """End a stretch of a wait and begin the next one, after a change of its level for instance.
+
+        Args:
+            cause: of the whole stretch; None: what the ledger has recorded.
+        """
+        self._close(wait, cause)
+        self._open(wait)
+
+    def skip(self, wait: Wait, lasting: bool = False) -> None:
+        """Record that the engine found a request not ready.
+
+        Args:
+            lasting: until it starts, else until a step in which it is not skipped.
+        """
+        if wait.override is None:
+            self.split(wait)
+            wait.override = Cause.NOT_READY
+        wait.lasting = wait.lasting or lasting
+        if not lasting:
+            self._skipped[wait] = None
+
+    def end(self, wait: Wait) -> list[Part]:
+        """The parts of a wait that is over."""
+        self._close(wait, None)
+        for skipped in (self._skipped, self._skipped_before):
+            skipped.pop(wait, None)
+        return [Part(*key, seconds) for key, seconds in wait.parts.items() if seconds > 1e-9]
+
+    def _open(self, wait: Wait) -> None:
+        now = self._sums()[:]
+        wait.cells, wait.limits = now, []
+        wait.override = Cause.NOT_READY if wait.lasting else None
+        if self._has_limits() or self._active:
+            for tenant, cause in ((None, Cause.RESERVATION), (wait.tenant, Cause.TENANT)):
+                limit = self._limit((wait.level, tenant))
+                wait.limits.append((cause, limit, limit.total(now)))
+
+    def _close(self, wait: Wait, cause: Cause | None) -> None:
+        parts, now, unpaused = wait.parts, self._sums(), self._paused
+        left = _less(now, wait.cells)
+        whole = cause or wait.override
+        spent = []
+        if whole is not None:
+            spent = [(whole, left[:unpaused])]
+        else:
+            for kind, limit, before in wait.limits:
+                spent.append((kind, _less(limit.total(now), before)[:unpaused]))
+        for kind, cells in spent:
+            parts[kind, None] = parts.get((kind, None), 0.0) + sum(cells)
+            left = [*_less(left[:unpaused], cells), *left[unpaused:]]
+        for place, seconds in enumerate(left):
+            if seconds:
+                row, column = divmod(place, self._width)
+                kind = _SHARED[row]
+                matters = column > 0 and kind is not Cause.STEP and kind is not Cause.PAUSED
+                key = (kind, column - 1 if matters else None)
+                parts[key] = parts.get(key, 0.0) + seconds
+
+    def _limit(self, key: LimitKey) -> _Limit:
+        limit = self._limits.get(key)
+        if limit is None:
+            limit = self._limits[key] = _Limit(len(self._cells))
+        return limit
+
+    def _sums(self) -> array[float]:
+        """Seconds by cause and level of the latest seat, up to now."""
+        now = self.clock()
+        self._cells[_PLACE[self._cause] * self._width + self._column] += now - self._since
+        self._since = now
+        return self._cells
+
+
+def _less(cells: Cells, others: Cells) -> list[float]:
+    return [cell - other for cell, other in zip(cells, others, strict=True)]

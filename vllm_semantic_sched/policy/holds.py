@@ -1,0 +1,97 @@
+"""Chooses the running jobs that sit out the coming step for protected ones (`order.protection`)."""
+
+from __future__ import annotations
+
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.profile.formula import Batch
+from vllm_semantic_sched.policy.view import EngineView, has_room
+
+READING_BUFFER = 2.0
+"""Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
+protection."""
+
+
+class HoldChoice:
+    """Chooses among the jobs of a core."""
+
+    def __init__(self, core: SchedulingCore) -> None:
+        self._core = core
+
+    @property
+    def watched(self) -> bool:
+        """Whether jobs may be held for protected ones. O(levels)."""
+        core = self._core
+        return core.protection.enabled and self._has_protected and len(core.waiting) > 0
+
+    def choose(self, view: EngineView) -> tuple[list[Job], Job | None]:
+        """Running jobs to hold for those that are protected, if one of these gets a token in this
+        step, and the most urgent of these: else the step could be empty."""
+        core, protection = self._core, self._core.protection
+        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
+        if newcomer is not None and has_room(newcomer, view):
+            return [], None
+        prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
+        certain, gaining = Batch(), 0.0
+        found: Job | None = None
+        others: list[Job] = []
+        ahead: list[Job] = []
+        for job in view.running_by_urgency():
+            decodes, protects = job not in prefilling, protection.protects(job)
+            fast_enough = decodes and self._is_ahead_of_reader(job, view, now)
+            if decodes and not protects and protection.yields(job):
+                (ahead if fast_enough else others).append(job)
+                continue
+            if decodes:
+                certain.add_decode(job.tokens)
+            if not fast_enough:
+                gaining += worth[job.level]
+                if found is None and protects and view.can_advance(job):
+                    found = job
+        others += ahead  # first to be held
+        if found is None or not others:
+            return [], None
+        hold = protection.choose(
+            certain, others, worth, gaining, self._worth_of_all(), core.profile
+        )
+        if hold is None:
+            return [], None
+        held = others[hold.beside :]
+        protection.record(hold, len(held))
+        return held, found
+
+    def prefills_protected(self, view: EngineView) -> bool:
+        """Whether the coming step is to prefill a protected job, running or next."""
+        core = self._core
+        if not self._has_protected:
+            return False
+        newcomer = core.waiting.peek()
+        jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
+        return any(map(core.protection.protects, jobs))
+
+    def _is_ahead_of_reader(self, job: Job, view: EngineView, now: float) -> bool:
+        """Whether the reader of an answer has text for some time, at the pace of its tier."""
+        pace = self._core.policy.tier(job.level).pace
+        if pace is None or job.first_token is None:
+            return False
+        view.observe(job)
+        return job.generated > pace * (now - job.first_token + READING_BUFFER)
+
+    @property
+    def _has_protected(self) -> bool:
+        """Whether a job that others may be held for runs or waits. O(levels)."""
+        core, level = self._core, self._core.policy.protect.level
+        if level is None:
+            return False
+        for at in range(level + 1):
+            if core.holdings.level(at).seats or core.lifecycle.waiting(at):
+                return True
+        return False
+
+    def _worth_of_all(self) -> float:
+        """Worth of a second of all requests, running and waiting. O(levels)."""
+        core = self._core
+        return sum(
+            worth * (core.holdings.level(level).seats + core.lifecycle.waiting(level))
+            for level, worth in enumerate(core.worth.lost)
+        )

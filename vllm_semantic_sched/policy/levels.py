@@ -1,0 +1,117 @@
+"""Decides the urgency level of each job: by its hint, its prediction, or the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.decision import (
+    deciding_rule,
+    predicted_level,
+    raised_level,
+)
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.waits import Cause
+from vllm_semantic_sched.policy.lifecycle import NOTHING, Lifecycle
+from vllm_semantic_sched.policy.order.seating import Seating
+
+
+class Levels:
+    """Decides levels; whoever has the job stores it again, because its rank has changed.
+
+    Attributes:
+        policy: may be replaced.
+    """
+
+    def __init__(self, policy: Policy, seating: Seating, lifecycle: Lifecycle) -> None:
+        self.policy = policy
+        self._seating = seating
+        self._lifecycle = lifecycle
+
+    def decided(self, job: Job) -> int:
+        """The level by a job's prediction or the default; the level of a hint stays."""
+        if job.level_source is LevelSource.DEFAULT:
+            return max(self.policy.default_level, job.best_level)
+        predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
+        if predicted and job.prediction is not None:
+            return max(predicted_level(self.policy, job.prediction), job.best_level)
+        return job.level
+
+    def capped(self, job: Job, level: int, counted: bool = False) -> int:
+        """`level`, or the next one that the tenant's cap on top levels allows.
+
+        Args:
+            counted: the request counts toward the cap already, at its present level.
+        """
+        lowest = self.policy.levels - 1
+        top_levels, before = self._seating.top_levels, job.level if counted else None
+        allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)
+        if allowed != level:
+            job.best_level = allowed
+        return allowed
+
+    def change(self, job: Job, level: int, unread: bool = False) -> None:
+        """Change a job's level. Only this method does. `unread`: see `Lifecycle.relevel`."""
+        before = job.level
+        if level != before:
+            job.level = level
+            self._lifecycle.relevel(job, before, unread)
+            self._seating.relevel(job, before)
+
+    def read(self, job: Job, prediction: Prediction | None) -> None:
+        """Apply a prediction, or its failure (None). The level of a hint stays; so does a
+        provisional prediction if the predictor failed. A text that the predictor cannot judge keeps
+        the default level."""
+        if prediction is not None and prediction.unreadable:
+            prediction = None
+        unread, before = job.level_unread, job.level
+        if job.started is None and unread:
+            self._seating.precedence.read(job)
+        job.awaits_prediction = False
+        job.read_at = self._lifecycle.clock()
+        job.drafted_seconds = job.drafted_tokens = None  # estimated without it
+        if prediction is not None:
+            job.prediction = prediction
+            if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
+                counted = job.level_source is LevelSource.INSTANT
+                job.level_source = LevelSource.PREDICTION
+                level = self.capped(job, self.decided(job), counted)
+                self.change(job, level, unread and level < before)
+        waits, queue = self._lifecycle.waits, self._seating.waiting
+        if waits is not None and unread and job.wait is not None and job not in queue:
+            waits.split(job.wait, Cause.UNREAD)  # it is queued only now
+        if self._lifecycle.journal is not None:
+            self._lifecycle.note(job, "read", {"level_before": before, **self.explain(job)})
+
+    def look_again(self, job: Job, prediction: Prediction) -> bool:
+        """Raise a predicted level if a second look at the prompt demands it; whether it did."""
+        if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):
+            return False
+        certain = self.policy.predictor.second_look.certain
+        level, before = raised_level(prediction.urgency, job.level, certain), job.level
+        if level is not None:
+            level = self.capped(job, level, counted=True)
+        if level is None or level >= before:
+            return False
+        job.level_source = LevelSource.SECOND_LOOK
+        self.change(job, level)
+        if self._lifecycle.journal is not None:
+            details = {"level_before": before, "rule": job.level_source.value}
+            self._lifecycle.note(job, "read", details | {"urgency": _rounded(prediction)})
+        return True
+
+    def explain(self, job: Job) -> Mapping[str, Any]:
+        """The rule that decided a job's level and the probabilities that it decided by, if that is
+        logged."""
+        if self._lifecycle.journal is None:
+            return NOTHING
+        rule, prediction = deciding_rule(self.policy, job), job.prediction
+        if prediction is None:
+            return {"rule": rule}
+        return {"rule": rule, "urgency": _rounded(prediction)}
+
+
+def _rounded(prediction: Prediction) -> list[float]:
+    return [round(share, 4) for share in prediction.urgency]

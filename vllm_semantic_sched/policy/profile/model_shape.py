@@ -1,0 +1,182 @@
+"""The numbers of a transformer that cost time, from its `config.json`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+_BYTES = {"float32": 4.0, "float": 4.0, "bfloat16": 2.0, "float16": 2.0, "half": 2.0}
+# Families whose feed-forward layers have two matrices; all newer ones have three.
+_UNGATED = re.compile("bloom|falcon|gpt2|gpt_bigcode|gpt_neox|gptj|mpt|opt|phi|starcoder2")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a transformer that cost time.
+
+    Attributes:
+        name: of the model.
+        width, inner: of the hidden state and of a feed-forward layer.
+        layers, full_layers: all, and those whose attention sees the whole context.
+        heads, head_dim: of the attention.
+        parameters: those that every token passes through, without experts and embeddings.
+        head_parameters: of the output projection; only sampled positions pass through it.
+        expert_parameters: of one expert, over all layers; 0 without experts.
+        experts, active_experts: per layer, and those that a token passes through.
+        kv_numbers: numbers of KV per token, over all layers.
+        weight_bytes, kv_bytes: bytes per number.
+        eight_bits: whether products are computed in 8 bits.
+    """
+
+    name: str
+    width: int
+    inner: int
+    layers: int
+    full_layers: int
+    heads: int
+    head_dim: int
+    parameters: int
+    head_parameters: int
+    expert_parameters: int
+    experts: int
+    active_experts: int
+    kv_numbers: int
+    weight_bytes: float
+    kv_bytes: float
+    eight_bits: bool
+
+    @classmethod
+    def from_config(
+        cls,
+        name: str,
+        config: Mapping[str, Any],
+        dtype: str | None = None,
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+    ) -> Self:
+        """The shape of a model by its `config.json`; `dtype` None: the configuration's. ValueError
+        names a number that is missing."""
+        whole, config = config, config.get("text_config") or config
+        width = _number(config, "hidden_size", "n_embd", "d_model")
+        layers = _number(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        heads = _number(config, "num_attention_heads", "n_head", "n_heads")
+        kv_heads = _number(config, "num_key_value_heads", "num_kv_heads", default=heads)
+        head_dim = _number(config, "head_dim", default=width // heads)
+        inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+        experts = _number(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
+        matrices = 2 if _UNGATED.fullmatch(str(config.get("model_type"))) else 3
+        attention = width * head_dim * (2 * heads + 2 * kv_heads)
+        kv_numbers = 2 * kv_heads * head_dim
+        if config.get("kv_lora_rank"):
+            attention, kv_numbers, head_dim = _latent_attention(config, width, heads, head_dim)
+        dense = _number(config, "first_k_dense_replace", default=0) if experts else layers
+        expert, shared = _expert_parameters(config, inner, width * matrices)
+        feed_forward = matrices * width * inner
+        kinds = config.get("layer_types") or ()
+        active = _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
+        stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
+        plain = _BYTES.get(str(stated).removeprefix("torch."), 2.0)
+        given = config.get("quantization_config") or whole.get("quantization_config")
+        bits, eight_bits = _quantization(given, quantization)
+        return cls(
+            name=name,
+            width=width,
+            inner=inner,
+            layers=layers,
+            full_layers=kinds.count("full_attention") if len(kinds) == layers else layers,
+            heads=heads,
+            head_dim=head_dim,
+            parameters=layers * attention + dense * feed_forward + (layers - dense) * shared,
+            head_parameters=width * _number(config, "vocab_size"),
+            expert_parameters=expert * (layers - dense),
+            experts=experts,
+            active_experts=active if experts else 0,
+            kv_numbers=layers * kv_numbers,
+            weight_bytes=bits / 8 if bits else plain,
+            kv_bytes=1.0 if "8" in kv_cache_dtype else plain,
+            eight_bits=eight_bits,
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through before the output projection."""
+        return self.parameters + self.active_experts * self.expert_parameters
+
+    @property
+    def weights(self) -> float:
+        """Bytes of all weights but the embeddings."""
+        return self.weights_read(math.inf)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV per token, over all layers."""
+        return self.kv_numbers * self.kv_bytes
+
+    def weights_read(self, tokens: float) -> float:
+        """Bytes of weights that a step with this many tokens reads: with experts, those that at
+        least one token is sent to, if tokens choose evenly."""
+        used = 0.0
+        if self.experts:
+            used = self.experts * (1 - (1 - self.active_experts / self.experts) ** tokens)
+        numbers = self.parameters + self.head_parameters + used * self.expert_parameters
+        return numbers * self.weight_bytes
+
+
+def _expert_parameters(config: Mapping[str, Any], inner: int, per_row: int) -> tuple[int, int]:
+    """Parameters of one expert, and of those that all tokens share, in one layer."""
+    expert = _number(config, "moe_intermediate_size", default=inner) * per_row
+    shared = expert * _number(config, "n_shared_experts", default=0)
+    return expert, shared + _number(config, "shared_expert_intermediate_size", default=0) * per_row
+
+
+def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        if config.get(name) is not None:
+            return int(config[name])
+    if default is None:
+        raise ValueError(f"the model's configuration lacks {names[0]}")
+    return default
+
+
+def _latent_attention(
+    config: Mapping[str, Any], width: int, heads: int, head_dim: int
+) -> tuple[int, int, int]:
+    """Multi-head latent attention, which keeps one compressed vector per token and layer:
+    parameters and KV numbers per layer, and the width of a head."""
+    latent = _number(config, "kv_lora_rank")
+    rope = _number(config, "qk_rope_head_dim", default=64)
+    nope = _number(config, "qk_nope_head_dim", default=head_dim)
+    values = _number(config, "v_head_dim", default=nope)
+    query = _number(config, "q_lora_rank", default=0)
+    queries = heads * (nope + rope)
+    parameters = (
+        (width * query + query * queries if query else width * queries)
+        + width * (latent + rope)
+        + latent * heads * (nope + values)
+        + heads * values * width
+    )
+    return parameters, latent + rope, nope + rope
+
+
+def _quantization(config: Any, option: str | None) -> tuple[int, bool]:
+    """Bits per weight, and whether activations have 8 bits as well; 0 if the model is not
+    quantized."""
+    config = config if isinstance(config, Mapping) else {}
+    method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')} {option or ''}"
+    method = method.lower()
+    for group in (config.get("config_groups") or {}).values():
+        weights, inputs = (group.get(part) or {} for part in ("weights", "input_activations"))
+        if weights.get("num_bits"):
+            return int(weights["num_bits"]), inputs.get("num_bits") == 8
+    if (bits := config.get("bits", config.get("w_bit"))) is not None:
+        return int(bits), False
+    if "fp8" in method:
+        return 8, True
+    if "int8" in method or config.get("load_in_8bit"):
+        return 8, False
+    if any(name in method for name in ("awq", "gptq", "fp4", "bitsandbytes")):
+        return 4, False
+    return 0, False

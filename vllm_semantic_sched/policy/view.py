@@ -1,0 +1,78 @@
+"""What decisions ask of the engine and order from it: vLLM's own accounts, or a model of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from vllm_semantic_sched.policy.eviction.victims import AdmissionView
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.stage import StageLimits
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+
+class EngineView(AdmissionView, Protocol):
+    """The engine as a step sees it: questions about its state, and orders to it."""
+
+    # Questions
+
+    def now(self) -> float:
+        """Seconds, on the clock of `Job.arrival`."""
+
+    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
+        """Predictions that have come back since the last call, of jobs that have not ended."""
+
+    def running_by_urgency(self) -> Sequence[Job]:
+        """The running jobs, most urgent first."""
+
+    def can_advance(self, job: Job) -> bool:
+        """Whether a running job would get a token in the coming step; not if its last one is in
+        flight."""
+
+    def prefilling(self) -> Collection[Job]:
+        """Running jobs whose prefill is not complete; their `computed` is up to date."""
+
+    def most_urgent_decode(self) -> Job | None:
+        """The most urgent running job; None if it is in prefill, or none runs."""
+
+    def is_paused(self) -> bool:
+        """Whether an operator has paused the queue: no request gets a seat."""
+
+    def free_seats(self) -> int:
+        """Seats for waiting requests; negative where more are taken than there are."""
+
+    def free_blocks(self) -> int:
+        """KV blocks for waiting requests, with those that running ones need next put aside."""
+
+    def kv_use(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+
+    def token_budget(self) -> float:
+        """Most tokens in a step."""
+
+    def decode_tokens(self) -> int:
+        """Tokens of the budget that decoding requests take."""
+
+    # Orders
+
+    def reposition(self, jobs: Iterable[Job]) -> None:
+        """The rank of these jobs changed; where they run, so does their place."""
+
+    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
+        """Preempt a running job, for another one if that is known, and queue it again, or end it if
+        that is the plan."""
+
+    def end(self, job: Job, refusal: Refusal) -> None:
+        """End a job without its answer."""
+
+    def hold(self, jobs: Collection[Job]) -> None:
+        """Give these running jobs no token in the coming step; they keep seat and KV."""
+
+    def limit_prefills(self, limits: StageLimits) -> None:
+        """Bound the prefills of the coming step."""
+
+
+def has_room(newcomer: Job, view: EngineView) -> bool:
+    """Whether there are a seat and the KV blocks for a waiting job."""
+    return view.free_seats() > 0 and view.needed_blocks(newcomer) <= view.free_blocks()
