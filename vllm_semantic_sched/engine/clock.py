@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # this module loads without vLLM
 # because steps that failed never come back.
 _MAX_IN_FLIGHT = 64
 
+_SAMPLE_GAP = 0.04  # seconds between two samples of steps
+_MOST_SAMPLES = 250  # kept until they are written down
+
 
 class ServiceClock:
     """Seconds during which the engine was serving: the monotonic clock, less pauses. While an
@@ -80,6 +83,50 @@ class StepClock:
             return None
         batch, at = started
         return batch, now - max(at, since)
+
+
+class StepSamples:
+    """Seconds of some of an engine's steps, from one schedule() to the next: the model, and all
+    that the engine does between two steps.
+
+    Samples are some time apart, so that they cost a busy engine little.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._samples: list[tuple[Batch, float]] = []
+        self._open: tuple[Batch, float] | None = None
+
+    def wants(self, begin: float) -> bool:
+        """Whether the step whose schedule() began then should be sampled."""
+        if begin < self._next or len(self._samples) >= _MOST_SAMPLES:
+            return False
+        self._next = begin + _SAMPLE_GAP
+        return True
+
+    def scheduled(self, batch: Batch, begin: float) -> None:
+        """A step was scheduled whose schedule() began at `begin`, in seconds."""
+        self._open = (batch, begin)
+
+    def next_begins(self, now: float) -> None:
+        """The next schedule() begins."""
+        if self._open is not None:
+            batch, begin = self._open
+            self._samples.append((batch, now - begin))
+            self._open = None
+
+    def idle(self) -> None:
+        """The engine may wait before its next step."""
+        self._open = None
+
+    def drain(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Samples since the last call: decodes, their context, prefills, their tokens and squares
+        (see `Batch`), and microseconds."""
+        samples, self._samples = self._samples, []
+        return [
+            (b.decodes, b.context, b.prefills, b.prefill_tokens, b.prefill_squares, round(s * 1e6))
+            for b, s in samples
+        ]
 
 
 def batch_of(

@@ -79,10 +79,11 @@ _T = TypeVar("_T")
 
 
 def guarded(
-    default: Callable[_P, _T], logger: logging.Logger
+    default: Callable[..., _T], logger: logging.Logger
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorate a method that vLLM calls where an exception would end the server: it is logged once,
-    and `default` answers in its place."""
+    counted by name in the object's `failures` if it has any, and answered by `default`, whose
+    parameters have the same names."""
 
     def decorate(method: Callable[_P, _T]) -> Callable[_P, _T]:
         failed = False
@@ -96,9 +97,12 @@ def guarded(
                 if not failed:
                     failed = True
                     logger.exception("Semantic scheduling: %s failed", method.__qualname__)
+                failures = getattr(args[0], "failures", None) if args else None
+                if failures is not None:
+                    failures[method.__name__] += 1
                 return default(*args, **kwargs)
 
-        call.is_guarded = True  # type: ignore[attr-defined]
+        call.default = default  # type: ignore[attr-defined]
         return call
 
     return decorate

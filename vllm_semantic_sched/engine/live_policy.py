@@ -39,16 +39,23 @@ class LivePolicy:
 
     Args:
         load: reads the server's policy and profile; raises PolicyError. May be replaced.
+        switch: puts them in force.
 
     Attributes:
         loaded: what was read and waits for `adopt`; None if nothing does.
     """
 
     def __init__(
-        self, core: SchedulingCore, load: Load, counters: Counters, logger: logging.Logger
+        self,
+        core: SchedulingCore,
+        load: Load,
+        switch: Callable[[Policy, EngineProfile], None],
+        counters: Counters,
+        logger: logging.Logger,
     ) -> None:
         self._core = core
         self.load = load
+        self._switch = switch
         self._counters = counters
         self._logger = logger
         self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
@@ -114,7 +121,7 @@ class LivePolicy:
         changed = changed_keys(self._core.policy, policy)
         if profile != self._core.estimates.scale.given:
             changed.append("the engine profile's coefficients")
-        self._core.adopt(policy, profile)
+        self._switch(policy, profile)
         self.version = PolicyVersion(self.version.number + 1, new_fingerprint)
         self._logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.vllm_api import (
+    KVConnectorOutput,
     Request,
     Scheduler,
     all_kv_connectors,
@@ -22,6 +23,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     has_one_block_table,
     preempt,
     prefix_cached_blocks,
+    recompute_unloaded,
     tokens_with_kv,
     total_kv_blocks,
 )
@@ -37,10 +39,10 @@ from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
 
 @dataclass(slots=True)
 class _Away:
-    """A preempted request that waits for a seat. `held`: tokens whose KV it had."""
+    """A preempted request that waits for a seat. `kv_tokens`: those whose KV it had."""
 
     plan: PreemptionPlan
-    held: int
+    kv_tokens: int
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class _Returning:
     monotonic clock."""
 
     plan: PreemptionPlan
-    held: int
+    kv_tokens: int
     since: float
 
 
@@ -75,6 +77,7 @@ class Preemptions:
         self._core = core
         self._endings = endings
         self._reason = "kv_shortage"  # what vLLM itself preempts for
+        self._beneficiary: Job | None = None
         self._counters = counters
         self._connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
@@ -86,7 +89,7 @@ class Preemptions:
             self.connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
                 tokens, core.profile, core.policy.retention.max_stall
             )
-            if scheduler.connector is self.connector:
+            if scheduler.connector is self.connector and not core.policy.observe:
                 # With a connector, vLLM delays freeing blocks, because a step in flight could
                 # overwrite what the connector loads into them. Our copies are queued behind
                 # earlier steps, so this is safe, and delayed blocks would rule out preemptions.
@@ -119,16 +122,17 @@ class Preemptions:
         room = self._host_room(request, job.computed) if keep else None
         return self._core.plan_preemption(job, room, can_drop=keep)
 
-    def evict(self, request: Request, reason: str) -> None:
+    def evict(self, request: Request, reason: str, beneficiary: Job | None = None) -> None:
         """Preempt a running request between two steps.
 
         Args:
             reason: recorded in the lifecycle (`policy.lifecycle.Transition`), a value of the label
                 `reason` of `semsched:preemptions_total`.
+            beneficiary: recorded as well.
         """
         self._endings.defer()
         try:
-            with self.because(reason):
+            with self.because(reason, beneficiary):
                 preempt(self._scheduler, request)
         finally:
             self._endings.end_deferred()
@@ -136,13 +140,14 @@ class Preemptions:
             self._counters.add("admission_preemptions")
 
     @contextmanager
-    def because(self, reason: str) -> Iterator[None]:
+    def because(self, reason: str, beneficiary: Job | None = None) -> Iterator[None]:
         """While inside, whatever vLLM preempts is preempted for this reason."""
-        before, self._reason = self._reason, reason
+        before = self._reason, self._beneficiary
+        self._reason, self._beneficiary = reason, beneficiary
         try:
             yield
         finally:
-            self._reason = before
+            self._reason, self._beneficiary = before
 
     def begin(self, job: Job, request: Request, keep: bool) -> PreemptionPlan:
         """Plan the preemption that vLLM is about to carry out, and begin it while the request
@@ -155,7 +160,7 @@ class Preemptions:
             The plan carried out: one that keeps nothing if the host pool is full.
         """
         plan = self.plan(job, request, keep)
-        held = job.computed
+        kv_tokens = job.computed
         if plan.saved:
             assert self.connector is not None
             end = plan.on_device + plan.saved
@@ -163,15 +168,15 @@ class Preemptions:
             if not self.connector.save(request, plan.on_device, end, size):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add
-        if self._core.preempt(job, plan, self._reason):
+        if self._core.preempt(job, plan, self._reason, self._beneficiary):
             count("thrashing")
-        count("preempted_tokens", count=held)
+        count("preempted_tokens", count=kv_tokens)
         if plan.saved:
             count("saved_tokens", count=plan.saved)
             count("copy_seconds", ("save", "predicted"), plan.save_seconds)
             self._expected_copies += plan.save_seconds
         self._returning.pop(request.request_id, None)
-        self._away[request.request_id] = _Away(plan, held)
+        self._away[request.request_id] = _Away(plan, kv_tokens)
         return plan
 
     def resumed(self, request: Request) -> None:
@@ -180,26 +185,27 @@ class Preemptions:
         if away is None:
             return
         loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
-        present = min(away.held, tokens_with_kv(request))
+        present = min(away.kv_tokens, tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0
         count("loaded_tokens", count=tokens)
         count("found_tokens", count=present - tokens)
-        count("recomputed_tokens", count=away.held - present)
+        count("recomputed_tokens", count=away.kv_tokens - present)
         load_seconds = self._core.profile.load(tokens)
         count("copy_seconds", ("load", "predicted"), load_seconds)
         self._expected_copies += load_seconds
         since = loaded.at if loaded else time.monotonic()
-        self._returning[request.request_id] = _Returning(away.plan, away.held, since)
+        self._returning[request.request_id] = _Returning(away.plan, away.kv_tokens, since)
 
-    def watch(self) -> None:
+    def watch(self, jobs: Mapping[str, Job]) -> None:
         """Record requests that have restored all tokens they had. Call once per step."""
         for request_id, back in list(self._returning.items()):
             request = self._scheduler.requests.get(request_id)
             if request is None:
                 del self._returning[request_id]
-            elif tokens_with_kv(request) > back.held:
+            elif tokens_with_kv(request) > back.kv_tokens:
                 del self._returning[request_id]
+                self._core.restored(jobs[request_id])
                 kind = back.plan.kind.value
                 elapsed = time.monotonic() - back.since
                 predicted = back.plan.resume_seconds
@@ -210,7 +216,7 @@ class Preemptions:
         """Record that a request has ended."""
         away = self._away.pop(request.request_id, None)
         if away is not None:
-            self._counters.add("abandoned_tokens", count=away.held)
+            self._counters.add("abandoned_tokens", count=away.kv_tokens)
         self._returning.pop(request.request_id, None)
 
     def lose_copies(self, jobs: dict[str, Job]) -> None:
@@ -221,8 +227,23 @@ class Preemptions:
             self._counters.add("lost_copies")
             self._core.lose_copy(jobs[request_id])
 
+    def make_up_for_failures(self, jobs: dict[str, Job], output: KVConnectorOutput | None) -> None:
+        """Compute again what was to be loaded and was not. Call it with what the workers say of a
+        step, before the step's output is used. Not to be guarded: that output may be wrong."""
+        connector = self._connector
+        blocks = set() if connector is None else connector.what_is_missing(output)
+        if connector is None or not blocks:
+            return
+        self._counters.add("policy_errors", "loading KV")
+        with self.because("reset"):
+            if recompute_unloaded(self._scheduler, blocks, connector.failed.take_requests()):
+                self.lose_copies(jobs)
+
     def gauges(self) -> dict[str, float]:
-        """State of the host pool; updates the counters of measured seconds."""
+        """State of the host pool; updates the counters of measured seconds and of errors."""
+        if self._connector is not None:
+            for name, count in self._connector.failures.items():
+                self._counters.raise_to("policy_errors", count, name)
         if self.connector is None:
             return {}
         for what, seconds in self.connector.measured.items():
@@ -243,23 +264,23 @@ class Preemptions:
             self._core.estimates.observe_copies(self._expected_copies, seconds)
             self._expected_copies, self._seen_copies = 0.0, measured
 
-    def _host_room(self, request: Request, held: int) -> HostRoom | None:
+    def _host_room(self, request: Request, kv_tokens: int) -> HostRoom | None:
         connector = self.connector
         if connector is None or request.skip_reading_prefix_cache:
             return None
         free, block_size = connector.ledger.pool.free, self._block_size
         if self._one_table:
-            return HostRoom(block_size, free, on_device=self._left_on_device(request, held))
+            return HostRoom(block_size, free, on_device=self._left_on_device(request, kv_tokens))
         # With several block tables or sliding windows, a part cannot be loaded: all must fit.
         needed = blocks_held(self._scheduler, request)
-        enough = -(-held // block_size)
+        enough = -(-kv_tokens // block_size)
         return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
 
-    def _left_on_device(self, request: Request, held: int) -> int:
+    def _left_on_device(self, request: Request, kv_tokens: int) -> int:
         """First tokens of a victim that the prefix cache will probably still hold when it
         resumes."""
         size, scheduler = self._block_size, self._scheduler
-        cached, shared = prefix_cached_blocks(scheduler, request, first=held // size)
+        cached, shared = prefix_cached_blocks(scheduler, request, first=kv_tokens // size)
         return tokens_left_on_device(
             shared * size,
             cached * size,

@@ -11,23 +11,22 @@ import os
 import time
 from typing import Any
 
-from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, batch_of
+from vllm_semantic_sched.engine.canary import CanaryDriver
+from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, StepSamples, batch_of
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
-from vllm_semantic_sched.engine.metrics.requests import (
-    RequestMetrics,
-    report_fairness,
-    report_overload,
-)
+from vllm_semantic_sched.engine.metrics.gauges import gauges_of
+from vllm_semantic_sched.engine.metrics.requests import RequestMetrics
+from vllm_semantic_sched.engine.observing import hand_back, take_over, why_waiting
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
 from vllm_semantic_sched.engine.requests.client_requests import ClientRequests
 from vllm_semantic_sched.engine.requests.endings import Endings, end_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
+from vllm_semantic_sched.engine.requests.readings import RecentReadings
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
@@ -35,6 +34,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     AsyncScheduler,
     EngineCoreOutputs,
     HookedScheduler,
+    ModelRunnerOutput,
     PauseState,
     Request,
     Scheduler,
@@ -42,7 +42,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     attach_message,
     let_prefills_run,
-    replace_queues,
     shares_host,
     watch_new_requests,
     why_no_holds,
@@ -74,6 +73,9 @@ class SemanticScheduler(HookedScheduler):
         jobs: the policy's view of each request, by request id.
         counters: what `/metrics` reports.
         clock: seconds during which the engine was serving.
+        observing: vLLM orders the requests by itself (policy key `observe`).
+        samples: times of steps, for the event log.
+        canary: tries a new policy on a part of the traffic.
     """
 
     _settings: tuple[Policy, EngineProfile]  # set by __new__ for __init__
@@ -110,14 +112,8 @@ class SemanticScheduler(HookedScheduler):
         self._event_log = self._open_event_log(core)
         if self._event_log is not None:
             core.lifecycle.listeners.append(self._event_log)
+            core.record_why(self._event_log, time.monotonic)
         core.lifecycle.later_listeners.append(self._request_metrics)
-        # self.running is kept sorted, so the tail, where vLLM takes its victims, is the least
-        # urgent request.
-        replace_queues(
-            self,
-            SemanticRequestQueue(core, self.jobs, core.waiting, self.guard),
-            SemanticRequestQueue(core, self.jobs, core.new_queue(), self.guard),
-        )
         core.set_capacity(engine_capacity(self), 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self._clients = ClientRequests(self.refuse, self.counters, logger)
@@ -126,22 +122,34 @@ class SemanticScheduler(HookedScheduler):
             *(core, self.jobs, self.structured_output_manager, self.counters, logger),
             # vLLM starts all engines of a server from one process.
             group=str(os.getppid()) if shares_host(vllm_config) else None,
+            prompt_of=lambda name: getattr(self.requests.get(name), "prompt_token_ids", None),
         )
-        self.arrivals = Arrivals(core, self.predictions, self.jobs.__contains__, self.can_refuse)
+        self.samples = StepSamples()
+        self.arrivals = Arrivals(
+            *(core, self.predictions, self.jobs.__contains__, self._endings.can_end),
+            logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
+        )
+        self.readings = RecentReadings()
         self.step = SchedulingStep(core)
         self.view = VllmView(
             *(self, core, self.jobs, self.clock, self.guard),
-            predictions=self.predictions.take,
+            predictions=self.predictions.drain,
             preemptions=self.preemptions,
             end=self._clients.end,
         )
-        self.live_policy = LivePolicy(core, self._reload, self.counters, logger)
+        self.observing = policy.observe
+        if not self.observing:
+            take_over(self)
+        self.canary = CanaryDriver(core, self._switch, self.clock, logger)
+        self.live_policy = LivePolicy(core, self._reload, self._replace, self.counters, logger)
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
         self._report_settings(policy, profile)
 
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
+        if self.observing:
+            logger.info("Semantic scheduling: observing only, in vLLM's own order.")
         protection = self.core.protection
         if protection.enabled and (reason := why_no_holds(self.vllm_config)) is not None:
             protection.unsafe = True
@@ -156,11 +164,10 @@ class SemanticScheduler(HookedScheduler):
         if request.request_id in self.jobs:
             super().add_request(request)
             return
-        if self.live_policy.loaded is not None:
-            self._adopt_policy()
+        self._adopt_policy()
         arrival = None
         try:  # not `with`: a burst of arrivals delays the next step
-            arrival = self.arrivals.take(request)
+            arrival = self.arrivals.prepared(request)
             self.core.arrive(arrival.job, self.clock())
             self.jobs[request.request_id] = arrival.job
         except Exception:
@@ -171,43 +178,94 @@ class SemanticScheduler(HookedScheduler):
         super().add_request(request)
         if arrival is not None:
             try:
-                self._clients.arrived(arrival, self.step, self.view)
+                self._clients.arrived(arrival, None if self.observing else self.step, self.view)
             except Exception:
                 self.guard.failed("admitting a request")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = time.perf_counter()
+        with self.guard("timing steps"):
+            self.samples.next_begins(begin)
         self._adopt_policy()
+        if self.observing:
+            output = super().schedule(*args, **kwargs)
+            with self.guard("observing a step"):
+                self._observed(output, begin)
+            return output
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            self.view.restore_limits()
+            with self.guard("restoring limits"):
+                self.view.restore_limits()
             with self.guard("taking in admitted requests"):
                 self._take_in_admitted()
+            with self.guard("recording why requests wait"):
+                self.step.filled(self.view)
             with self.guard("ending requests"):
                 self._endings.end_deferred()
-            self.counters.observe("schedule_seconds", time.perf_counter() - begin)
-        if not output.total_num_scheduled_tokens:
-            self.core.protection.achieved_nothing()
+            with self.guard("timing steps"):
+                self.counters.observe("schedule_seconds", time.perf_counter() - begin)
         with self.guard("timing steps"):
+            if not output.total_num_scheduled_tokens:
+                self.core.protection.achieved_nothing()
             batch = batch_of(output, self.requests, self.num_spec_tokens, self.view.tokens_held())
             self.step_clock.scheduled(output, batch, time.monotonic())
+            self._sample(output, begin)
         return output
 
+    def _observed(self, output: SchedulerOutput, begin: float) -> None:
+        """Record what vLLM itself has scheduled."""
+        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
+            self._take_in_admitted()
+        waits = self.core.lifecycle.waits
+        if waits is not None:
+            waits.because(why_waiting(self, output))
+        self._sample(output, begin)
+        self.counters.observe("schedule_seconds", time.perf_counter() - begin)
+
+    def _sample(self, output: SchedulerOutput, begin: float) -> None:
+        """Begin to time a step for the event log."""
+        if (
+            self._event_log is not None
+            and output.total_num_scheduled_tokens
+            and self.samples.wants(begin)
+        ):
+            batch = batch_of(output, self.requests, self.num_spec_tokens)
+            self.samples.scheduled(batch, begin)
+
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[int, EngineCoreOutputs]:
+        if self.observing:
+            outputs = super().update_from_output(
+                scheduler_output, model_runner_output, *args, **kwargs
+            )
+            with self.guard("observing a step"):
+                if self.core.lifecycle.starting:
+                    self._note_first_tokens()
+                if not self.requests:
+                    self.samples.idle()
+                self._endings.deliver(outputs)  # of requests refused before
+            return outputs
         with self.guard("timing steps"):
             step = self.step_clock.finished(scheduler_output, time.monotonic())
             if step is not None:
                 self.core.estimates.observe_step(*step)
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        self.preemptions.make_up_for_failures(self.jobs, model_runner_output.kv_connector_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         with self.guard("noting first tokens"):
             self._note_first_tokens()
         with self.guard("timing resumptions"):
-            self.preemptions.watch()
+            self.preemptions.watch(self.jobs)
         with self.guard("telling clients of refused requests"):
             self._endings.deliver(outputs)
+        with self.guard("timing steps"):
+            if not self.requests:
+                self.samples.idle()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,10 +290,6 @@ class SemanticScheduler(HookedScheduler):
             self.counters.add("refused", (refusal.code.value, tier))
         return True
 
-    def can_refuse(self, request: Request) -> bool:
-        """Whether `refuse` can end a request of this kind."""
-        return self._endings.can_end(request)
-
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
@@ -248,31 +302,40 @@ class SemanticScheduler(HookedScheduler):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        if pause_state is PauseState.UNPAUSED:
-            self.clock.resume()
-        else:
-            self.clock.pause()
+        with self.guard("stopping the clock"):
+            if pause_state is PauseState.UNPAUSED:
+                self.clock.resume()
+            else:
+                self.clock.pause()
+        with self.guard("recording why requests wait"):
+            self.core.version += 1  # whatever was found before
+            self.step.filled(self.view)
 
     def shutdown(self) -> None:
-        with self.guard("stopping the predictor"):
-            self.predictions.close()
-        self.live_policy.close()
-        if self._event_log is not None:
-            with self.guard("closing the event log"):
-                self._event_log.close()
+        for part in (self.predictions, self.live_policy, self._event_log):
+            with self.guard("shutting down"):
+                if part is not None:
+                    part.close()
         super().shutdown()
 
     # Hooks of HookedScheduler
 
     def before_step(self) -> None:
-        if self.step.run(self.view).protected_prefill:
-            let_prefills_run(self)
-        self._endings.defer()
+        if self.observing:
+            with self.guard("applying predictions"):
+                for job, prediction in self.predictions.drain():
+                    self.core.predicted(job, prediction)
+            return
+        with self.guard("deciding a step"):
+            if self.step.run(self.view).protected_prefill:
+                let_prefills_run(self)
+        with self.guard("ending requests"):
+            self._endings.defer()
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
             job = self.jobs[request.request_id]
-            plan = self.preemptions.begin(job, request, keep_kv)
+            plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
                 self.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
@@ -288,8 +351,12 @@ class SemanticScheduler(HookedScheduler):
                 job.generated = request.num_output_tokens
                 if job.generated:
                     self.core.lifecycle.first_token(job)
-                end = end_of(request, self._endings.refusal, self.predictions.decode)
-                self.core.finish(job, end.ending, end.state, end.reason)
+                refusal = self._endings.refusal
+                end = end_of(request, refusal, self.predictions.decode)
+                taker = None if refusal is None else refusal.beneficiary
+                self.core.finish(job, end.ending, end.state, end.reason, taker)
+                if self._event_log is not None:
+                    self.readings.keep(job)
         if job is not None:
             with self.guard("forgetting a request"):
                 self.core.forget(job)
@@ -301,8 +368,25 @@ class SemanticScheduler(HookedScheduler):
         policy = load_settings(self.vllm_config.additional_config)
         return policy, engine_profile(policy, self.vllm_config, starting=False)
 
+    def _replace(self, policy: Policy, profile: EngineProfile) -> None:
+        """Put a policy that was reloaded in force."""
+        self.canary.stop("the policy was reloaded")
+        self._switch(policy, profile)
+
+    def _switch(self, policy: Policy, profile: EngineProfile | None = None) -> None:
+        """Put another policy in force; with the same profile by default."""
+        if policy.observe and not self.observing:
+            hand_back(self)
+        elif self.observing and not policy.observe:
+            take_over(self)
+        self.observing = policy.observe
+        self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
+
     def _adopt_policy(self) -> None:
-        """Put a policy that was reloaded in force, between steps."""
+        """Put a policy that was reloaded, or whose turn it is, in force, between steps."""
+        if self.canary.running is not None:
+            with self.guard("driving a canary"):
+                self.canary.drive()
         if self.live_policy.loaded is not None:
             with self.guard("adopting a policy"):
                 self.live_policy.adopt()
@@ -321,14 +405,21 @@ class SemanticScheduler(HookedScheduler):
                 self.view.observe(job)
                 self.core.start(job)
                 self.preemptions.resumed(request)
-            self.view.insert(request)
+            if self.observing:
+                self.running.append(request)
+            else:
+                self.view.insert(request)
 
     def _open_event_log(self, core: SchedulingCore) -> EventLog | None:
         settings = core.policy.events
         if settings.path is None:
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
-        return EventLog(settings, engine, lambda: core.policy.tier_names, logger)
+        return EventLog(
+            *(settings, engine, lambda: core.policy.tier_names, logger),
+            policy_hash=lambda: self.live_policy.version.fingerprint,
+            model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
+        )
 
     def _note_first_tokens(self) -> None:
         """O(requests that were admitted and have no token yet)."""
@@ -342,33 +433,7 @@ class SemanticScheduler(HookedScheduler):
 
     def gauges(self) -> Gauges:
         """The values of all gauges; brings counters that are counted elsewhere up to date."""
-        core = self.core
-        if self._event_log is not None:
-            self._event_log.report(self.counters)
-        gauges = {
-            **self._request_metrics.gauges(),
-            **report_overload(core),
-            **self.predictions.gauges(),
-            **report_fairness(core, self.counters),
-            **self.preemptions.gauges(),
-            "unpredicted_requests": core.waiting.buffered,
-        }
-        version = self.live_policy.version
-        gauges |= {"policy_version": version.number, "policy_hash": version.as_number}
-        scale = core.estimates.scale
-        gauges["profile_scale"] = {
-            "prefill": scale.prefill,
-            "decode": scale.decode,
-            "batch": scale.batch,
-            "load": scale.load,
-        }
-        self.counters.raise_to("hold_steps", core.protection.steps)
-        self.counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
-        if core.protection.enabled:
-            gauges["hold_cost"] = core.protection.budget.share
-        if core.estimates.length_ratio is not None:
-            gauges["length_ratio"] = core.estimates.length_ratio
-        return gauges
+        return gauges_of(self, self._request_metrics, self._event_log)
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

@@ -1,4 +1,4 @@
-"""What a scheduling step asks of vLLM and orders from it (`policy.step.EngineView`)."""
+"""What a scheduling step asks of vLLM and orders from it (`policy.view.EngineView`)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class VllmView:
         self.predictions = predictions
         self.end = end
 
-    # Questions
+    # Questions, see `EngineView`
 
     def tokens_held(self) -> int:
         """About how many tokens running requests have KV of: whole blocks, O(1)."""
@@ -95,13 +95,11 @@ class VllmView:
         return used * scheduler.block_size // kv_cache_groups(scheduler)
 
     def observe(self, job: Job) -> None:
-        """Bring a running job's `generated` and `computed` up to date."""
         request = self._request(job)
         job.computed = request.num_computed_tokens
         job.generated = request.num_output_tokens
 
     def running_by_urgency(self) -> Sequence[Job]:
-        """The running jobs, most urgent first."""
         jobs = self._jobs
         return [
             jobs[request.request_id]
@@ -110,7 +108,6 @@ class VllmView:
         ]
 
     def can_advance(self, job: Job) -> bool:
-        """Whether a running job would get a token in the coming step."""
         return can_advance(self._scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
@@ -126,18 +123,15 @@ class VllmView:
         return prefills
 
     def most_urgent_decode(self) -> Job | None:
-        """The most urgent running job, if it decodes."""
         running = self._scheduler.running
         if not running or running[0].is_prefill_chunk:
             return None
         return self._jobs[running[0].request_id]
 
     def is_paused(self) -> bool:
-        """Whether an operator has paused the queue."""
         return self._scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
-        """Seats for waiting requests in the coming step."""
         return free_seats(self._scheduler)
 
     def free_blocks(self) -> int:
@@ -151,11 +145,9 @@ class VllmView:
         return free_kv_blocks(scheduler) - watermark_blocks(scheduler) - starting
 
     def kv_use(self) -> float:
-        """Share of the KV blocks in use, 0 to 1."""
         return kv_cache_usage(self._scheduler)
 
     def token_budget(self) -> float:
-        """Most tokens in a step."""
         return token_limits(self._scheduler).step
 
     def decode_tokens(self) -> int:
@@ -165,7 +157,6 @@ class VllmView:
         return decoding * (1 + scheduler.num_spec_tokens)
 
     def is_ready(self, job: Job) -> bool:
-        """Whether vLLM could admit a waiting job if there were room."""
         return is_ready(self._scheduler, self._request(job))
 
     def needed_blocks(self, job: Job) -> int:
@@ -180,13 +171,11 @@ class VllmView:
         return blocks_freed_by(self._scheduler, request)
 
     def preemption_seconds(self, job: Job) -> float:
-        """Engine seconds that preempting a running job would cost."""
         return self._preemptions.plan(job, self._request(job)).seconds
 
     # Orders
 
     def reposition(self, jobs: Iterable[Job]) -> None:
-        """Move running requests to the places that their ranks give them."""
         running = self._scheduler.running
         moved = {self._request(job): None for job in jobs if job.state is JobState.RUNNING}
         if len(moved) > _FEW:
@@ -195,9 +184,12 @@ class VllmView:
                 running.sort(key=lambda request: order(of[request.request_id]))
             return
         # All out before the first goes in again: a place is found among those that are in order.
+        out = []
         for request in moved:
-            running.remove(request)
-        for request in moved:
+            with self._guard("ordering running requests"):
+                running.remove(request)
+                out.append(request)
+        for request in out:
             self.insert(request)
 
     def insert(self, request: Request) -> None:
@@ -212,9 +204,9 @@ class VllmView:
             )
         running.insert(place, request)
 
-    def preempt(self, job: Job, reason: str) -> None:
+    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         """Preempt a running job; vLLM queues it again."""
-        self._preemptions.evict(self._request(job), reason)
+        self._preemptions.evict(self._request(job), reason, beneficiary)
 
     def hold(self, jobs: Collection[Job]) -> None:
         """Give running requests no token in the next schedule()."""
@@ -232,7 +224,7 @@ class VllmView:
             hold_for_one_step(scheduler, self._request(job))
         if not limits.gated:
             return
-        saved = self._saved_limits = token_limits(scheduler)
+        saved = self._saved_limits = self._saved_limits or token_limits(scheduler)
         set_token_limits(scheduler, saved._replace(step=min(self.decode_tokens(), saved.step)))
 
     def restore_limits(self) -> None:

@@ -6,6 +6,7 @@ and `evaluation/` measures them; neither is needed to serve.
 See docs/predictor.md. Only modules below this package import torch and transformers.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ def weights_file(folder: Path) -> Path | None:
     """The weights of a stored network; None if the folder has none."""
     paths = (folder / name for name in WEIGHTS_FILES.values())
     return next((path for path in paths if path.is_file()), None)
+
+
+def model_hash(path: str | None) -> str:
+    """Twelve hexadecimal digits of the files of the shipped model (`path` None) or of a stored one;
+    empty without files."""
+    folder = SHIPPED_WEIGHTS if path is None else Path(path)
+    digest, found = hashlib.sha256(), False
+    for name in ("config.json", *WEIGHTS_FILES.values(), "instant.npz"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+            found = True
+    return digest.hexdigest()[:12] if found else ""
 
 
 def buckets_of(settings: dict[str, Any]) -> LengthBuckets:

@@ -19,8 +19,10 @@ from vllm_semantic_sched.policy.estimates.decision import (
     preempting_level,
 )
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+from vllm_semantic_sched.predict.second_look import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +78,17 @@ class InstantPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class PartRead:
+    """A part of the text that only a second look reads, with the start and the end of the text
+    around it, as they are read; the probability of level 0 or 1; and the level to which it raises
+    the request, None if it does not."""
+
+    text: str
+    urgent: float
+    raises_to: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """How the scheduler would treat a text.
 
@@ -90,6 +103,8 @@ class Explanation:
         occluded, word_count: number of words that were left out one by one, and of all words.
         notes: the parts that the policy does not use.
         instant: the provisional reading; None without an instant reader.
+        second_look: what a second look reads; empty if the first reading sees all, or the level is
+            0, or the policy has no second looks.
 
     The rank is (level, remaining_seconds), as far as the policy's base uses them.
     """
@@ -106,6 +121,7 @@ class Explanation:
     word_count: int
     notes: tuple[str, ...]
     instant: InstantPart | None = None
+    second_look: tuple[PartRead, ...] = ()
 
 
 def _word_weights(
@@ -159,6 +175,7 @@ def explain(
         0.0,
     )
     core.predicted(job, prediction)
+    again = _second_look(text, predictor, core, job)
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
         level=job.level,
@@ -173,7 +190,26 @@ def explain(
         word_count=len(text.split()),
         notes=_notes(policy, prediction),
         instant=None if instant is None else _instant_part(text, instant, policy),
+        second_look=again,
     )
+
+
+def _second_look(
+    text: str, predictor: TextPredictor, core: SchedulingCore, job: Job
+) -> tuple[PartRead, ...]:
+    """Read the parts of a text that the first reading did not see, and raise the job."""
+    settings = core.policy.predictor.second_look
+    is_read = job.level_source is LevelSource.PREDICTION
+    parts = parts_of(text) if settings.enabled and is_read else []
+    found = []
+    for part, prediction in zip(parts, predictor.predict(parts), strict=True):
+        if not job.level:
+            break
+        before = job.level
+        core.predicted(job, dataclasses.replace(prediction, again=True))
+        raised = job.level if job.level < before else None
+        found.append(PartRead(part, sum(prediction.urgency[:2]), raised))
+    return tuple(found)
 
 
 def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -12,13 +11,11 @@ from torch import Tensor
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of
 from vllm_semantic_sched.predict.network import has_bfloat16
-from vllm_semantic_sched.predict.text import WindowTokenizer, opening_of
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import is_stored_network, load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, unreadable
 
 _BATCH = 32
-# An opening decides if the two most urgent levels together have at least this probability.
-_SURE = 0.98
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
@@ -37,19 +34,13 @@ class TextPredictor:
         temperature: float = 1.0,
         length_temperature: float = 1.0,
         guard: Callable[[str], str | None] = lambda text: None,
-        reads_openings: bool = False,
     ) -> None:
-        """`guard` says why a text cannot be judged; None if it can.
-
-        With `reads_openings` the first sentence of a text is read alone, too: what has happened may
-        be followed by a task for the model, which hides the emergency from a reading of both.
-        """
+        """`guard` says why a text cannot be judged; None if it can."""
         self._classifier = classifier
         self._tokenizer = tokenizer
         self._temperature = temperature
         self._length_temperature = length_temperature
         self._guard = guard
-        self._reads_openings = reads_openings
         self.levels = levels
         self.length_buckets = length_buckets
 
@@ -94,7 +85,6 @@ class TextPredictor:
             float(settings.get("temperature", 1.0)),
             float(settings.get("length_temperature", 1.0)),
             unreadable,
-            reads_openings=True,
         )
 
     @classmethod
@@ -126,16 +116,6 @@ class TextPredictor:
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
         read = self._tokenizer.cut(texts)
-        predictions = self._read(read)
-        if self._reads_openings:
-            openings = {at: first for at, text in enumerate(read) if (first := opening_of(text))}
-            alone = self._read(list(openings.values()))
-            for at, prediction in zip(openings, alone, strict=True):
-                predictions[at] = _more_urgent(predictions[at], prediction)
-        return predictions
-
-    def _read(self, read: list[str]) -> list[Prediction]:
-        """One prediction per text that `WindowTokenizer.cut` returned."""
         rows = self._tokenizer.encode_cut(read)
         # Texts of similar length share a batch, which saves padding.
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
@@ -156,14 +136,6 @@ class TextPredictor:
                         self._guard(read[at]),
                     )
         return [predictions[at] for at in range(len(rows))]
-
-
-def _more_urgent(whole: Prediction, opening: Prediction) -> Prediction:
-    """The prediction of a text, with the urgency of its opening if that is surely more urgent."""
-    urgent = sum(opening.urgency[:2])
-    if opening.unreadable or urgent < _SURE or urgent <= sum(whole.urgency[:2]):
-        return whole
-    return replace(whole, urgency=opening.urgency)
 
 
 def _probabilities(logits: Tensor, temperature: float) -> list[list[float]]:

@@ -8,13 +8,16 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.estimates.decision import raised_level
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.process import PassSize, PredictorError, PredictorProcess
+from vllm_semantic_sched.predict.second_look import Look, SecondLooks
 from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
@@ -24,13 +27,15 @@ _LONGEST_BACKOFF = 60.0  # seconds between restarts
 class _Prompt(NamedTuple):
     text: str
     digest: bytes
+    look: Look | None = None  # that it is a part of
 
 
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
     More urgent prompts are read first, equal ones by arrival. In mode `immediate` a pass takes at
-    most about `max_pass` seconds, so that an urgent prompt is read soon. Recent prompts are
+    most about `max_pass` seconds, so that an urgent prompt is read soon. While no prompt waits,
+    parts of earlier ones are read, one at a time. Recent prompts are
     answered from memory. A process that ends, sends an invalid answer or exceeds its time limit is
     replaced; the prompts that it had get the prediction None.
 
@@ -43,6 +48,7 @@ class PredictionService:
     Attributes:
         cached: prompts answered from memory so far.
         restarts: number of times that a failed process was replaced.
+        second_looks: earlier prompts of which parts are to be read.
     """
 
     def __init__(
@@ -69,7 +75,8 @@ class PredictionService:
         self._starting: PredictorProcess | None = None
         self._loaded = False  # the process has said that it is ready
         self._changed = threading.Condition()
-        # These four are guarded by _changed.
+        # These five are guarded by _changed.
+        self.second_looks = SecondLooks()
         self._queue: AddressableHeap[str] = AddressableHeap()
         self._prompts: dict[str, _Prompt] = {}  # of the queued requests
         self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # least recently used first
@@ -120,9 +127,26 @@ class PredictionService:
             self._changed.notify()
         return True
 
-    def cancel(self, request_id: str) -> None:
-        """Remove a prompt from the queue; no-op if it is not there."""
+    def look_again(
+        self, request_id: str, level: int, key: tuple[bool, float], text: Callable[[], str]
+    ) -> None:
+        """Read the parts of a prompt that were not seen, when no prompt waits to be read. A part
+        that raises the level comes back as a prediction with `again`.
+
+        Args:
+            level: what the request has.
+            key: the smallest is read first.
+            text: gives the prompt; called once, on the service's thread.
+        """
         with self._changed:
+            if len(self.second_looks) < self._settings.max_queue:
+                self.second_looks.add(Look(request_id, level, text), key)
+                self._changed.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Remove a prompt from both queues; no-op if it is in none."""
+        with self._changed:
+            self.second_looks.discard(request_id)
             self._queue.discard(request_id)
             self._prompts.pop(request_id, None)
 
@@ -192,11 +216,13 @@ class PredictionService:
                     return
                 self._logger.warning("The urgency predictor does not start: %s", error)
                 backoff = self._relaunch(backoff)
-        while batch := self._next_batch():
+        while (batch := self._next_batch()) is not None:
+            if not batch:
+                continue
             try:
                 predictions = self._predict(list(batch.values()))
             except Exception as error:
-                self._done.extend((request_id, None) for request_id in batch)
+                self._deliver(batch, [None] * len(batch))
                 if self._closing:
                     return
                 self._logger.warning(
@@ -213,35 +239,66 @@ class PredictionService:
                 self._deliver(batch, predictions)
                 backoff = self._first_backoff
 
-    def _next_batch(self) -> dict[str, _Prompt]:
-        """Wait for prompts; returns them by request id, none when closing."""
+    def _next_batch(self) -> dict[str, _Prompt] | None:
+        """Wait for prompts, or for a part of an earlier one; returns them by request id, None when
+        closing. Empty if there turned out to be nothing to read."""
         settings = self._settings
         batch: dict[str, _Prompt] = {}
         with self._changed:
-            while not batch:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if settings.mode == "full_batching":
-                    self._changed.wait_for(
-                        lambda: len(self._queue) >= settings.max_batch or self._closing,
-                        timeout=settings.max_wait,
-                    )
-                if self._closing:
-                    return {}
-                lengths: list[int] = []
-                while len(batch) < settings.max_batch:
-                    request_id = self._queue.peek()
-                    if request_id is None:
+            self._changed.wait_for(lambda: self._queue or self.second_looks or self._closing)
+            if self._queue and settings.mode == "full_batching":
+                self._changed.wait_for(
+                    lambda: len(self._queue) >= settings.max_batch or self._closing,
+                    timeout=settings.max_wait,
+                )
+            if self._closing:
+                return None
+            look = None if self._queue else self.second_looks.first()
+            lengths: list[int] = []
+            while len(batch) < settings.max_batch:
+                request_id = self._queue.peek()
+                if request_id is None:
+                    break
+                prompt = self._prompts[request_id]
+                # The batch before may have had the same text.
+                if not self._recall(request_id, prompt):
+                    lengths.append(len(prompt.text))
+                    if settings.mode == "immediate" and not self._pass_size.fits(lengths):
                         break
-                    prompt = self._prompts[request_id]
-                    # The batch before may have had the same text.
-                    if not self._recall(request_id, prompt):
-                        lengths.append(len(prompt.text))
-                        if settings.mode == "immediate" and not self._pass_size.fits(lengths):
-                            break
-                        batch[request_id] = prompt
-                    self._queue.pop()
-                    del self._prompts[request_id]
-        return batch
+                    batch[request_id] = prompt
+                self._queue.pop()
+                del self._prompts[request_id]
+        return batch if look is None else self._next_part(look)
+
+    def _next_part(self, look: Look) -> dict[str, _Prompt]:
+        """The next part of a second look; none if a prompt has come meanwhile, or no part is
+        left."""
+        try:
+            text = look.next_part()  # takes a moment: without the lock
+        except Exception as error:
+            self._logger.warning("No second look at a prompt: %s: %s", type(error).__name__, error)
+            text = None
+        with self._changed:
+            if text is None:
+                self.second_looks.end(look)
+            elif self._queue:
+                look.put_back(text)
+            else:
+                return {look.request_id: _Prompt(text, b"", look)}
+        return {}
+
+    def _saw(self, look: Look, prediction: Prediction | None) -> None:
+        """Apply the reading of a part; the caller holds _changed."""
+        if look not in self.second_looks:  # its request has ended
+            return
+        if prediction is not None and not prediction.unreadable:
+            certain = self._settings.second_look.certain
+            level = raised_level(prediction.urgency, look.level, certain)
+            if level is not None:
+                look.level, look.raised = level, True
+                self._done.append((look.request_id, replace(prediction, again=True)))
+        if look.level == 0 or prediction is None:
+            self.second_looks.end(look)
 
     def _pause(self, seconds: float) -> bool:
         """Wait `seconds`; returns True, at once, when the service is closed."""
@@ -250,12 +307,15 @@ class PredictionService:
 
     def _deliver(self, batch: dict[str, _Prompt], predictions: list[Prediction | None]) -> None:
         with self._changed:
-            for prompt, prediction in zip(batch.values(), predictions, strict=True):
+            for (request_id, prompt), prediction in zip(batch.items(), predictions, strict=True):
+                if prompt.look is not None:
+                    self._saw(prompt.look, prediction)
+                    continue
                 if prediction is not None:
                     self._memory[prompt.digest] = prediction
+                self._done.append((request_id, prediction))
             while len(self._memory) > self._settings.cache_size:
                 self._memory.popitem(last=False)
-        self._done.extend(zip(batch, predictions, strict=True))
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
         texts = [prompt.text for prompt in prompts]

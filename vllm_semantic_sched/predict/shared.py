@@ -71,17 +71,25 @@ def admin_token(port: int) -> str | None:
     folder = own_folder()
     if folder is None:
         return None
-    path = folder / f"{port}.token"
     with contextlib.suppress(OSError):
-        if not path.exists():
-            made = folder / f"{port}.{os.getpid()}.new"
-            made.touch(mode=0o600)
-            made.write_text(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):
-                os.link(made, path)  # whole, or not at all
-            made.unlink()
-        return path.read_text() or None
+        return kept_secret(folder / f"{port}.token") or None
     return None
+
+
+def kept_secret(path: Path) -> str:
+    """The secret in a file that only its user can read; made if there is none.
+
+    Raises:
+        OSError: the file cannot be read or made.
+    """
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}.new")
+        made.touch(mode=0o600)
+        made.write_text(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)  # whole, or not at all
+        made.unlink()
+    return path.read_text()
 
 
 async def _run(path: Path, timeout: float, command: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """Turns prompt text into the token ids that the network reads."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,23 +7,6 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text
-
-# The end of a sentence, in the scripts of the predictor's languages.
-_SENTENCE_END = re.compile(r"(?<=[.?!…])\s+|(?<=[。！？।])|\n+")
-_LEAST_CHARACTERS = 12  # of an opening
-_UNPUNCTUATED_WORDS = 16  # from so many words on, a text without an end has an opening, too
-
-
-def opening_of(text: str) -> str | None:
-    """The first sentence of a text that goes on after it; the first half of a longer text without
-    punctuation. None if there is none that can stand alone."""
-    parts = [part for part in map(str.strip, _SENTENCE_END.split(text)) if part]
-    if len(parts) > 1:
-        return parts[0] if len(parts[0]) >= _LEAST_CHARACTERS else None
-    words = text.split()
-    if len(words) < _UNPUNCTUATED_WORDS:
-        return None
-    return " ".join(words[: max(10, len(words) // 2)])
 
 
 class WindowTokenizer:

@@ -85,6 +85,9 @@ def save_network(
 def load_network(folder: Path) -> UrgencyLengthClassifier:
     """The network stored in `folder`, in fp32 and evaluation mode."""
     config = DistilBertConfig.from_json_file(folder / "config.json")
+    # transformers takes this one for a setting of text generation, and leaves it out.
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    config.temperature = settings.get("temperature", 1.0)
     network = UrgencyLengthClassifier(config)
     path = weights_file(folder)
     if path is None:

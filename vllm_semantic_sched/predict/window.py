@@ -13,6 +13,8 @@ DEFAULT_WINDOW = 128
 _CHARACTERS_PER_PIECE = 8
 # Of a prompt that is longer, head and tail: the cost of a text must be bounded.
 _LONGEST_PROMPT = 16_000
+# Between the turns of a chat: the newest comes first, which no other text does.
+_TURN_MARK = " ■ "
 _TEMPLATE_MARKER = re.compile(
     r"<[|｜][^|｜<>]{1,40}[|｜]>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
     r"|\[(?:CLS|SEP|PAD)\]",
@@ -69,7 +71,7 @@ def cut_text(text: str, room: int) -> str:
         text = f"{text[: _LONGEST_PROMPT // 2]} {text[-_LONGEST_PROMPT // 2 :]}"
     # Lone surrogates, which come from broken decoding, cannot be encoded.
     text = text.encode("utf-8", "replace").decode("utf-8")
-    text = clean(" ".join(user_turns(text)))
+    text = clean(_TURN_MARK.join(user_turns(text)))
     return text if len(text) <= 2 * half else f"{text[:half]} {text[-half:]}"
 
 

@@ -3,76 +3,50 @@
 The operator endpoints reload the server's own policy file and weights, pause, sleep and report.
 No request can name a file. They answer requests from the server's own machine only, with the
 server's API key if it has one, and with a token that only users who may read the server's own files
-have (`operate.token`).
+have (`access.py`, `operate.token`). `pausing.py` has those that stop the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import json
 import logging
-import secrets
 import signal
 import threading
+import time
+from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
-from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.http import pausing
+from vllm_semantic_sched.engine.http.access import from_this_machine
+from vllm_semantic_sched.engine.http.commands import READING, UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
+from vllm_semantic_sched.engine.http.pausing import engine_of, show_paused
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
-from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
-from vllm_semantic_sched.engine.vllm_api import call_engines
-from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
+from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count
+from vllm_semantic_sched.predict.corrections import (
+    Correction,
+    append,
+    corrections_path,
+    read_corrections,
+)
 
 logger = logging.getLogger("vllm.semantic_sched")
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
-_LEASE = 600.0  # seconds after which a pause ends by itself
-_LONGEST_LEASE = 86_400.0
+_LONGEST_ID = 512  # characters
 
 
-def _from_this_machine(request: Request) -> None:
-    """Reject requests from other machines, and those that a local proxy or web page relays."""
-    relayed = {"forwarded", "x-forwarded-for", "x-real-ip", "origin"} & set(request.headers)
-    if request.client is None:  # a Unix socket
-        local = True
-    else:
-        try:
-            local = ipaddress.ip_address(request.client.host).is_loopback
-        except ValueError:
-            local = not request.client.host
-    if relayed or not local or not _names_this_machine(request.headers.get("host", "")):
-        raise HTTPException(403, "these endpoints answer on the server's own machine only")
-    token = admin_token((request.scope.get("server") or ("", 0))[1] or 0)
-    given = request.headers.get(TOKEN_HEADER, "")
-    if token is None or not secrets.compare_digest(token.encode(), given.encode()):
-        raise HTTPException(
-            403, f"{TOKEN_HEADER} is missing or wrong: run the command as the server's user"
-        )
-
-
-def _names_this_machine(host: str) -> bool:
-    """Whether a Host header is an address or localhost: a web page that rebinds its own name to
-    this machine cannot send that."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name in ("localhost", ""):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-router = APIRouter(prefix=PREFIX, dependencies=[Depends(_from_this_machine)])
+router = APIRouter(prefix=PREFIX, dependencies=[Depends(from_this_machine)])
+router.include_router(pausing.router)
 probes = APIRouter()
 """Answered to any machine, without the API key."""
 
@@ -88,7 +62,7 @@ def add_routes(app: FastAPI) -> None:
     state.routes = True
     app.include_router(router)
     app.include_router(probes)
-    _show_paused(False)
+    show_paused(False)
     adopt_rules(app)
     siblings = state.siblings = _siblings(app)
     if siblings is not None:
@@ -130,15 +104,26 @@ async def follow_reloads(app: FastAPI, siblings: Siblings) -> None:
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)
         if siblings.has_reload():
-            await asyncio.to_thread(adopt_rules, app)
+            await _follow(app)
 
 
 async def _adopt(app: FastAPI) -> None:
     """Load the rules of a policy that the engines have adopted, here and in other API servers."""
-    await asyncio.to_thread(adopt_rules, app)
+    await _follow(app)
     siblings = state_of(app).siblings
     if siblings is not None:
         siblings.tell_reload()
+
+
+async def _follow(app: FastAPI) -> None:
+    """Do here what the engines do."""
+    await asyncio.to_thread(adopt_rules, app)
+    try:
+        reports = await ask_engines(app.state.engine_client, "canary_status")
+        running = [report for report in reports if report.get("running")]
+        state_of(app).canaries = sum(report["role"] == "new" for report in running)
+    except Exception:
+        logger.exception("Semantic scheduling: this API server does not know of a canary")
 
 
 async def watch_policy(app: FastAPI, file: PolicyFile) -> None:
@@ -174,10 +159,10 @@ async def ready(request: Request) -> dict[str, bool]:
     """
     state = state_of(request.app)
     try:
-        await _engine(request).check_health()
-        paused = await _engine(request).is_paused()
+        await engine_of(request).check_health()
+        paused = await engine_of(request).is_paused()
         if not state.ready:
-            reports = await ask_engines(_engine(request), "status")
+            reports = await ask_engines(engine_of(request), "status")
             state.ready = all(report["ready"] for report in reports)
     except Exception as error:
         raise HTTPException(503, "an engine does not answer") from error
@@ -188,11 +173,53 @@ async def ready(request: Request) -> dict[str, bool]:
     return {"ready": True}
 
 
+@router.post("/correct")
+async def correct(
+    request: Request,
+    id: Annotated[str, Body(max_length=_LONGEST_ID)],
+    level: Annotated[int, Body(ge=0)],
+    sampled: Annotated[bool, Body()] = False,
+) -> dict[str, Any]:
+    """Record the true level of a request that has ended, for `semsched corrections`: probabilities,
+    levels and time, neither its id nor its text.
+
+    Args:
+        id: of the client's answer, or of the event log.
+        sampled: the request was drawn at random for review.
+    """
+    path = _corrections(request)
+    readings = [found for found in await _ask(request, READING + id) if found]
+    if not readings:
+        raise HTTPException(404, "no such request has ended lately, or it was not read")
+    reading = readings[0]
+    if level >= len(reading["probabilities"]):
+        raise HTTPException(422, f"level: 0 to {len(reading['probabilities']) - 1}")
+    made = Correction(round(time.time(), 3), corrected=level, sampled=sampled, **reading)
+    await asyncio.to_thread(append, path, made)
+    return {"level": made.level, "corrected": level}
+
+
+@router.get("/corrections")
+async def corrections(request: Request) -> dict[str, Any]:
+    """All corrections."""
+    path = _corrections(request)
+    found = await asyncio.to_thread(read_corrections, path) if path.exists() else []
+    return {"corrections": [one._asdict() for one in found]}
+
+
+def _corrections(request: Request) -> Path:
+    rules = state_of(request.app).rules
+    path = None if rules is None else corrections_path(rules.policy.events)
+    if path is None:
+        raise HTTPException(409, "corrections need an event log: set events.path in the policy")
+    return path
+
+
 @router.post("/policy/reload")
 async def reload_policy(request: Request) -> dict[str, Any]:
     """Reload the policy file on every engine; 422 if any engine refuses it."""
     try:
-        reports = await reload_engines(_engine(request))
+        reports = await reload_engines(engine_of(request))
     except Exception as error:
         raise HTTPException(501, f"reload: {error}") from error
     reasons = {report["reason"] for report in reports if report["result"] == "refused"}
@@ -202,124 +229,49 @@ async def reload_policy(request: Request) -> dict[str, Any]:
     return {"engines": reports}
 
 
-@router.post("/pause")
-async def pause(
+@router.post("/canary/start")
+async def start_canary(
     request: Request,
-    mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
-    seconds: Annotated[float, Body(embed=True, gt=0, le=_LONGEST_LEASE)] = _LEASE,
+    policy: Annotated[dict[str, Any], Body()],
+    share: Annotated[float, Body(gt=0, lt=1)],
+    period: Annotated[float, Body(gt=0)],
+    lease: Annotated[float, Body(gt=0)],
+    watch: Annotated[list[Literal["ttft", "tpot", "e2e"]], Body()],
 ) -> dict[str, Any]:
-    """Stop starting requests, and answer once nothing runs any more.
-
-    `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
-    requests join them, and all caches are kept. The server resumes by itself after `seconds`,
-    unless it is paused again: whoever paused it may be gone.
-    """
-    _lease(request.app, seconds)
-    await _engine(request).pause_generation(mode=mode, clear_cache=False)
-    return {"paused": True}
-
-
-@router.post("/resume")
-async def resume(request: Request) -> dict[str, Any]:
-    """Resume after `pause`."""
-    await _engine(request).resume_generation()
-    _lease(request.app, None)
-    return {"paused": False}
+    """Try a policy on a share of the traffic: see `policy.canary`. 422 if an engine refuses it."""
+    engines = engine_count(request.app.state.vllm_config)
+    plan = {"share": share, "period": period, "lease": lease, "watch": watch}
+    canaries = min(engines - 1, max(1, round(share * engines)))
+    given = {"policy": policy, "plan": plan, "engines": engines, "canaries": canaries}
+    reports = await _ask(request, f"canary_start {json.dumps(given)}")
+    refused = [report["refused"] for report in reports if "refused" in report]
+    if refused:
+        if len(refused) < len(reports):  # others have begun; a canary that ran before goes on
+            await stop_canary(request)
+        raise HTTPException(422, "\n".join(sorted(set(refused))))
+    await _adopt(request.app)
+    return {"engines": reports}
 
 
-def _lease(app: FastAPI, seconds: float | None) -> None:
-    """Let a pause end after so many seconds; None: it has ended, or must not end by itself."""
-    state = state_of(app)
-    if state.lease is not None:
-        state.lease.cancel()
-        state.lease = None
-    if seconds is not None:
-        loop = asyncio.get_running_loop()
-        state.lease = loop.call_later(seconds, lambda: loop.create_task(_end_lease(app)))
-    _show_paused(seconds is not None)
+@router.get("/canary")
+async def canary_status(request: Request) -> dict[str, Any]:
+    """The canary of each engine (see `engine.canary.CanaryDriver.report`)."""
+    return {"engines": await _ask(request, "canary_status")}
 
 
-async def _end_lease(app: FastAPI) -> None:
-    logger.warning("Semantic scheduling: nobody has ended the pause in time; the server resumes")
-    try:
-        await app.state.engine_client.resume_generation()
-        _show_paused(False)
-    except Exception:
-        logger.exception("Semantic scheduling: the server is still paused")
-
-
-def _show_paused(paused: bool) -> None:
-    try:
-        SemanticStatLogger.set_in_api_server("paused", float(paused))
-    except Exception:
-        logger.exception("Semantic scheduling: the pause is not shown on /metrics")
-
-
-@router.post("/sleep")
-async def sleep(
-    request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1
+@router.post("/canary/stop")
+async def stop_canary(
+    request: Request, keep: Annotated[bool, Body(embed=True)] = False
 ) -> dict[str, Any]:
-    """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
-    host copies of KV are recomputed after waking."""
-    await _engine(request).sleep(level=level, mode="keep")
-    _lease(request.app, None)  # it sleeps until it is woken
-    _show_paused(True)
-    return {"asleep": level}
-
-
-@router.post("/wake")
-async def wake(request: Request) -> dict[str, Any]:
-    """Wake up and resume."""
-    awake = await _engine(request).wake_up()
-    _lease(request.app, None)
-    return {"awake": awake}
-
-
-@router.post("/weights/reload")
-async def reload_weights(request: Request) -> dict[str, Any]:
-    """Reload the served model's weights from their source; call `pause` first.
-
-    Everything computed with the old weights is dropped first: prefix cache, host copies, KV of
-    frozen requests. If that fails, the old weights stay.
-    """
-    await drop_caches(request)
-    _lease(request.app, None)  # it must not resume with a part of the new weights
-    _show_paused(True)
-    try:
-        await _engine(request).collective_rpc("reload_weights")
-    finally:
-        _lease(request.app, _LEASE)
-    return {"reloaded": True}
-
-
-@router.post("/caches/drop")
-async def drop_caches(request: Request) -> dict[str, Any]:
-    """Drop everything computed with replaced weights or adapters; call `pause` first."""
-    if not await _engine(request).is_paused():
-        raise HTTPException(409, "pause first: requests are running")
-    engine = _engine(request)
-    try:
-        dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    except Exception as error:  # vLLM raises while a load from the host is in flight
-        logger.warning("Semantic scheduling: caches could not be dropped: %s", error)
-        dropped = False
-    if not dropped:
-        raise HTTPException(
-            503,
-            "KV is still in use or loading from the host; let running requests finish first",
-        )
-    await engine.reset_mm_cache()
-    await engine.reset_encoder_cache()
-    return {"dropped": True}
-
-
-def _engine(request: Request) -> Any:
-    return request.app.state.engine_client
+    """End the canary; with `keep` the new policy stays in force until a reload or restart."""
+    reports = await _ask(request, f"canary_stop {json.dumps({'keep': keep})}")
+    await _adopt(request.app)
+    return {"engines": reports}
 
 
 async def _ask(request: Request, command: str) -> list[Any]:
     try:
-        return await ask_engines(_engine(request), command)
+        return await ask_engines(engine_of(request), command)
     except Exception as error:
         raise HTTPException(501, f"{command}: {error}") from error
 

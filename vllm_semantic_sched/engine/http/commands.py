@@ -6,17 +6,25 @@ idle or paused.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import LivePolicy
+from vllm_semantic_sched.engine.requests.readings import RecentReadings
 from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility, kv_cache_usage
+from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.section import PolicyError
 
 UTILITY = "semsched"
 """Name of the utility call; its argument is the name of a command."""
+
+
+READING = "reading "
+"""Start of the command that asks for the reading of a request; its id follows."""
 
 
 def install(scheduler: Scheduler) -> None:
@@ -25,7 +33,7 @@ def install(scheduler: Scheduler) -> None:
 
 
 def run(scheduler: Scheduler, command: str) -> Any:
-    """Run a command.
+    """Run a command; what follows a space in it is its argument.
 
     Returns:
         Plain values, or a future.
@@ -35,6 +43,9 @@ def run(scheduler: Scheduler, command: str) -> Any:
     """
     if command == "status":
         return status(scheduler)
+    if command.startswith(READING):
+        readings: RecentReadings | None = getattr(scheduler, "readings", None)
+        return None if readings is None else readings.find(command.removeprefix(READING))
     live = _live_policy(scheduler)
     if live is None:
         raise ValueError("the server runs base: fcfs, which is fixed; restart it to change that")
@@ -43,6 +54,9 @@ def run(scheduler: Scheduler, command: str) -> Any:
         return live.request_load()
     if command == "adopt_policy":
         return live.adopt()
+    name, _, argument = command.partition(" ")
+    if name in ("canary_start", "canary_stop", "canary_status"):
+        return _canary(scheduler, name, argument)
     raise ValueError(f"unknown command {command!r}")
 
 
@@ -71,6 +85,25 @@ def status(scheduler: Scheduler) -> dict[str, Any]:
         "kv_free": 1.0 - kv_cache_usage(scheduler),
         "policy": {"result": "started", "version": 1} if live is None else live.adopt(),
     }
+
+
+def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:
+    """See `engine.canary`; `refused` says why a canary cannot start."""
+    driver, given = scheduler.canary, json.loads(argument or "{}")
+    driver.drive()
+    if command == "canary_start":
+        plan, engines = given["plan"], given["engines"]
+        if engines > 1:  # the first of them have the new policy all the time
+            index = scheduler.vllm_config.parallel_config.data_parallel_index
+            plan["role"] = "new" if index < given["canaries"] else "current"
+        try:
+            driver.start(given["policy"], Plan(**plan | {"watch": tuple(plan["watch"])}))
+        except PolicyError as problem:
+            return {"refused": str(problem)}
+    elif command == "canary_stop":
+        driver.stop("kept" if given["keep"] else "stopped", given["keep"])
+    report: dict[str, Any] = driver.report()
+    return report
 
 
 def _live_policy(scheduler: Scheduler) -> LivePolicy | None:

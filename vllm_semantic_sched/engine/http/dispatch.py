@@ -6,6 +6,7 @@ vLLM's own balancer compares the engines' loads and knows no urgency.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -63,34 +64,48 @@ class Dispatch:
             with self._guard("passing a reading on"):
                 pass_reading(params, request.reading)
         with self._guard("choosing an engine"):
-            placed = self._place(request, params, kwargs.get(RANK))
+            session = args[2] if len(args) > 2 else kwargs.get("request_id", "")
+            if request is not None:
+                session = request.user or request.tenant or session
+            placed = self._place(request, params, kwargs.get(RANK), str(session))
         if placed is None:
             return _nothing
         kwargs[RANK] = placed.engine
         placement, siblings = self._placement, self._siblings
         engine, level, _ = placed
-        if siblings is not None:
-            siblings.add(engine, level, 1)
+        counting = self._guard("counting requests at engines")
+        with counting:
+            if siblings is not None:
+                siblings.add(engine, level, 1)
 
         def ended() -> None:
-            placement.leave(placed)
-            if siblings is not None:
-                siblings.add(engine, level, -1)
+            with counting:
+                placement.leave(placed)
+                if siblings is not None:
+                    siblings.add(engine, level, -1)
 
         return ended
 
-    def _place(self, request: Incoming | None, params: Any, given: int | None) -> Placed | None:
+    def _place(
+        self, request: Incoming | None, params: Any, given: int | None, session: str
+    ) -> Placed | None:
         """Choose an engine.
 
         Args:
             given: the engine that the client names.
+            session: what belongs together: under a canary it stays with one policy.
         """
-        rules = state_of(self._app).rules
-        if rules is None or not rules.policy.placement.enabled:
+        state = state_of(self._app)
+        rules, canaries = state.rules, state.canaries
+        if not canaries and (rules is None or not rules.policy.placement.enabled):
             return None
         engines = engine_count(self._app.state.vllm_config)
         if engines < 2 or getattr(params, "n", 1) > 1:
             return None
+        among = pool_of(session, canaries, engines) if canaries else None
+        if rules is None:  # an observing server under a canary
+            self._count_for(engines, 1)
+            return self._placement.place(0, among=among) if given is None else None
         if given is None and request is not None and request.stock_placement:
             return None
         self._count_for(engines, rules.policy.levels)
@@ -101,7 +116,7 @@ class Dispatch:
             if self._siblings is not None:
                 for engine, ahead in enumerate(self._siblings.others()):
                     self._placement.count_others(engine, ahead)
-            return self._placement.place(level)
+            return self._placement.place(level, among=among)
         # vLLM refuses the numbers of engines that do not exist.
         return self._placement.count(given, level) if 0 <= given < engines else None
 
@@ -113,6 +128,14 @@ class Dispatch:
         siblings = state_of(self._app).siblings
         fits = siblings is not None and (siblings.engines, siblings.levels) == (engines, levels)
         self._siblings = siblings if fits else None
+
+
+def pool_of(session: str, canaries: int, engines: int) -> range:
+    """The engines that serve a session under a canary: the first ones run the new policy. Each
+    engine gets the same number of sessions in the mean."""
+    digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
+    is_new = int.from_bytes(digest, "big") / 2**64 < canaries / engines
+    return range(canaries) if is_new else range(canaries, engines)
 
 
 def _nothing() -> None:

@@ -92,6 +92,7 @@ class ServerState:
         routes: whether the routes are there.
         tasks: kept, or the event loop would let go of them.
         lease: ends a pause.
+        canaries: how many engines, from the first on, run a canary's new policy all the time.
     """
 
     rules: Any = None
@@ -100,6 +101,7 @@ class ServerState:
     routes: bool = False
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     lease: asyncio.TimerHandle | None = None
+    canaries: int = 0
 
 
 def state_of(app: Any) -> ServerState:

@@ -17,16 +17,20 @@ inside a stream of status 200.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import Incoming, incoming
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
 from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
+
+logger = logging.getLogger("vllm.semantic_sched")
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -68,10 +72,14 @@ class Middleware:
         self._app = Refusals(UrgentFirst(app))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        await (self._app if self._takes(scope) else self._stock)(scope, receive, send)
+
+    @guarded(lambda *args: False, logger)
+    def _takes(self, scope: Any) -> bool:
+        """Whether vLLM's authentication lets a request in."""
         # The first message is the earliest access to the application that vLLM builds.
         add_routes(scope["app"])
-        inside = not self._unauthorized(scope)
-        await (self._app if inside else self._stock)(scope, receive, send)
+        return not self._unauthorized(scope)
 
 
 class Refusals:
@@ -87,18 +95,23 @@ class Refusals:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        streamed = scope["type"] == "websocket"  # has no status to replace
+        if not streamed and (scope["type"] != "http" or scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
-        watch(scope["app"])
-        request = Incoming.of(scope)
+        request = self._begin(scope)
         token = incoming.set(request)
         try:
             response = _Response(send, request.refusals)
-            await self._app(scope, receive, response.send)
+            await self._app(scope, receive, send if streamed else response.send)
             await response.flush()
         finally:
             incoming.reset(token)
+
+    @guarded(lambda *args: Incoming(tenant=""), logger)  # no tenant of the client's choice
+    def _begin(self, scope: Any) -> Incoming:
+        watch(scope["app"])
+        return Incoming.of(scope)
 
 
 class _Response:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.incoming import (
     BodyAhead,
     Incoming,
@@ -78,7 +79,8 @@ class GlanceRules:
 
     @classmethod
     def load(cls, vllm_config: Any) -> Self | None:
-        """The rules of a server; None if its scheduler does not order by urgency.
+        """The rules of a server; None if its scheduler does not order by urgency, or only
+        observes.
 
         Raises:
             PolicyError: the policy is invalid.
@@ -88,7 +90,7 @@ class GlanceRules:
         if not any(one.__module__.startswith(_PACKAGE) for one in classes):
             return None
         policy = load_settings(vllm_config.additional_config)
-        return cls.of(policy) if policy.uses_urgency else None
+        return cls.of(policy) if policy.uses_urgency and not policy.observe else None
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
@@ -172,6 +174,10 @@ def _ends(values: list[Any]) -> Iterable[Any]:
     return [*values[:_FIRST], *values[-_LAST:]]
 
 
+def _nothing(*args: Any) -> None:
+    pass
+
+
 class UrgentFirst:
     """ASGI middleware that passes requests for generated text on in the order of their urgency.
 
@@ -181,11 +187,11 @@ class UrgentFirst:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._queue: PreparationQueue[asyncio.Future[None]] = PreparationQueue(_SLOTS)
-        self._failed = False
+        self._turns: set[asyncio.Future[None]] = set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        rules = asks_for_completion(scope) and state_of(scope["app"]).rules
-        if not rules:
+        rules: GlanceRules | None = self._rules(scope)
+        if rules is None:
             await self._app(scope, receive, send)
             return
         request = incoming.get() or Incoming.of(scope)
@@ -202,6 +208,11 @@ class UrgentFirst:
         finally:
             incoming.reset(token)
 
+    @guarded(_nothing, logger)
+    def _rules(self, scope: Any) -> Any:
+        """The rules for a request; None if it passes at once."""
+        return state_of(scope["app"]).rules if asks_for_completion(scope) else None
+
     async def _in_turn(
         self, request: Incoming, level: int, scope: Any, body: BodyAhead, send: Any
     ) -> None:
@@ -209,13 +220,17 @@ class UrgentFirst:
         came = loop.time()
         turn = loop.create_future()
         tenant = request.tenant or request.user or ""
-        if not self._queue.enter(turn, level, came, tenant):
+        self._enter(turn, level, came, tenant)
+        if not turn.done():
+            self._turns.add(turn)
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.leave()
                 raise
+            finally:
+                self._turns.discard(turn)
         self._report(loop.time() - came)
         slot = _Slot(self)
         request.prepared = slot.leave
@@ -226,6 +241,19 @@ class UrgentFirst:
             timer.cancel()
             slot.leave()
 
+    @guarded(lambda self, turn, *args: turn.set_result(None), logger)
+    def _enter(self, turn: asyncio.Future[None], level: int, came: float, tenant: str) -> None:
+        """Give a request a slot, or let it wait for its turn."""
+        if self._queue.enter(turn, level, came, tenant):
+            turn.set_result(None)
+
+    def _let_all_in(self) -> None:
+        self._queue = PreparationQueue(_SLOTS)
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_result(None)
+
+    @guarded(_let_all_in, logger)
     def leave(self) -> None:
         """Give a slot to the next request that still waits for one."""
         while (turn := self._queue.leave()) is not None:
@@ -238,14 +266,9 @@ class UrgentFirst:
             SemanticStatLogger.set_in_api_server("preparation_queue", len(self._queue))
             SemanticStatLogger.observe_in_api_server("preparation_seconds", waited)
 
+    @guarded(lambda self, rules, *args: Glance(rules.policy.default_level), logger)
     def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
-        try:
-            return rules.glance(body, priority)
-        except Exception:
-            if not self._failed:  # a traceback for every request would fill the log
-                self._failed = True
-                logger.exception("Semantic scheduling: a request was not read ahead")
-            return Glance(rules.policy.default_level)
+        return rules.glance(body, priority)
 
 
 class _Slot:

@@ -19,23 +19,21 @@ class CopyBackend(Protocol):
 
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the host. Device work queued after this call may overwrite the blocks."""
-        ...
 
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the device. Device work queued after this call may read the blocks."""
-        ...
 
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the device while it continues to work; `finished` reports the end."""
-        ...
 
     def finished(self) -> set[str]:
         """Keys of the `load_beside` copies that ended since the last call."""
-        ...
+
+    def drain(self) -> set[str]:
+        """Wait for all copies; the keys that `finished` would have reported."""
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of saves and of loads since the last call, as far as measured."""
-        ...
 
 
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
@@ -125,6 +123,8 @@ class CpuCopies:
         finished, self._finished = self._finished, set()
         return finished
 
+    drain = finished
+
     def take_seconds(self) -> tuple[float, float]:
         taken = self._save_seconds, self._load_seconds
         self._save_seconds = self._load_seconds = 0.0
@@ -194,6 +194,12 @@ class CudaCopies:
         finished = {key for key, done in self._beside.items() if done.query()}
         for key in finished:
             del self._beside[key]
+        return finished
+
+    def drain(self) -> set[str]:
+        self._stream.synchronize()
+        finished = set(self._beside)
+        self._beside.clear()
         return finished
 
     def take_seconds(self) -> tuple[float, float]:

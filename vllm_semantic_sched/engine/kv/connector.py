@@ -8,13 +8,14 @@ copies in `engine.kv.block_copy`. This module implements vLLM's connector interf
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_semantic_sched.engine.guard import guarded
+from vllm_semantic_sched.engine.kv import recovery
 from vllm_semantic_sched.engine.kv.block_copy import (
     CopyBackend,
     block_regions,
@@ -22,7 +23,8 @@ from vllm_semantic_sched.engine.kv.block_copy import (
     why_wrong,
 )
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import Orders, SwapLedger
+from vllm_semantic_sched.engine.kv.ledger import SwapLedger
+from vllm_semantic_sched.engine.kv.messages import FailedProof, SwapMetadata, SwapReport
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
     AttentionSpec,
@@ -43,34 +45,6 @@ from vllm_semantic_sched.engine.vllm_api import (
 from vllm_semantic_sched.policy.facts.section import parse_section
 
 logger = logging.getLogger("vllm.semantic_sched")
-
-
-@dataclass
-class SwapMetadata(KVConnectorMetadata):
-    """What the workers have to copy in a step."""
-
-    orders: Orders
-
-
-@dataclass
-class SwapReport(KVConnectorWorkerMetadata):
-    """Seconds that copies took; the maximum over workers."""
-
-    save_seconds: float
-    load_seconds: float
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, SwapReport)
-        return SwapReport(
-            max(self.save_seconds, other.save_seconds), max(self.load_seconds, other.load_seconds)
-        )
-
-
-@dataclass
-class FailedProof(KVConnectorHandshakeMetadata):
-    """What a worker says at the start if its copies are wrong."""
-
-    reason: str
 
 
 def host_slots(config: KVCacheConfig, host_gib: float) -> int:
@@ -107,27 +81,6 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
     return None
 
 
-# Answers in place of methods that fail. Where a wrong answer could change an output, there is none:
-# the orders of a step must be complete, and a failed copy must end the worker.
-
-
-def _no_copy(self: SemanticSwapConnector, request: Request, *args: Any) -> tuple[int | None, bool]:
-    self.ledger.release(request.request_id)
-    return 0, False
-
-
-def _not_kept(*args: Any) -> tuple[bool, dict[str, Any] | None]:
-    return False, None
-
-
-def _not_reset(*args: Any) -> bool | None:
-    return False
-
-
-def _nothing(*args: Any) -> None:
-    pass
-
-
 class SemanticSwapConnector(KVConnector):
     """Keeps host copies of preempted requests' KV.
 
@@ -140,10 +93,12 @@ class SemanticSwapConnector(KVConnector):
         backend: copies the blocks; on a worker's side, once the KV cache is registered.
         measured: total seconds of copies, by "save" and "load".
         unsupported: why KV cannot be swapped here; None if it can.
+        failures: exceptions that were caught, by method.
+        failed: copies that were not made, until the scheduler computes again what they would have
+            brought.
 
     Raises:
         PolicyError: at construction, if `kv_connector_extra_config` is invalid.
-        UnsupportedLayout: at start of a worker, if blocks cannot be copied as they are stored.
     """
 
     def __init__(
@@ -157,11 +112,13 @@ class SemanticSwapConnector(KVConnector):
             slots = host_slots(kv_cache_config, config.host_gib)
         self.slots = slots
         self.backend: CopyBackend | None = None
-        self.ledger = SwapLedger(
-            HostPool(slots),
-            [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
-        )
+        self.block_sizes = [
+            group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
+        ]
+        self.ledger = SwapLedger(HostPool(slots), self.block_sizes)
         self.measured = {"save": 0.0, "load": 0.0}
+        self.failures: Counter[str] = Counter()
+        self.failed = recovery.FailedCopies()
         self._failed_proof: FailedProof | None = None
 
     @property
@@ -172,19 +129,23 @@ class SemanticSwapConnector(KVConnector):
     def requires_deferred_block_free(self) -> bool:
         return False  # see Preemptions
 
+    def refuse_copies(self, reason: str) -> None:
+        """Swap no KV: it will be recomputed."""
+        self._failed_proof = FailedProof(reason)
+        self.unsupported = f"copies on this device are wrong: {reason}"
+        self.ledger.pool = HostPool(0)
+
     # Worker side
 
+    @guarded(recovery.no_swap, logger)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self.slots:
             return
         regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
         backend = make_backend(regions, self.slots)
-        try:
-            wrong = why_wrong(backend, regions, self.slots)
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
+        wrong = why_wrong(backend, regions, self.slots)
         if wrong is not None:
-            self._failed_proof = FailedProof(wrong)
+            self.refuse_copies(wrong)
             return
         self.backend = backend
         logger.info(
@@ -193,29 +154,38 @@ class SemanticSwapConnector(KVConnector):
             self.slots * sum(region.shape[1] for region in regions) / 2**30,
         )
 
+    @guarded(recovery.nothing, logger)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # Only of a failure: a MultiConnector passes on the first metadata that it gets.
         return self._failed_proof
 
+    @guarded(recovery.not_saved, logger)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Save victims' blocks before the step overwrites them. Some model runners call this
         twice per step, so each order is removed once it is carried out."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
         saves = kv_connector_metadata.orders.saves
         while saves:
-            transfer = saves.pop()
+            transfer = saves[-1]
             self._copies.save(transfer.device, transfer.host)
+            self.failed.unsaved.difference_update(transfer.slots)
+            saves.pop()
 
+    @guarded(recovery.not_loaded, logger)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
         orders = metadata.orders
         while orders.loads:
-            transfer = orders.loads.pop()
-            self._copies.load(transfer.device, transfer.host)
+            transfer = orders.loads[-1]
+            if self.failed.can_load(transfer):
+                self._copies.load(transfer.device, transfer.host)
+            orders.loads.pop()
         while orders.later_loads:
-            transfer = orders.later_loads.pop()
-            self._copies.load_beside(transfer.request_id, transfer.device, transfer.host)
+            transfer = orders.later_loads[-1]
+            if self.failed.can_load(transfer, beside=True):
+                self._copies.load_beside(transfer.request_id, transfer.device, transfer.host)
+            orders.later_loads.pop()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -226,16 +196,16 @@ class SemanticSwapConnector(KVConnector):
     def wait_for_save(self) -> None:
         pass
 
+    @guarded(recovery.all_finished, logger)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self.backend is None:
-            return None, None
-        return None, self.backend.finished() or None
+        finished = set() if self.backend is None else self.backend.finished()
+        return None, finished | self.failed.take_requests() or None
 
+    @guarded(recovery.only_failures, logger)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.backend is None:
-            return None
-        seconds = self.backend.take_seconds()
-        return SwapReport(*seconds) if any(seconds) else None
+        seconds = (0.0, 0.0) if self.backend is None else self.backend.take_seconds()
+        unloaded = self.failed.take_blocks()
+        return SwapReport(*seconds, unloaded) if unloaded or any(seconds) else None
 
     @property
     def _copies(self) -> CopyBackend:
@@ -244,24 +214,26 @@ class SemanticSwapConnector(KVConnector):
 
     # Scheduler side
 
+    @guarded(recovery.no_swap, logger)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
 
+    @guarded(recovery.no_swap, logger)
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Called before the first request, with what the workers said."""
         for failure in metadata.values():
             if isinstance(failure, FailedProof):
-                self.unsupported = f"copies on this device are wrong: {failure.reason}"
-                self.ledger.pool = HostPool(0)
+                self.refuse_copies(failure.reason)
                 logger.warning(
                     "KV swap is off, and the KV of preempted requests is recomputed: %s.",
                     self.unsupported,
                 )
                 return
 
+    @guarded(recovery.no_groups, logger)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self.cache_config.transfer_group_ids
 
@@ -279,47 +251,69 @@ class SemanticSwapConnector(KVConnector):
         unchanged = _unchanged(request, end, hash_block_size)
         return self.ledger.save(request.request_id, blocks, start, end, unchanged)
 
-    @guarded(_no_copy, logger)
+    @guarded(recovery.no_copy, logger)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache:
             return 0, False
+        self.failed.asked = request.request_id, num_computed_tokens
         return self.ledger.loadable(request.request_id, num_computed_tokens, request.num_tokens)
 
+    @guarded(recovery.not_ordered, logger)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        if request.request_id in self.failed.loaded:  # of an earlier load
+            self.ledger.load_finished((request.request_id,))
+            self.failed.loaded.discard(request.request_id)
         self.ledger.admitted(
             request.request_id, blocks.get_block_ids(), num_external_tokens, request.num_tokens
         )
 
+    @guarded(recovery.nothing_ordered, logger)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         # Newer model runners make these copies before they call `handle_preemptions`.
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
         return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
 
-    @guarded(_nothing, logger)
+    def what_is_missing(self, connector_output: KVConnectorOutput | None) -> set[int]:
+        """Remove and return the blocks that loads of this step and steps before did not fill, as
+        the workers report them, and as orders failed here."""
+        report: Any = getattr(connector_output, "kv_connector_worker_meta", None)
+        for one in getattr(report, "metadata", (report,)):  # of each part of a MultiConnector
+            if isinstance(one, SwapReport):
+                self.failed.blocks |= one.unloaded
+        return self.failed.take_blocks()
+
+    @guarded(recovery.noted_later, logger)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.ledger.load_finished(connector_output.finished_recving or ())
+        self.failed.loaded.update(connector_output.finished_recving or ())
+        self.ledger.load_finished(self.failed.loaded)
+        self.failed.loaded.clear()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, SwapReport):
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
 
-    @guarded(_not_kept, logger)
+    @guarded(recovery.released_later, logger)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.ledger.release(request.request_id)
+        ended = self.failed.ended
+        ended.add(request.request_id)
+        for request_id in list(ended):
+            self.ledger.release(request_id)
+            ended.discard(request_id)
         return False, None
 
+    @guarded(recovery.released_later, logger)
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(_not_reset, logger)
+    @guarded(recovery.not_reset, logger)
     def reset_cache(self) -> bool | None:
         """Drop every host copy, because the weights may have changed.
 

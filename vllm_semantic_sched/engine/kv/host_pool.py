@@ -29,7 +29,7 @@ class HostPool:
         longest = max((end - start for start, end in self._runs), default=0)
         return 1.0 - longest / self.free if self.free else 0.0
 
-    def take(self, count: int) -> list[range] | None:
+    def allocate(self, count: int) -> list[range] | None:
         """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs.
 
         Returns:
@@ -54,7 +54,7 @@ class HostPool:
         return taken
 
     def give_back(self, taken: Sequence[range]) -> None:
-        """Free slots from `take`; adjacent free runs are merged."""
+        """Free slots from `allocate`; adjacent free runs are merged."""
         for run in taken:
             self.free += len(run)
             start, end = run.start, run.stop

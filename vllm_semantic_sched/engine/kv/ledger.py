@@ -6,8 +6,9 @@ block number.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
@@ -20,6 +21,11 @@ class Transfer:
     request_id: str
     device: list[int]
     host: list[range]
+
+    @property
+    def slots(self) -> Iterator[int]:
+        """The slots of `host`, one by one."""
+        return itertools.chain.from_iterable(self.host)
 
 
 @dataclass(slots=True)
@@ -76,22 +82,22 @@ class SwapLedger:
         self.loads_beside: Callable[[int], bool] = lambda tokens: False
         self._block_sizes = tuple(block_sizes)
         self.null_block = null_block
-        self._held: dict[str, HostCopy] = {}
+        self._saved: dict[str, HostCopy] = {}
         self._loading: dict[str, HostCopy] = {}
         self._spent: list[HostCopy] = []
         self._loaded: dict[str, Loaded] = {}
         self._orders = Orders()
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._held
+        return request_id in self._saved
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._saved)
 
     @property
-    def held(self) -> list[str]:
+    def saved(self) -> list[str]:
         """Requests whose KV is on the host and not ordered to be loaded."""
-        return list(self._held)
+        return list(self._saved)
 
     @property
     def loading(self) -> list[str]:
@@ -101,7 +107,7 @@ class SwapLedger:
     @property
     def slots_in_use(self) -> list[int]:
         """Slots of all copies, including those that are being loaded."""
-        copies = [*self._held.values(), *self._loading.values(), *self._spent]
+        copies = [*self._saved.values(), *self._loading.values(), *self._spent]
         return [slot for copy in copies for run in copy.taken for slot in run]
 
     def save(
@@ -130,7 +136,7 @@ class SwapLedger:
             ]
             for table, size in zip(blocks, self._block_sizes, strict=True)
         ]
-        taken = self.pool.take(sum(map(len, positions)))
+        taken = self.pool.allocate(sum(map(len, positions)))
         if taken is None:
             return False
         slots = (slot for run in taken for slot in run)
@@ -146,7 +152,7 @@ class SwapLedger:
             for table, group in zip(blocks, positions, strict=True)
             for position in group
         ]
-        self._held[request_id] = copy
+        self._saved[request_id] = copy
         self._orders.saves.append(Transfer(request_id, device, taken))
         return True
 
@@ -160,7 +166,7 @@ class SwapLedger:
         Returns:
             None tokens if the save itself has not been sent to the workers yet.
         """
-        copy = self._held.get(request_id)
+        copy = self._saved.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
             return 0, False
         if any(save.request_id == request_id for save in self._orders.saves):
@@ -177,11 +183,11 @@ class SwapLedger:
         Args:
             blocks: the request's new block table, by group.
         """
-        copy = self._held.pop(request_id, None)
+        copy = self._saved.get(request_id)
         if copy is None:
             return
         if count == 0:
-            self._discard(request_id, copy)
+            self.release(request_id)
             return
         end = min(copy.end, tokens - 1)
         device: list[int] = []
@@ -193,8 +199,11 @@ class SwapLedger:
                     device.append(table[position])
                     host.append(slots[position])
         transfer = Transfer(request_id, device, _runs(host))
+        beside = self.loads_beside(count)
+        # From here on nothing can fail: the copy stays, or its load is ordered.
+        del self._saved[request_id]
         self._loaded[request_id] = Loaded(count, time.monotonic())
-        if self.loads_beside(count):
+        if beside:
             self._orders.later_loads.append(transfer)
             self._loading[request_id] = copy
         else:
@@ -211,11 +220,23 @@ class SwapLedger:
         for block in set(overwritten):
             for save in [save for save in self._orders.saves if block in save.device]:
                 self.release(save.request_id)
+        while self._spent:
+            self.pool.give_back(self._spent.pop().taken)
         orders, self._orders = self._orders, Orders()
-        for copy in self._spent:
-            self.pool.give_back(copy.taken)
-        self._spent = []
         return orders
+
+    def cancel_orders(self) -> Orders:
+        """Give up the copies of the coming step, after an error; those that were ordered."""
+        orders, self._orders = self._orders, Orders()
+        for save in orders.saves:
+            self.release(save.request_id)
+        self.load_finished(load.request_id for load in orders.later_loads)
+        return orders
+
+    def distrust(self) -> None:
+        """Load none of the copies any more."""
+        for copy in self._saved.values():
+            copy.still_valid = lambda: False
 
     def take_loaded(self, request_id: str) -> Loaded | None:
         """Remove and return the last load ordered for a request."""
@@ -232,13 +253,14 @@ class SwapLedger:
     def release(self, request_id: str) -> None:
         """Forget a request's copy, if any. A load in flight continues."""
         self._loaded.pop(request_id, None)
-        copy = self._held.pop(request_id, None)
+        copy = self._saved.pop(request_id, None)
         if copy is not None:
             self._discard(request_id, copy)
 
     def release_all(self) -> list[str]:
         """Forget all copies; the ids of the requests that had one."""
-        lost = self.held
+        self.distrust()
+        lost = self.saved
         for request_id in lost:
             self.release(request_id)
         return lost

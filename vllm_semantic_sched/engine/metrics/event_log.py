@@ -9,34 +9,42 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
-from vllm_semantic_sched.policy.events import Event
+from vllm_semantic_sched.policy.events import Chain, EngineLine, Event, hash_ids
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.lifecycle import Listener, Transition
+from vllm_semantic_sched.predict import model_hash
+from vllm_semantic_sched.predict.shared import kept_secret
 
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
-_CHUNK = 64  # lines per write; the file may be rotated between writes
+_CHUNK = 32  # lines per write; the file may be rotated between writes
+_ENGINE = 10.0  # seconds between lines about the engine
 _CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
 
 _OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
+_READ = ("prediction", "instant", "second_look")  # what a line's `level_from` says of a level read
+_TAIL = 65_536  # bytes at the end of a file in which its last line is looked for
 _QUEUE = 100_000  # changes that wait to be written; further ones are dropped and counted
 
 
-class EventLog:
-    """Writes state transitions to a file; a listener of the core's lifecycle
-    (`policy.lifecycle.Listener`). The caller only appends to a bounded queue and never waits for
-    the disk.
+class EventLog(Listener):
+    """Writes state transitions and decisions to a file; a listener of the core's lifecycle and its
+    journal (`policy.lifecycle`). The caller only appends to a bounded queue and never waits for the
+    disk. Lines are chained by hashes (`policy.events.Chain`); lines about the log itself, with a
+    field `log`, mark starts, ends, new files and losses.
 
     Args:
         engine: number of this engine, used in its lines and its file name.
         tier_names: returns the current policy's tier names, by level.
+        policy_hash: returns the fingerprint of the policy in force.
+        model: folder of the model that reads texts, None for the shipped one; empty: none.
 
     Raises:
         PolicyError: the file cannot be opened.
@@ -48,6 +56,8 @@ class EventLog:
         engine: int,
         tier_names: Callable[[], tuple[str, ...]],
         logger: logging.Logger,
+        policy_hash: Callable[[], str] = lambda: "",
+        model: str | None = "",
     ) -> None:
         assert settings.path is not None
         path = Path(settings.path).expanduser()
@@ -55,16 +65,26 @@ class EventLog:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
+            key = path.with_name(f"{path.name}.key")
+            keyed = settings.hash_ids or key.exists()
+            self._chain = Chain(kept_secret(key).encode() if keyed else b"")
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
+        self._hash_ids = settings.hash_ids
+        self._policy_hash = policy_hash
+        self._model = model
         self._limit = _QUEUE
         self._engine = engine
         self._tier_names = tier_names
         self._logger = logger
-        self._events: deque[Event] = deque()
+        self._events: deque[Event | EngineLine] = deque()
+        self._next_engine = 0.0
         # One thread writes each of these, the other reads it.
         self._written = self._dropped = self._failed = 0
-        self._broken = False
+        self._resumes: str | None = "started"  # or after a failure; what the next line is about
+        self._torn = False  # the file ends within a line
+        self._models: dict[str, str] = {}
+        self._told = 0  # of the dropped lines
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semsched-events", daemon=True)
         self._thread.start()
@@ -72,15 +92,24 @@ class EventLog:
     def moved(self, transition: Transition) -> None:
         """Queue a transition, or drop it if the queue is full."""
         if self._has_room():
-            self._events.append(Event.of(transition, time.time()))
+            self._events.append(Event.of(transition, time.time(), self._policy_hash()))
 
     def held(self, job: Job, seconds: float) -> None:
         """Queue the end of a hold, or drop it if the queue is full."""
         if self._has_room():
-            self._events.append(Event.of_hold(job, seconds, time.time()))
+            self._events.append(Event.of_hold(job, seconds, time.time(), self._policy_hash()))
 
-    def first_token(self, job: Job) -> None:
-        """Does nothing: later lines contain the time of the first token."""
+    def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
+        """Queue a decision, or drop it if the queue is full."""
+        if self._has_room():
+            now, policy = time.time(), self._policy_hash()
+            self._events.append(Event.of_note(job, what, details, now, policy))
+
+    def engine(self, describe: Callable[[], dict[str, Any]], now: float) -> None:
+        """Queue a line about the engine, if one is due; `now` in seconds of any clock."""
+        if now >= self._next_engine and self._has_room():
+            self._next_engine = now + _ENGINE
+            self._events.append(EngineLine(time.time(), describe()))
 
     def _has_room(self) -> bool:
         if len(self._events) < self._limit:
@@ -107,6 +136,8 @@ class EventLog:
     # Background thread
 
     def _run(self) -> None:
+        model = "" if self._model == "" else model_hash(self._model)
+        self._models = dict.fromkeys(_READ, model) if model else {}
         last = False
         while not last:
             last = self._closing.wait(_INTERVAL)
@@ -115,19 +146,32 @@ class EventLog:
                 events = [self._events.popleft() for _ in range(min(left, _CHUNK))]
                 left -= len(events)
                 self.write(events)
+        if self._resumes is None:
+            self.write([], closes=True)
         self.file.close()
 
-    def write(self, events: list[Event]) -> None:
+    def write(self, events: Sequence[Event | EngineLine], closes: bool = False) -> None:
         """Write events now. Errors are counted, not raised."""
         try:
-            tiers = self._tier_names()
-            text = "\n".join(
-                json.dumps(event.line(self._engine, tiers[event.level])) for event in events
-            )
-            # A failed write may have left a partial line.
-            self.file.write(("\n" if self._broken else "") + text)
+            tiers, dropped = self._tier_names(), self._dropped
+            lines = [self._line(event, tiers[event.level]) for event in events]
+            if dropped > self._told:
+                lines.insert(0, self._about("lost", lost=dropped - self._told))
+            if closes:
+                lines.append(self._about("closed"))
+            if self._resumes is not None:
+                lines.insert(0, self._resume())
+            last = self._chain.last
+            text = "\n".join(map(self._chain.seal, lines))
+            if self.file.is_full(len(text)):
+                self._chain.last = last
+                self.file.doRollover()
+                lines.insert(0, self._about("continued", previous=last))
+                text = "\n".join(map(self._chain.seal, lines))
+            self.file.write(("\n" if self._torn else "") + text)
+            self.file.note_last(self._chain.last)
             self._written += len(events)
-            self._broken = False
+            self._resumes, self._told, self._torn = None, dropped, False
         except Exception as error:  # keep trying: space may be freed
             if not self._failed:
                 self._logger.error(
@@ -137,13 +181,39 @@ class EventLog:
                     error,
                 )
             self._failed += len(events)
-            self._broken = True
+            self._resumes = "resumed"
             self.file.reopen()
+
+    def _line(self, event: Event | EngineLine, tier: str) -> dict[str, Any]:
+        line = event.line(self._engine, tier)
+        model = self._models.get(line.get("level_from", ""))
+        if model:
+            line["model"] = model
+        if self._hash_ids:
+            hash_ids(line, self._chain.key)
+        return line
+
+    def _about(self, what: str, **fields: Any) -> dict[str, Any]:
+        keyed = bool(self._chain.key)
+        return {"time": round(time.time(), 6), "log": what, "keyed": keyed, **fields}
+
+    def _resume(self) -> dict[str, Any]:
+        """The first line after a start or a failure. The chain goes on from the last whole line."""
+        assert self._resumes is not None
+        self._chain.last, self._torn = self.file.last_hash()
+        fields: dict[str, Any] = {"previous": self._chain.last, "head": self.file.noted_last()}
+        if not self._chain.last:  # lines of an earlier version have no hash
+            fields["unchained"] = self.file.size()
+        if self._resumes == "resumed":
+            fields["lost"] = self._failed
+        return self._about(self._resumes, **fields)
 
 
 class _File(RotatingFileHandler):
     """The standard library's rotating file, but errors are raised instead of printed, nobody else
     can read it, and old parts go: it says who asked for urgent help, and when."""
+
+    _head: int | None = None
 
     def _open(self) -> Any:
         file = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -158,11 +228,55 @@ class _File(RotatingFileHandler):
             if part.exists() and part.stat().st_mtime < oldest:
                 part.unlink()
 
-    def write(self, text: str) -> None:
-        self.emit(logging.makeLogRecord({"msg": text}))
+    def is_full(self, size: int) -> bool:
+        """Whether so many more characters belong into a new file."""
+        if self.stream is None:
+            self.stream = self._open()
+        return self.stream.tell() > 0 and self.stream.tell() + size >= self.maxBytes
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        raise
+    def write(self, text: str) -> None:
+        if self.stream is None:
+            self.stream = self._open()
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def size(self) -> int:
+        """Bytes in the file and its newest renamed part."""
+        parts = (Path(self.baseFilename), Path(f"{self.baseFilename}.1"))
+        return sum(part.stat().st_size for part in parts if part.is_file())
+
+    def note_last(self, digest: str) -> None:
+        """Note the last hash in PATH.head, so that lines missing at the end are found."""
+        if self._head is None:
+            name = f"{self.baseFilename}.head"
+            self._head = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwrite(self._head, f"{digest}\n".encode(), 0)
+
+    def noted_last(self) -> str:
+        """The hash that was noted last; empty if none was."""
+        with contextlib.suppress(OSError):
+            return Path(f"{self.baseFilename}.head").read_text().strip()
+        return ""
+
+    def last_hash(self) -> tuple[str, bool]:
+        """The hash of the last whole line, empty without one, and whether a part of a line follows
+        it."""
+        path = Path(self.baseFilename)
+        if not path.is_file():
+            return "", False
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            *whole, rest = file.read().split(b"\n")
+        for line in reversed(whole):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return str(json.loads(line)["chain"]), bool(rest)
+        return "", bool(rest)
+
+    def close(self) -> None:
+        super().close()
+        if self._head is not None:
+            os.close(self._head)
+            self._head = None
 
     def reopen(self) -> None:
         """Discard what could not be written; the next write opens the file again."""

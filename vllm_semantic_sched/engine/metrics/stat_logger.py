@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS, Metric
 from vllm_semantic_sched.engine.vllm_api import (
     StatLoggerBase,
@@ -21,6 +22,10 @@ from vllm_semantic_sched.engine.vllm_api import (
 logger = logging.getLogger("vllm.semantic_sched")
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Metrics that are not published harm nobody."""
+
+
 class SemanticStatLogger(StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
@@ -29,19 +34,14 @@ class SemanticStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
-        self._failed = False
 
+    @guarded(_nothing, logger)
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        try:
-            message = None if scheduler_stats is None else detach_message(scheduler_stats)
-            if message is not None:  # else another scheduler, or nothing new
-                self._publish(message)
-        except Exception:  # it would end the API server
-            if not self._failed:
-                self._failed = True
-                logger.exception("Semantic scheduling: metrics were not published")
+        message = None if scheduler_stats is None else detach_message(scheduler_stats)
+        if message is not None:  # else another scheduler, or nothing new
+            self._publish(message)
 
     def _publish(self, message: Any) -> None:
         self._register()

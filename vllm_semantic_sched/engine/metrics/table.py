@@ -62,7 +62,11 @@ COUNTERS = {
         ("code", "tier"),
         values=(tuple(code.value for code in Code),),
     ),
-    "passed_requests": Metric(
+    "finish_order_violations": Metric(
+        "Completed requests that were there when a less urgent one finished (paper, eq. 2).",
+        ("tier",),
+    ),
+    "seat_order_violations": Metric(
         "Requests that got their first seat after a less urgent one that arrived later, by cause "
         "(unread: the prediction of one of them was not back; shorter: the policy puts short "
         "requests first; promoted: the other one gained levels; limit: a tenant's cap or a "
@@ -77,6 +81,12 @@ COUNTERS = {
         "Requests whose provisional level the predictor raised (made more urgent) or lowered.",
         ("direction",),
         values=(("raised", "lowered"),),
+    ),
+    "second_looks": Metric(
+        "Second looks at requests whose first reading did not see all, by whether they raised the "
+        "level.",
+        ("raised",),
+        values=(("yes", "no"),),
     ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
@@ -204,6 +214,10 @@ GAUGES = {
     ),
     "paused": Metric(
         'Whether an operator has paused the server (engine="http").',
+    ),
+    "canary": Metric("Whether a canary is running (`semsched canary`)."),
+    "observing": Metric(
+        "Whether vLLM orders the requests by itself and the scheduler only observes."
     ),
     "policy_version": Metric(
         "1 for the policy that the server started with, one more for each that replaced it."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,12 @@ _PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
 
 # One of several answers to a prompt.
 _ANSWER = re.compile(r"\d+_(?P<parent>.*)")
+
+
+def origin_of(request_id: str) -> str:
+    """The client's id of a request, from vLLM's."""
+    part = _PART.fullmatch(request_id)
+    return part["origin"] if part else request_id
 
 
 def parent_of(request_id: str) -> str | None:
@@ -54,7 +61,7 @@ class Arrival:
         refusable: whether its client can receive a refusal.
         unread: whether its text should be read, but the predictor's queue is full.
         has_problem: whether there is anything to report about it.
-        glanced: whether the instant reader has read its text.
+        read_at_once: whether the instant reader has read its text.
     """
 
     policy: Policy
@@ -69,7 +76,7 @@ class Arrival:
     refusable: bool
     unread: bool
     has_problem: bool
-    glanced: bool
+    read_at_once: bool
 
 
 class Arrivals:
@@ -82,6 +89,7 @@ class Arrivals:
         predictions: reads the texts.
         known: whether the scheduler has a request of this id.
         refusable: whether the client of a request can receive a refusal.
+        logs_blocks: whether jobs keep the hashes of their KV blocks, for the event log.
     """
 
     def __init__(
@@ -90,7 +98,9 @@ class Arrivals:
         predictions: PredictionFeed,
         known: Callable[[str], bool],
         refusable: Callable[[Request], bool],
+        logs_blocks: bool = False,
     ) -> None:
+        self._logs_blocks = logs_blocks
         self._core = core
         self._predictions = predictions
         self._known = known
@@ -99,13 +109,13 @@ class Arrivals:
     def prepare(self, request: Request) -> None:
         """Read a request and attach the result. Safe on any thread; may raise.
 
-        The parts of a session with streamed input share one id and are left to `take`, which sees
-        them in order.
+        The parts of a session with streamed input share one id and are left to `prepared`, which
+        sees them in order.
         """
         if not request.resumable and not self._known(request.request_id):
             attach_arrival(request, self._read(request, submitted=False))
 
-    def take(self, request: Request) -> Arrival:
+    def prepared(self, request: Request) -> Arrival:
         """What was prepared for a request; read now if nothing was, or if the policy has changed
         since. Only on the scheduler's thread."""
         arrival: Arrival | None = attached_arrival(request)
@@ -134,21 +144,19 @@ class Arrivals:
             submitted: the predictor has its text.
         """
         core, request_id, params = self._core, request.request_id, request.sampling_params
-        policy = core.policy
         extra_args = params.extra_args if params else None
         hint = core.read_hints(extra_args, request.priority)
         dedup_key = dedup_problem = None
         try:
-            dedup_key = read_key(extra_args, policy.dedup)
+            dedup_key = read_key(extra_args, core.policy.dedup)
         except BadKey as problem:
             dedup_problem = str(problem)
-        part = _PART.fullmatch(request_id)
         stated = stated_length(params)
         reads = submitted or self._predictions.reads(request, hint, stated.exact)
         passed = read_passed(extra_args)
-        glance = self._predictions.glance(request, passed.reading) if reads else None
+        first = self._predictions.first_reading(request, passed.reading) if reads else None
         awaits_prediction = submitted or (
-            glance is not None and self._predictions.submit(request_id, hint, glance)
+            first is not None and self._predictions.submit(request_id, hint, first)
         )
         unread = reads and not awaits_prediction
         job = core.draft(
@@ -159,21 +167,24 @@ class Arrivals:
             awaits_prediction=awaits_prediction,
             tenant=read_tenant(extra_args),
             stated=stated,
-            provisional=None if glance is None else glance.provisional,
+            provisional=None if first is None else first.provisional,
         )
+        job.came = time.time()
+        if self._logs_blocks:
+            job.block_hashes = request.block_hashes
         return Arrival(
-            policy=policy,
+            policy=core.policy,
             job=job,
             source=job.level_source.value,
             hint_problem=hint.problem,
             reading_problem=passed.problem,
             dedup_key=dedup_key,
             dedup_problem=dedup_problem,
-            origin=part["origin"] if part else request_id,
+            origin=origin_of(request_id),
             parent=parent_of(request_id),
             refusable=self._refusable(request),
             unread=unread,
-            glanced=glance is not None and glance.provisional is not None,
+            read_at_once=first is not None and first.provisional is not None,
             has_problem=unread or any((hint.problem, passed.problem, dedup_problem)),
         )
 

@@ -10,7 +10,8 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.arrivals import Arrival, parent_of
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-from vllm_semantic_sched.policy.step import EngineView, SchedulingStep
+from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.view import EngineView
 
 _MOST_ANSWERS = 128
 _REMEMBERED = 256
@@ -34,14 +35,15 @@ class ClientRequests:
         self._logger = logger
         self._refused_parents: OrderedDict[str, Refusal] = OrderedDict()
 
-    def arrived(self, arrival: Arrival, step: SchedulingStep, view: EngineView) -> None:
-        """A request is in the queue; it, or others because of it, may end."""
+    def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
+        """A request is in the queue; it, or others because of it, may end. Without a step it is
+        only counted."""
         self._counters.add("requests", arrival.source)
-        if arrival.glanced:
+        if arrival.read_at_once:
             self._counters.add("instant_predictions")
         if arrival.has_problem:
             self._report(arrival)
-        if not arrival.refusable:
+        if not arrival.refusable or step is None:
             return
         if self._refused_parents and arrival.parent is not None:
             refusal = self._refused_parents.get(arrival.parent)

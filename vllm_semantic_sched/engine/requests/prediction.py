@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.estimates.decision import doubt, reading_level
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 # Tokens taken from each end of a prompt; together about twice a predictor's window.
 _WINDOW = 256
+
+# Tokens of a prompt that a second look decodes, half of them from each end.
+_LONGEST_SECOND = 4096
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
 _MOST_AHEAD = 65536
 
 
-class Glance(NamedTuple):
-    """A prompt as first seen.
+class FirstReading(NamedTuple):
+    """A prompt as first read.
 
     Attributes:
         text: its first and last tokens, decoded.
@@ -45,6 +50,7 @@ class PredictionFeed:
         jobs: the scheduler's jobs by request id.
         structured_output_manager: holds the served model's tokenizer in this process.
         group: engines of the same group share a predictor process.
+        prompt_of: token ids of a request's prompt; None if there are none.
 
     Attributes:
         service: the predictor; None if the policy uses none.
@@ -64,8 +70,10 @@ class PredictionFeed:
         counters: Counters,
         logger: logging.Logger,
         group: str | None = None,
+        prompt_of: Callable[[str], Sequence[int] | None] = lambda request_id: None,
     ) -> None:
         self._core = core
+        self._prompt_of = prompt_of
         self._jobs = jobs
         self._counters = counters
         # Submitted before the scheduler has seen them, and answers that came as early. Both
@@ -104,9 +112,17 @@ class PredictionFeed:
         return self.service is None or self.service.up
 
     def gauges(self) -> dict[str, float]:
-        """State of the predictor; empty if the policy uses none."""
+        """State of the predictor, empty if the policy uses none; brings its counters up to
+        date."""
         if self.service is None:
             return {}
+        self._counters.raise_to("cached_predictions", self.service.cached)
+        self._counters.raise_to("predictor_restarts", self.service.restarts)
+        for raised, looks in self.service.second_looks.ended.items():
+            self._counters.raise_to("second_looks", looks, "yes" if raised else "no")
+        for texts, seconds in self.service.passes():
+            self._counters.observe("prediction_batch_size", texts)
+            self._counters.observe("prediction_pass_seconds", seconds)
         return {
             "predictor_queue": self.service.pending,
             "predictor_up": float(self.service.up),
@@ -120,7 +136,7 @@ class PredictionFeed:
             and bool(request.prompt_token_ids)
         )
 
-    def glance(self, request: Request, passed: Prediction | None) -> Glance | None:
+    def first_reading(self, request: Request, passed: Prediction | None) -> FirstReading | None:
         """Decode a new request's prompt, and read it at once with the instant reader: less than a
         millisecond, whatever its length. May be called on any thread.
 
@@ -133,18 +149,22 @@ class PredictionFeed:
         tokenizer, tokens = self.tokenizer, request.prompt_token_ids
         if tokenizer is None or not tokens:
             return None
-        if len(tokens) > 2 * _WINDOW:
-            tokens = [*tokens[:_WINDOW], *tokens[-_WINDOW:]]
-        try:
-            text = tokenizer.decode(tokens)
-        except Exception:
-            text = ""  # ids outside the vocabulary; vLLM decides about the request
+        text = self._text(tokens, 2 * _WINDOW)
         if self.instant is None:
-            return Glance(text, None)
+            return FirstReading(text, None)
         fits = passed is not None and self.instant.same_shape(passed)
-        return Glance(text, passed if fits else self.instant.read(text))
+        return FirstReading(text, passed if fits else self.instant.read(text))
 
-    def submit(self, request_id: str, hint: Hint, glance: Glance) -> bool:
+    def _text(self, tokens: Sequence[int], most: int) -> str:
+        """The first and the last of more than `most` tokens, decoded."""
+        if len(tokens) > most:
+            tokens = [*tokens[: most // 2], *tokens[-most // 2 :]]
+        try:
+            return "" if self.decode is None else self.decode(list(tokens))
+        except Exception:
+            return ""  # ids outside the vocabulary; vLLM decides about the request
+
+    def submit(self, request_id: str, hint: Hint, first: FirstReading) -> bool:
         """Send a request's prompt to the predictor. May be called on vLLM's input thread, before
         the scheduler knows the request; it then calls `arrived`.
 
@@ -156,8 +176,8 @@ class PredictionFeed:
         self._ahead[request_id] = None
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popitem(last=False)
-        level = reading_level(self._core.policy, hint, glance.provisional)
-        if self.service.submit(request_id, glance.text, level):
+        level = reading_level(self._core.policy, hint, first.provisional)
+        if self.service.submit(request_id, first.text, level):
             return True
         self._ahead.pop(request_id, None)
         return False
@@ -167,25 +187,28 @@ class PredictionFeed:
         self._ahead.pop(request_id, None)
 
     def cancel(self, job: Job) -> None:
-        """Withdraw the prompt of a request that ended, to save its forward pass."""
-        if self.service is not None and job.awaits_prediction:
+        """Withdraw the prompt of a request that ended, to save its forward passes."""
+        read_once = job.level_source in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK)
+        if self.service is not None and (job.awaits_prediction or read_once):
             self.service.cancel(job.request_id)
 
-    def take(self) -> Iterator[tuple[Job, Prediction | None]]:
+    def drain(self) -> Iterator[tuple[Job, Prediction | None]]:
         """Predictions that have arrived since the last call, of jobs that have not ended."""
         if self.service is None:
             return
-        self._counters.raise_to("cached_predictions", self.service.cached)
-        self._counters.raise_to("predictor_restarts", self.service.restarts)
-        for texts, seconds in self.service.passes():
-            self._counters.observe("prediction_batch_size", texts)
-            self._counters.observe("prediction_pass_seconds", seconds)
+        answers = self.service.drain()
+        if not answers and not self._early:  # as in most steps
+            return
         now = self._core.lifecycle.clock()
         early, self._early = self._early, []
-        for request_id, prediction in (*early, *self.service.drain()):
+        for request_id, prediction in (*early, *answers):
             job = self._jobs.get(request_id)
             if job is None and request_id in self._ahead:
                 self._early.append((request_id, prediction))
+                continue
+            if prediction is not None and prediction.again:
+                if job is not None:
+                    yield job, prediction
                 continue
             if prediction is None:
                 self._counters.add("failed_predictions")
@@ -202,6 +225,19 @@ class PredictionFeed:
                 if provisional is not None and provisional != job.level:
                     raised = job.level < provisional
                     self._counters.add("corrected_levels", "raised" if raised else "lowered")
+                self._look_again(job, prediction)
+
+    def _look_again(self, job: Job, prediction: Prediction | None) -> None:
+        """Have the parts of a prompt read that its first reading did not see."""
+        policy, tokens = self._core.policy, self._prompt_of(job.request_id)
+        unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
+        if prediction is None or not job.level or not tokens or unseen <= 0 or job.state.is_end:
+            return
+        if self.service is not None and policy.predictor.second_look.enabled:
+            gain = doubt(prediction.urgency, job.level, unseen, policy.decision)
+            key = job.state is JobState.RUNNING, -gain
+            text = partial(self._text, tokens, _LONGEST_SECOND)
+            self.service.look_again(job.request_id, job.level, key, text)
 
     def close(self) -> None:
         """Stop the predictor."""

@@ -86,9 +86,12 @@ class SemanticRequestQueue(RequestQueue):
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        if not self._ordered_by_core:
-            return iter(list(self._members.values()))
-        return iter([self._members[job.request_id] for job in self._queue.ordered()])
+        if self._ordered_by_core:
+            try:
+                return iter([self._members[job.request_id] for job in self._queue.ordered()])
+            except Exception:
+                self._fall_back("listing waiting requests")
+        return iter(list(self._members.values()))
 
     @property
     def _ordered_by_core(self) -> bool:
@@ -122,9 +125,10 @@ class SemanticRequestQueue(RequestQueue):
 
     def _recover(self) -> None:
         if self._first_come_first_served and not self._members:
-            for job in list(self._queue):
-                self._queue.remove(job)
-            self._first_come_first_served = False
+            with self._guard("emptying the queue"):
+                for job in list(self._queue):
+                    self._queue.remove(job)
+                self._first_come_first_served = False
 
 
 def _drop(job: Job, queue: WaitingQueue) -> None:

@@ -11,15 +11,15 @@ import logging
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
-from vllm_semantic_sched.policy.profile.roofline import (
+from vllm_semantic_sched.policy.profile.devices import (
     Device,
-    ModelShape,
-    Roofline,
     device_named,
     nearest_device,
     recognize,
 )
+from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 
 logger = logging.getLogger("vllm.semantic_sched")
 

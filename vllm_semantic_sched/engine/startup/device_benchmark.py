@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.policy.profile.roofline import Device, ModelShape
+from vllm_semantic_sched.policy.profile.devices import Device
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 
 if TYPE_CHECKING:
     import torch

@@ -24,6 +24,12 @@ class EngineSettings(Section):
     profile: str | None = Field(
         None, description="Engine profile, instead of the one that the policy names."
     )
+    observe: bool = Field(
+        False, description="Only observe, whatever the policy says (policy key `observe`)."
+    )
+    events: str | None = Field(
+        None, description="File of the event log, instead of the policy's `events.path`."
+    )
     watch: bool = Field(
         False,
         description="Reload the policy within ten seconds of a change of its file. Needs the "
@@ -61,13 +67,16 @@ def parse_settings(additional_config: Any) -> EngineSettings:
 
 
 def load_settings(additional_config: Any) -> Policy:
-    """The policy of the server, with the profile that the command line names, if it names one.
+    """The policy of the server, with what the command line sets of it.
 
     Raises:
         PolicyError: names the missing or invalid value and the valid ones.
     """
     settings = parse_settings(additional_config)
     policy = load_policy(settings.policy)
-    if settings.profile is None:
-        return policy
-    return policy.model_copy(update={"profile": settings.profile})
+    given: dict[str, Any] = {"observe": settings.observe or None, "profile": settings.profile}
+    if settings.events is not None:
+        given["events"] = policy.events.model_copy(update={"path": settings.events})
+    return policy.model_copy(
+        update={key: value for key, value in given.items() if value is not None}
+    )

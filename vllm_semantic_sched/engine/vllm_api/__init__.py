@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api.authentication import Unauthorized
@@ -69,6 +69,7 @@ from vllm_semantic_sched.engine.vllm_api.kv_cache import (
     kv_cache_usage,
     pin_memory,
     prefix_cached_blocks,
+    recompute_unloaded,
     tokens_with_kv,
     total_kv_blocks,
     watermark_blocks,
@@ -96,6 +97,7 @@ from vllm_semantic_sched.engine.vllm_api.scheduling import (
     let_prefills_run,
     preempt,
     replace_queues,
+    restore_queues,
     set_token_limits,
     token_limits,
     total_seats,
@@ -125,6 +127,7 @@ __all__ = [
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVConnectorWorkerMetadata",
+    "ModelRunnerOutput",
     "PauseState",
     "RayMetrics",
     "Request",
@@ -173,8 +176,10 @@ __all__ = [
     "preempt",
     "prefix_cached_blocks",
     "ray_metrics",
+    "recompute_unloaded",
     "refused_output",
     "replace_queues",
+    "restore_queues",
     "set_token_limits",
     "shares_host",
     "token_limits",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
+from vllm_semantic_sched.engine.vllm_api.scheduling import preempt
 
 # Blocks
 
@@ -129,6 +130,48 @@ def tokens_with_kv(request: Request) -> int:
     """Tokens whose KV is on the device. vLLM counts tokens in flight as computed, but their KV
     is not there yet."""
     return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def recompute_unloaded(
+    scheduler: Scheduler, blocks: Collection[int], unreported: Collection[str]
+) -> bool:
+    """Compute again what should have been loaded into blocks and was not. Running requests that
+    hold one of them, or a block computed from one, lose their KV and the output of steps in flight.
+
+    Args:
+        unreported: requests that wait for a load whose end no worker reports.
+
+    Returns:
+        Whether a request that may have held such a block was preempted in the meantime: what was
+        saved of it may be wrong.
+    """
+    manager = scheduler.kv_cache_manager
+    null = manager.block_pool.null_block.block_id
+    tables = {one: manager.get_block_ids(one.request_id) for one in scheduler.running}
+    spoiled, known = set(blocks), -1
+    while known < len(spoiled):  # other requests may share the blocks
+        known = len(spoiled)
+        for table in itertools.chain.from_iterable(tables.values()):
+            first = next((at for at, block in enumerate(table) if block in spoiled), len(table))
+            spoiled.update(block for block in table[first:] if block != null)
+    preempted_since = False
+    for request in scheduler.requests.values():
+        name = request.request_id
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if any(not spoiled.isdisjoint(table) for table in manager.get_block_ids(name)):
+                request.num_computed_tokens = 0
+                scheduler.failed_recving_kv_req_ids.add(name)
+                if name in unreported:
+                    scheduler.finished_recving_kv_req_ids.add(name)
+        elif request.num_stale_output_tokens and not request.drop_stale_output:
+            request.drop_stale_output = preempted_since = True
+    # What such a request has left in the prefix cache cannot be told from the rest.
+    all_blocks = range(manager.block_pool.num_gpu_blocks)
+    manager.evict_blocks(set(all_blocks if preempted_since else spoiled))
+    for request, groups in tables.items():
+        if any(not spoiled.isdisjoint(table) for table in groups):
+            preempt(scheduler, request, drop_output=True)
+    return preempted_since
 
 
 # Connectors and copies

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.request_queue import (
+    RequestQueue,
+    SchedulingPolicy,
+    create_request_queue,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -92,15 +96,26 @@ def replace_queues(
     scheduler.kv_holding_waiting = kv_holding_waiting
 
 
-def preempt(scheduler: Scheduler, request: Request) -> None:
-    """Preempt a running request between two calls of schedule()."""
-    if capabilities.HOOKS.preempt_for_waiting:
+def restore_queues(scheduler: Scheduler) -> None:
+    """Give a scheduler empty waiting queues of its own again, and its own choice of victims."""
+    scheduler.policy = SchedulingPolicy(scheduler.scheduler_config.policy)
+    scheduler.waiting = create_request_queue(scheduler.policy)
+    scheduler.kv_holding_waiting = create_request_queue(scheduler.policy)
+
+
+def preempt(scheduler: Scheduler, request: Request, drop_output: bool = False) -> None:
+    """Preempt a running request between two calls of schedule().
+
+    Args:
+        drop_output: drop its KV, and its output of steps in flight, as a reset of the cache does.
+    """
+    if capabilities.HOOKS.preempt_for_waiting and not drop_output:
         hooked(scheduler).preempt(request)
         return
     scheduler.running.remove(request)
-    scheduler._preempt_request(
-        request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
-    )
+    drop = drop_output or scheduler.requires_kv_delivery
+    reset = {"reset": True} if drop_output and capabilities.HOOKS.on_preemption else {}
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop, **reset)
     # Else vLLM would take a resumption in the next step for a run that never stopped.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 

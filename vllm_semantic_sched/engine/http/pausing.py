@@ -1,0 +1,137 @@
+"""Operator endpoints that stop and resume the engine: pause, sleep, reload weights, drop caches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
+
+from vllm_semantic_sched.engine.http.incoming import state_of
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
+
+logger = logging.getLogger("vllm.semantic_sched")
+
+_LEASE = 600.0  # seconds after which a pause ends by itself
+_LONGEST_LEASE = 86_400.0
+
+router = APIRouter()
+"""Without a prefix and without access control: `admin.router` includes it, and has both."""
+
+
+def engine_of(request: Request) -> Any:
+    """vLLM's engine client."""
+    return request.app.state.engine_client
+
+
+@router.post("/pause")
+async def pause(
+    request: Request,
+    mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
+    seconds: Annotated[float, Body(embed=True, gt=0, le=_LONGEST_LEASE)] = _LEASE,
+) -> dict[str, Any]:
+    """Stop starting requests, and answer once nothing runs any more.
+
+    `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
+    requests join them, and all caches are kept. The server resumes by itself after `seconds`,
+    unless it is paused again: whoever paused it may be gone.
+    """
+    _lease(request.app, seconds)
+    await engine_of(request).pause_generation(mode=mode, clear_cache=False)
+    return {"paused": True}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """Resume after `pause`."""
+    await engine_of(request).resume_generation()
+    _lease(request.app, None)
+    return {"paused": False}
+
+
+def _lease(app: FastAPI, seconds: float | None) -> None:
+    """Let a pause end after so many seconds; None: it has ended, or must not end by itself."""
+    state = state_of(app)
+    if state.lease is not None:
+        state.lease.cancel()
+        state.lease = None
+    if seconds is not None:
+        loop = asyncio.get_running_loop()
+        state.lease = loop.call_later(seconds, lambda: loop.create_task(_end_lease(app)))
+    show_paused(seconds is not None)
+
+
+async def _end_lease(app: FastAPI) -> None:
+    logger.warning("Semantic scheduling: nobody has ended the pause in time; the server resumes")
+    try:
+        await app.state.engine_client.resume_generation()
+        show_paused(False)
+    except Exception:
+        logger.exception("Semantic scheduling: the server is still paused")
+
+
+def show_paused(paused: bool) -> None:
+    """Show on /metrics whether the server is paused."""
+    try:
+        SemanticStatLogger.set_in_api_server("paused", float(paused))
+    except Exception:
+        logger.exception("Semantic scheduling: the pause is not shown on /metrics")
+
+
+@router.post("/sleep")
+async def sleep(
+    request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1
+) -> dict[str, Any]:
+    """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
+    host copies of KV are recomputed after waking."""
+    await engine_of(request).sleep(level=level, mode="keep")
+    _lease(request.app, None)  # it sleeps until it is woken
+    show_paused(True)
+    return {"asleep": level}
+
+
+@router.post("/wake")
+async def wake(request: Request) -> dict[str, Any]:
+    """Wake up and resume."""
+    awake = await engine_of(request).wake_up()
+    _lease(request.app, None)
+    return {"awake": awake}
+
+
+@router.post("/weights/reload")
+async def reload_weights(request: Request) -> dict[str, Any]:
+    """Reload the served model's weights from their source; call `pause` first.
+
+    Everything computed with the old weights is dropped first: prefix cache, host copies, KV of
+    frozen requests. If that fails, the old weights stay.
+    """
+    await drop_caches(request)
+    _lease(request.app, None)  # it must not resume with a part of the new weights
+    show_paused(True)
+    try:
+        await engine_of(request).collective_rpc("reload_weights")
+    finally:
+        _lease(request.app, _LEASE)
+    return {"reloaded": True}
+
+
+@router.post("/caches/drop")
+async def drop_caches(request: Request) -> dict[str, Any]:
+    """Drop everything computed with replaced weights or adapters; call `pause` first."""
+    if not await engine_of(request).is_paused():
+        raise HTTPException(409, "pause first: requests are running")
+    engine = engine_of(request)
+    try:
+        dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except Exception as error:  # vLLM raises while a load from the host is in flight
+        logger.warning("Semantic scheduling: caches could not be dropped: %s", error)
+        dropped = False
+    if not dropped:
+        raise HTTPException(
+            503,
+            "KV is still in use or loading from the host; let running requests finish first",
+        )
+    await engine.reset_mm_cache()
+    await engine.reset_encoder_cache()
+    return {"dropped": True}

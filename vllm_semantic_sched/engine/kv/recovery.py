@@ -1,0 +1,158 @@
+"""What becomes of KV copies that fail, and what the swap connector's methods answer then.
+
+A copy that was not made is reported, and the scheduler computes again what it should have brought:
+nothing that could change an output is passed over. vLLM's own report of failed blocks would end
+their requests by default, and cannot tell several block tables apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_semantic_sched.engine.kv.ledger import Orders, Transfer
+from vllm_semantic_sched.engine.kv.messages import SwapMetadata, SwapReport
+from vllm_semantic_sched.engine.vllm_api import (
+    KVCacheBlocks,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorWorkerMetadata,
+    Request,
+)
+
+
+@dataclass(slots=True)
+class FailedCopies:
+    """Copies that were not made, on one side of the connector.
+
+    Attributes:
+        blocks: on the device, that a load should have filled.
+        requests: whose load beside steps no copy will end.
+        unsaved: slots of the host pool without what was to be saved there; on a worker.
+        asked: the last request whose copy vLLM asked for, and its tokens on the device.
+        loaded, ended: requests of which the ledger has still to be told.
+    """
+
+    blocks: set[int] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
+    unsaved: set[int] = field(default_factory=set)
+    asked: tuple[str, int] = ("", 0)
+    loaded: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def can_load(self, load: Transfer, beside: bool = False) -> bool:
+        """Whether the host has what is to be loaded; the load is given up if not."""
+        there = self.unsaved.isdisjoint(load.slots)
+        if not there:
+            self.give_up(load, beside)
+        return there
+
+    def give_up(self, load: Transfer, beside: bool) -> None:
+        """Note a load that was not made."""
+        self.blocks.update(load.device)
+        if beside:
+            self.requests.add(load.request_id)
+
+    def take_blocks(self) -> set[int]:
+        """Remove and return `blocks`."""
+        blocks, self.blocks = self.blocks, set()
+        return blocks
+
+    def take_requests(self) -> set[str]:
+        """Remove and return `requests`."""
+        requests, self.requests = self.requests, set()
+        return requests
+
+
+# Answers, by the connector's method. `self` is the SemanticSwapConnector.
+
+
+def no_swap(self: Any, *args: Any, **kwargs: Any) -> None:
+    """At the start, on a worker or in the scheduler."""
+    error = sys.exception()
+    self.refuse_copies(f"{type(error).__name__}: {error}")
+
+
+def no_copy(self: Any, request: Request, *args: Any, **kwargs: Any) -> tuple[int | None, bool]:
+    """No tokens of a request can be loaded."""
+    self.ledger.release(request.request_id)
+    return 0, False
+
+
+def not_ordered(
+    self: Any, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+) -> None:
+    """The load of a request's tokens was not ordered."""
+    self.ledger.release(request.request_id)
+    if num_external_tokens:
+        asked, on_device = self.failed.asked
+        first = on_device if asked == request.request_id else 0
+        for table, size in zip(blocks.get_block_ids(), self.block_sizes, strict=True):
+            self.failed.blocks.update(table[first // size :])
+        self.failed.requests.add(request.request_id)
+
+
+def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata:
+    """None of the coming step's copies is made."""
+    orders = self.ledger.cancel_orders()
+    for load in (*orders.loads, *orders.later_loads):
+        self.failed.give_up(load, beside=True)
+    return SwapMetadata(Orders())
+
+
+def noted_later(self: Any, connector_output: KVConnectorOutput) -> None:
+    """The slots of finished loads become free with the next call."""
+    self.failed.loaded.update(connector_output.finished_recving or ())
+
+
+def released_later(
+    self: Any, request: Request, *args: Any, **kwargs: Any
+) -> tuple[bool, dict[str, Any] | None]:
+    """The copy of a request becomes free when the next one ends."""
+    self.failed.ended.add(request.request_id)
+    return False, None
+
+
+def not_reset(self: Any) -> bool | None:
+    """The copies stay where they are, and nobody loads them."""
+    self.ledger.distrust()
+    return False
+
+
+def not_saved(self: Any, kv_connector_metadata: Any) -> None:
+    """The saves that are left of a step's were not made."""
+    saves = kv_connector_metadata.orders.saves
+    for save in saves:
+        self.failed.unsaved.update(save.slots)
+    saves.clear()
+
+
+def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The loads that are left of a step's were not made."""
+    orders = self.step_metadata.orders
+    for beside, loads in ((False, orders.loads), (True, orders.later_loads)):
+        for load in loads:
+            self.failed.give_up(load, beside)
+        loads.clear()
+
+
+def all_finished(self: Any, *args: Any, **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
+    """Wait for the loads beside steps, so that none is waited for in vain."""
+    finished = set() if self.backend is None else self.backend.drain()
+    return None, finished | self.failed.take_requests() or None
+
+
+def only_failures(self: Any) -> KVConnectorWorkerMetadata | None:
+    """No seconds, but the loads that were not made."""
+    blocks = self.failed.take_blocks()
+    return SwapReport(0.0, 0.0, blocks) if blocks else None
+
+
+def nothing(*args: Any, **kwargs: Any) -> Any:
+    """None."""
+
+
+def no_groups(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """No group of layers is loaded."""
+    return ()

@@ -1,0 +1,83 @@
+"""Corrections: what operators say the level of a request should have been. Nothing but numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_semantic_sched.policy.config.overload import Events
+
+_FILE = "corrections.jsonl"
+_LARGEST = 10_000_000  # bytes, about 60,000 corrections; then the file is renamed
+
+
+class Correction(NamedTuple):
+    """A correction.
+
+    Attributes:
+        time: Unix time.
+        probabilities: as predicted, one per level.
+        level: at which the request was served.
+        corrected: its true level.
+        sampled: whether the request was drawn at random, and not because somebody noticed it.
+    """
+
+    time: float
+    probabilities: tuple[float, ...]
+    level: int
+    corrected: int
+    sampled: bool = False
+
+
+def corrections_path(events: Events) -> Path | None:
+    """The file of corrections, in the folder of the event log; None without one."""
+    return None if events.path is None else Path(events.path).expanduser().with_name(_FILE)
+
+
+def append(path: Path, correction: Correction) -> None:
+    """Add a correction to a file that only its user can read. A full file is renamed to FILE.1.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size >= _LARGEST:
+        path.replace(f"{path}.1")
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(json.dumps(correction._asdict()) + "\n")
+
+
+def read_corrections(path: Path) -> list[Correction]:
+    """The corrections in a file and in the one before it, oldest first.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: names a line that is no correction.
+    """
+    old = Path(f"{path}.1")
+    text = (old.read_text("utf-8") if old.exists() else "") + path.read_text("utf-8")
+    return parse_corrections(map(json.loads, text.splitlines()))
+
+
+def parse_corrections(entries: Iterable[Any]) -> list[Correction]:
+    """Corrections from the objects of a file or of a server's answer.
+
+    Raises:
+        ValueError: names the entry that is no correction.
+    """
+    found = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            one = Correction(**entry)
+            one = one._replace(probabilities=tuple(map(float, one.probabilities)))
+        except TypeError as error:
+            raise ValueError(f"correction {number}: {error}") from error
+        last = len(one.probabilities) - 1
+        if last < 1 or not (one.level >= 0 and 0 <= one.corrected <= last):
+            raise ValueError(f"correction {number}: its levels do not fit its probabilities")
+        found.append(one)
+    return found

@@ -1,0 +1,112 @@
+"""The second look at long prompts: the parts that a first reading did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_text
+
+MOST_PARTS = 8
+"""Parts of one prompt that are read again."""
+
+LONGEST = 16_000
+"""Characters of a prompt of which parts are taken."""
+
+# Of the text in a wordpiece: few texts have less, so that a part fits into the window.
+_BYTES = 3.2
+_FRAMING = 20  # wordpieces from each end of the prompt, which say what the part is for
+_SPECIAL = 2  # wordpieces of a window
+_OVERLAP = 30  # bytes
+_LEAST = 40
+
+
+def parts_of(text: str) -> list[str]:
+    """What a first reading of a prompt leaves out, each part between the start and the end of the
+    prompt, as far as `MOST_PARTS` go; of a chat the newest turns first. Empty if it was seen whole.
+
+    A part alone would be misread: a scene of a novel is an emergency to whoever sees no more of it.
+    """
+    data = cut_text(text, LONGEST).encode()
+    room = DEFAULT_WINDOW - _SPECIAL
+    seen = int(room * _BYTES / 2)
+    if len(data) < 2 * seen + _LEAST:
+        return []
+    edge, size = int(_FRAMING * _BYTES), int((room - 2 * _FRAMING) * _BYTES)
+    starts = range(seen, len(data) - seen, size - _OVERLAP)[:MOST_PARTS]
+    return [
+        " ".join(
+            part.decode("utf-8", "ignore")
+            for part in (data[:edge], data[start : start + size], data[-edge:])
+        )
+        for start in starts
+    ]
+
+
+@dataclass(eq=False)
+class Look:
+    """A second look at one request.
+
+    Attributes:
+        level: what the request has; lower after a part has raised it.
+        text: gives the prompt.
+        parts: those not read yet; None before the first.
+        raised: whether a part has raised the level.
+    """
+
+    request_id: str
+    level: int
+    text: Callable[[], str]
+    parts: list[str] | None = None
+    raised: bool = False
+
+    def next_part(self) -> str | None:
+        """The next part to read; None if there is none left."""
+        if self.parts is None:
+            self.parts = parts_of(self.text())[::-1]
+        return self.parts.pop() if self.parts else None
+
+    def put_back(self, part: str) -> None:
+        """Return a part that was not read."""
+        assert self.parts is not None
+        self.parts.append(part)
+
+
+class SecondLooks:
+    """Requests that are to be read again, those with the smallest key first.
+
+    Attributes:
+        ended: number of looks that ended, by whether they have raised the level.
+    """
+
+    def __init__(self) -> None:
+        self._heap: AddressableHeap[str] = AddressableHeap()
+        self._looks: dict[str, Look] = {}
+        self.ended = {True: 0, False: 0}
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __contains__(self, look: Look) -> bool:
+        return self._looks.get(look.request_id) is look
+
+    def add(self, look: Look, key: tuple[bool, float]) -> None:
+        """Add a look."""
+        self._heap.push(look.request_id, key)
+        self._looks[look.request_id] = look
+
+    def discard(self, request_id: str) -> bool:
+        """Remove a look; False if there is none."""
+        self._looks.pop(request_id, None)
+        return self._heap.discard(request_id)
+
+    def end(self, look: Look) -> None:
+        """Remove and count a look that nobody has removed."""
+        if look in self and self.discard(look.request_id):
+            self.ended[look.raised] += 1
+
+    def first(self) -> Look | None:
+        """The look to go on with; None without any."""
+        request_id = self._heap.peek()
+        return None if request_id is None else self._looks[request_id]
