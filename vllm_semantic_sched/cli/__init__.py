@@ -13,8 +13,8 @@ from vllm_semantic_sched import __version__
 # A module of this package each; the first paragraph of its docstring is its line of help.
 _COMMANDS = (
     "serve",
-    *("bench", "train", "evaluate", "explain", "policy"),
-    *("maintenance", "doctor", "top", "trace", "profile", "simulate", "plan", "annotate"),
+    *("bench", "train", "evaluate", "explain", "policy", "maintenance", "doctor", "top", "trace"),
+    *("why", "whatif", "canary", "corrections", "profile", "simulate", "plan", "annotate"),
 )
 
 

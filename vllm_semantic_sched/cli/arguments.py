@@ -72,11 +72,7 @@ def run_simulation(
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:
-    """Fields and values of the options `--set FIELD=VALUE`.
-
-    Raises:
-        BadOption: an option does not have that form.
-    """
+    """Fields and values of the options `--set FIELD=VALUE`; BadOption if one has another form."""
     import yaml
 
     changes = {}

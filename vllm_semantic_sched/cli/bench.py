@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli import comparison, report
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.bench.simulator import SCENARIO
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
@@ -25,23 +26,16 @@ _SCHEDULERS = "fcfs,priority,semantic,semantic-true"
 _STOCK = "stock"
 
 
-class _Command(NamedTuple):
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    help: str
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `parser`."""
     commands = parser.add_subparsers(dest="bench_command", required=True)
-    for name, command in _COMMANDS.items():
-        added = commands.add_parser(name, help=command.help, description=command.help)
-        command.add_arguments(added)
+    for name, (declare, _, text) in _COMMANDS.items():
+        declare(commands.add_parser(name, help=text, description=text))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen command and return its exit status."""
-    return comparison.run_command("semsched bench", _COMMANDS[args.bench_command].run, args)
+    return comparison.run_command("semsched bench", _COMMANDS[args.bench_command][1], args)
 
 
 # bench run
@@ -93,6 +87,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed, an output differs or a target is missed."""
+    from vllm_semantic_sched.cli import report
     from vllm_semantic_sched.lab.bench.compare import compare
     from vllm_semantic_sched.lab.bench.page import comparison_page
     from vllm_semantic_sched.lab.bench.plots import draw_comparison
@@ -113,8 +108,6 @@ def _run_comparison(args: argparse.Namespace) -> int:
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     targets = check_targets(found.mixes)
-    if args.detail:
-        report.print_decode_step(console, found.decode_step)
     if args.assert_targets:
         report.print_targets(console, targets)
     asserted = targets if args.assert_targets else []
@@ -154,20 +147,19 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
         comparison.show_progress(args.quiet),
     )
     console = make_console()
-    table = make_table(
+    print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
-        "engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s",
-    )  # fmt: skip
-    for name, means in engines.summary(rounds).items():
-        table.add_row(name, *(f"{mean:.3f}" for mean in means.values()))
-    console.print(table)
+        ("engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
+        (
+            (name, *(f"{mean:.3f}" for mean in means.values()))
+            for name, means in engines.summary(rounds).items()
+        ),
+    )
     console.print(
         f"Urgency 0 gets its first tokens earlier by urgency in {engines.better_rounds(rounds)} of "
         f"{args.rounds} pairs."
     )
     console.print(f"rounds: {engines.write_rounds(rounds, args.output)}", soft_wrap=True)
-    for path in save_page(engines.rounds_page(rounds, vars(args)), args.output):
-        console.print(f"report: {path}", soft_wrap=True)
     failed = sum(one.failed for each in rounds.values() for one in each)
     return comparison.print_problems(console, [f"{failed} requests failed"] if failed else [])
 
@@ -185,15 +177,18 @@ def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure a policy with aging, deadlines, shares, tenants and reservations",
     )
-    add("--tenants", type=int, default=100, help="number of tenants (%(default)s)")
     add("--steps", type=int, default=400, help="timed steps (%(default)s)")
-    add("--arrivals", type=int, default=2, help="new requests per step (%(default)s)")
-    add("--finish-every", type=int, default=8, help="steps per finished request (%(default)s)")
     add("--json", type=Path, help="file for the figures")
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.lab.bench.overhead import ALL_FEATURES, Case, measure, measure_urgent
+    from vllm_semantic_sched.lab.bench.overhead import (
+        ALL_FEATURES,
+        ARRIVALS,
+        Case,
+        measure,
+        measure_urgent,
+    )
 
     sizes = [int(size) for size in args.waiting.split(",")]
     policies = {name.strip(): name.strip() for name in args.policies.split(",")}
@@ -202,30 +197,19 @@ def _run_overhead(args: argparse.Namespace) -> int:
     reads = {name: policy for name, policy in policies.items() if load_policy(policy).reads(False)}
     cases = {_STOCK: Case(None)} | {name: Case(policy) for name, policy in policies.items()}
     cases |= {f"{name}, text": Case(policy, text=True) for name, policy in reads.items()}
-    figures = measure(
-        cases,
-        sizes,
-        running=args.running,
-        tenants=args.tenants,
-        steps=args.steps,
-        arrivals=args.arrivals,
-        finish_every=args.finish_every,
-        progress=comparison.show_progress(),
-    )
+    figures = measure(cases, sizes, args.running, args.steps, comparison.show_progress())
     # Where seats are reserved for urgent requests nothing is preempted.
     urgent = {
         name: measure_urgent(policy, args.running, sizes[0], rounds=max(1, args.steps // 4))
         for name, policy in policies.items()
         if load_policy(policy).uses_urgency and name != "everything"
     }
-    _print_steps(figures, sizes, args.running)
-    _print_arrivals(figures)
-    _print_urgent(urgent, figures, sizes[0])
+    _print_overhead(figures, urgent, sizes, args.running)
     if args.json:
         document = {
             "running": args.running,
             "steps": args.steps,
-            "arrivals_per_step": args.arrivals,
+            "arrivals_per_step": ARRIVALS,
             "microseconds": [
                 {"scheduler": name, "waiting": size, **parts}
                 for (name, size), parts in figures.items()
@@ -241,58 +225,52 @@ def _run_overhead(args: argparse.Namespace) -> int:
 _Figures = Mapping[tuple[str, int], "StepTimes"]
 
 
-def _print_steps(figures: _Figures, sizes: Sequence[int], running: int) -> None:
-    def step(parts: StepTimes) -> float:
-        return parts["schedule"]["p50"] + parts["update"]["p50"]
-
-    table = make_table(
+def _print_overhead(
+    figures: _Figures, urgent: Mapping[str, StepTimes], sizes: Sequence[int], running: int
+) -> None:
+    print_table(
         f"one step with {running} running, microseconds of CPU time (p50 / p99)",
-        "scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]}", "update_from_output()",
-        "whole step",
+        ("scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]}",
+         "update_from_output()", "whole step"),
+        (
+            (
+                *(_title(name), f"{size:,}", _cell(parts["schedule"])),
+                _ratio(parts, figures[_STOCK, size], "schedule"),
+                _ratio(parts, figures[name, sizes[0]], "schedule"),
+                _cell(parts["update"]),
+                _ratio(parts, figures[_STOCK, size], "schedule", "update"),
+            )
+            for (name, size), parts in figures.items()
+        ),
     )  # fmt: skip
-    for (name, size), parts in figures.items():
-        stock = figures[_STOCK, size]
-        p50 = parts["schedule"]["p50"]
-        table.add_row(
-            _title(name),
-            f"{size:,}",
-            _cell(parts["schedule"]),
-            f"{p50 / stock['schedule']['p50']:.2f}x",
-            f"{p50 / figures[name, sizes[0]]['schedule']['p50']:.2f}x",
-            _cell(parts["update"]),
-            f"{step(parts) / step(stock):.2f}x",
-        )
-    make_console().print(table)
-
-
-def _print_arrivals(figures: _Figures) -> None:
-    table = make_table(
+    print_table(
         "one arrival, microseconds of CPU time (p50 / p99); a stub predicts from texts",
-        "scheduler", "waiting", "add_request()", "vs stock", "on the input thread",
-    )  # fmt: skip
-    for (name, size), parts in figures.items():
-        ratio = parts["arrival"]["p50"] / figures[_STOCK, size]["arrival"]["p50"]
-        table.add_row(
-            _title(name),
-            f"{size:,}",
-            _cell(parts["arrival"]),
-            f"{ratio:.1f}x",
-            "-" if name == _STOCK else _cell(parts["prepare"]),
-        )
-    make_console().print(table)
-
-
-def _print_urgent(urgent: Mapping[str, StepTimes], figures: _Figures, size: int) -> None:
-    table = make_table(
-        f"schedule() around an urgent request, {size:,} waiting, microseconds (p50 / p99)",
-        "scheduler", "step", "schedule()", "vs stock without",
-    )  # fmt: skip
+        ("scheduler", "waiting", "add_request()", "vs stock", "on the input thread"),
+        (
+            (
+                *(_title(name), f"{size:,}", _cell(parts["arrival"])),
+                _ratio(parts, figures[_STOCK, size], "arrival"),
+                "-" if name == _STOCK else _cell(parts["prepare"]),
+            )
+            for (name, size), parts in figures.items()
+        ),
+    )
     titles = {"preempts": "preempts for it", "beside": "runs beside it"}
-    for name, parts in urgent.items():
-        for part, title in titles.items():
-            ratio = parts[part]["p50"] / figures[_STOCK, size]["schedule"]["p50"]
-            table.add_row(_title(name), title, _cell(parts[part]), f"{ratio:.2f}x")
-    make_console().print(table)
+    stock = figures[_STOCK, sizes[0]]["schedule"]["p50"]
+    print_table(
+        f"schedule() around an urgent request, {sizes[0]:,} waiting, microseconds (p50 / p99)",
+        ("scheduler", "step", "schedule()", "vs stock without"),
+        (
+            (_title(name), title, _cell(parts[part]), f"{parts[part]['p50'] / stock:.2f}x")
+            for name, parts in urgent.items()
+            for part, title in titles.items()
+        ),
+    )
+
+
+def _ratio(ours: StepTimes, theirs: StepTimes, *parts: str) -> str:
+    times = (sum(one[part]["p50"] for part in parts) for one in (ours, theirs))
+    return f"{operator.truediv(*times):.2f}x"
 
 
 def _title(name: str) -> str:
@@ -325,17 +303,16 @@ def _run_simulator(args: argparse.Namespace) -> int:
 
     speeds = measure(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
-    table = make_table("Simulator, one process", *columns, words=0)
-    for speed in speeds:
-        table.add_row(
-            f"{speed.requests:,}",
-            f"{speed.seconds:.1f}",
-            f"{speed.steps:,}",
+    rows = (
+        (
+            *(f"{speed.requests:,}", f"{speed.seconds:.1f}", f"{speed.steps:,}"),
             f"{speed.microseconds:.0f}",
             f"{speed.microseconds / speeds[0].microseconds:.2f}x",
             f"{speed.mebibytes:.0f}",
         )
-    make_console().print(table)
+        for speed in speeds
+    )
+    print_table("Simulator, one process", columns, rows, words=0)
     return 0
 
 
@@ -351,14 +328,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: SmolLM2-135M-Instruct, a real chat model, from the package registry",
     )
     add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
-    add("--layers", type=int, help="layers, instead of the size's")
     add("--max-model-len", type=int, help="longest sequence, instead of the size's")
-    add("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
 
 
 def _run_make_model(args: argparse.Namespace) -> int:
-    changes = {"num_layers": args.layers, "max_model_len": args.max_model_len, "seed": args.seed}
-    given = {name: value for name, value in changes.items() if value is not None}
     if args.real:
         from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
 
@@ -368,26 +341,30 @@ def _run_make_model(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 1
     else:
-        written = make_model(args.directory, replace(SIZES[args.size], **given))
+        shape = SIZES[args.size]
+        longest = args.max_model_len or shape.max_model_len
+        written = make_model(args.directory, replace(shape, max_model_len=longest))
     print(f"{'wrote' if written else 'already there:'} {args.directory}")
     return 0
 
 
 _COMMANDS = {
-    "run": _Command(
+    "run": (
         _add_run_arguments,
         _run_comparison,
         "compare schedulers under the same load on a real vllm serve",
     ),
-    "overhead": _Command(
-        _add_overhead_arguments, _run_overhead, "time steps and arrivals with many waiting requests"
+    "overhead": (
+        _add_overhead_arguments,
+        _run_overhead,
+        "time steps and arrivals with many waiting requests",
     ),
-    "simulator": _Command(
+    "simulator": (
         _add_simulator_arguments,
         _run_simulator,
         "measure time and memory of the simulator by number of requests",
     ),
-    "make-model": _Command(
+    "make-model": (
         _add_model_arguments,
         _run_make_model,
         "write a small model: of random weights, or a real one",

@@ -7,17 +7,14 @@ import json
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.lab.bench.server import ServerConfig
 from vllm_semantic_sched.lab.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
-from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.lab.bench.workload import PLACES, WorkloadConfig, make_workload, parse_mix
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +54,12 @@ def add_plan_arguments(
         "--natural-ends",
         action="store_true",
         help="the model ends its answers itself, to chats; for a model that has been trained",
+    )
+    add(
+        "--place",
+        choices=PLACES,
+        default=load.place,
+        help="where the message stands: alone, before a question or between two (%(default)s)",
     )
     _add_round_arguments(parser)
     add(
@@ -130,12 +133,7 @@ def make_server(args: argparse.Namespace) -> ServerConfig:
 def make_plan(
     args: argparse.Namespace, schedulers: Sequence[SchedulerSpec], mixes: Sequence[str]
 ) -> RunPlan:
-    """Return the plan that the options describe.
-
-    Raises:
-        ValueError: an option has an impossible value.
-        FileNotFoundError: the model folder does not exist.
-    """
+    """Return the plan that the options describe; ValueError if one has an impossible value."""
     from vllm_semantic_sched.lab.bench.compare import RunPlan, end_token
 
     for mix in mixes:
@@ -148,9 +146,13 @@ def make_plan(
         max_output_tokens=args.max_output,
         long_prompts=args.long_prompts,
         natural=args.natural_ends,
+        place=args.place,
     )
-    if load.natural and any(one.kind == "semantic-known" for one in schedulers):
-        raise ValueError("--natural-ends: semantic-known wants lengths, and nobody knows them")
+    if load.natural and schedulers[0].kind == "semantic-known":
+        raise ValueError(
+            "--natural-ends: semantic-known is told the lengths of the first scheduler's answers, "
+            "so another one must come first"
+        )
     _check_model_length(args.model, load)
     return RunPlan(
         server=make_server(args),
@@ -166,8 +168,7 @@ def make_plan(
 
 def _check_model_length(model: Path, load: WorkloadConfig) -> None:
     """Raise ValueError if the model cannot hold the longest requests of the load."""
-    config = json.loads((model / "config.json").read_text())
-    longest = config.get("max_position_embeddings")
+    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
     needed = MAX_PROMPT_TOKENS + (CONTEXT_TOKENS if load.long_prompts else 0)
     needed += load.max_output_tokens
     if longest is not None and longest < needed:
@@ -181,28 +182,10 @@ def _check_model_length(model: Path, load: WorkloadConfig) -> None:
 
 
 def show_progress(quiet: bool = False) -> Progress:
-    """Return messages, and bars that leave one line each; elsewhere than on a terminal, lines
-    alone. With `quiet`, none."""
-    from rich.console import Console
-    from rich.progress import Progress as Live
-
+    """Return the progress of a command: nothing with `quiet`."""
     from vllm_semantic_sched.lab.bench.client import Progress
 
-    console = Console(highlight=False, soft_wrap=True)
-
-    class TerminalProgress(Progress):
-        def message(self, text: str) -> None:
-            console.print(text, markup=False)
-
-        @contextmanager
-        def bar(self, label: str, total: int) -> Iterator[Callable[[], object]]:
-            start = time.monotonic()
-            with Live(console=console, transient=True, disable=not console.is_terminal) as live:
-                task = live.add_task(label, total=total)
-                yield lambda: live.advance(task)
-            console.print(f"{label}: {time.monotonic() - start:.0f} s", markup=False)
-
-    return Progress() if quiet else TerminalProgress()
+    return Progress(shown=not quiet)
 
 
 def run_command(
@@ -210,25 +193,17 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status: 2 for bad arguments, 1 for a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+        return 1 if isinstance(error, RuntimeError) else 2
 
 
 def print_problems(console: Console, problems: Iterable[str]) -> int:
     """Print why a command fails; returns its exit status, 0 without a problem."""
-    status = 0
-    for problem in problems:
+    found = list(problems)
+    for problem in found:
         console.print(f"[red]{problem}[/]", soft_wrap=True)
-        status = 1
-    return status
+    return min(1, len(found))

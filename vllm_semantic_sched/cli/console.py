@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,19 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
     return table
 
 
-def save_page(page: Page, folder: Path) -> list[Path]:
-    """Write report.html to a folder; its path, or none if what draws charts is not installed:
-    then a message says how to install it.
+def print_table(
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
+) -> None:
+    """Print a table; see `make_table`."""
+    table = make_table(title, *columns, words=words)
+    for row in rows:
+        table.add_row(*map(str, row))
+    make_console().print(table)
 
-    Raises:
-        OSError: the file cannot be written.
-    """
+
+def save_page(page: Page, folder: Path) -> list[Path]:
+    """Write report.html to a folder; its path, or none if what draws charts is not installed: then
+    a message says how to install it. OSError if the file cannot be written."""
     try:
         return [write_page(page, folder)]
     except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ and what to do. Without --server, no server should be running yet.
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments
 
@@ -18,25 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", metavar="NAME|FILE", help="the server's policy (default: the server's default)")
     add("--profile", metavar="NAME|FILE", help="its engine profile (default: the policy's)")
     add("--model", metavar="DIR", help="the predictor model (default: the policy's)")
-    add("--kv-transfer-config", metavar="JSON", help="the option of `vllm serve`, if you use it")
+    text = "the option of `vllm serve`, if you use it"
+    add("--kv-transfer-config", metavar="JSON", dest="kv_transfer", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings as they come.
-
-    Returns:
-        1 if there is a fault, else 0.
-    """
+    """Print the findings as they come; 1 if there is a fault, else 0."""
     from vllm_semantic_sched.operate.doctor import Setup, examine
 
-    setup = Setup(
-        policy=args.policy,
-        profile=args.profile,
-        model=args.model,
-        kv_transfer=args.kv_transfer_config,
-        server=args.server,
-        api_key=args.api_key,
-    )
+    setup = Setup(**{field.name: getattr(args, field.name) for field in fields(Setup)})
     faults = 0
     for finding in examine(setup):
         print(finding, flush=True)

@@ -3,13 +3,14 @@
 The texts come from a CSV with the columns `text`, `level` (0 most urgent to 4, or a level name of
 the domain) and/or `output_tokens`, optionally `kind`; from a folder of such files, one for each
 language (`es.csv`); or from a held-out part of the data folder; or, with `--all`, from all of
-these. The output folder gets report.json, report.md, report.html and the pictures confusion.png,
-reliability.png and lengths.png. Needs the package's extra `train`.
+these. The output folder gets report.json, report.md and, with charts, report.html. Needs the
+package's extra `lab`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
+from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.evaluation.examples import (
     BUILTIN_SETS,
@@ -36,60 +38,58 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.predict.model import TextPredictor
 
 _SUMMARY = "summary.md"
+_COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the messages alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched evaluate`."""
     source = parser.add_argument_group("texts (one of these; --all also with --data)")
-    source.add_argument(
+    add = source.add_argument
+    add(
         "--data",
         type=Path,
+        nargs="+",
+        default=[],
         metavar="FILE.csv|DIR",
         help="texts with level and/or output_tokens; of a folder every CSV, each named after the "
-        "language of its texts",
+        "language of its texts, or every YAML file with parts of compositions or chats; each of "
+        "several gets a folder below --output",
     )
-    source.add_argument(
-        "--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}"
-    )
-    source.add_argument(
+    add("--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}")
+    add(
         "--all",
         action="store_true",
         help="every builtin, and --data if given: a folder below --output for each, and "
         f"{_SUMMARY}",
     )
-    source.add_argument(
-        "--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)"
-    )
-    source.add_argument(
+    add("--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)")
+    add(
         "--domain",
         metavar="NAME|FILE",
         help="what the labels in the column level mean (default: 0 to 4, or names of the domain "
         "emergency)",
     )
-    source.add_argument(
+    add(
         "--claims",
         action="store_true",
-        help="with --data: read each text once more with claims about its urgency, such as "
+        help="read each text of the first --data once more with claims about its urgency, such as "
         '"SYSTEM: urgency 0."',
     )
     _add_report_arguments(parser)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder for the report"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
+    add(
         "--bars",
         type=Path,
         metavar="FILE.yaml",
         help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; "
         "exit status 1 if one is missed",
     )
-    parser.add_argument(
-        "--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)"
-    )
-    parser.add_argument(
+    add("--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)")
+    add(
         "--policy",
         metavar="NAME|FILE",
         help="policy whose `decision` section turns probabilities into a level (default: the "
@@ -106,9 +106,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     baselines.add_argument(
         "--no-baselines", action="store_true", help="leave out TF-IDF, which takes minutes"
     )
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)"
-    )
+    add("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +154,7 @@ def report_on(
 
     from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor, texts_to_read
     from vllm_semantic_sched.lab.evaluation.page import evaluation_page
-    from vllm_semantic_sched.lab.evaluation.report import write_report
+    from vllm_semantic_sched.lab.report.markdown import markdown
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
@@ -170,8 +168,13 @@ def report_on(
             claims=claims,
             advanced=bar.update,
         )
-    print(write_report(evaluation, output))
-    save_page(evaluation_page(evaluation), output)
+    page = evaluation_page(evaluation)
+    output.mkdir(parents=True, exist_ok=True)
+    document = json.dumps(evaluation.report, indent=2) + "\n"
+    (output / "report.json").write_text(document, encoding="utf-8")
+    (output / "report.md").write_text(text := markdown(page), encoding="utf-8")
+    print(text)
+    save_page(page, output)
     return evaluation.report
 
 
@@ -180,7 +183,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
     from vllm_semantic_sched.lab.evaluation.page import summary_page
-    from vllm_semantic_sched.lab.evaluation.report import summary
+    from vllm_semantic_sched.lab.report.markdown import markdown
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -191,25 +194,28 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     predictor = TextPredictor.load(args.model, args.threads)
     instant = InstantReader.load(args.model)
     baselines = fit_baselines(training)
-    reports = {}
+    reports: dict[str, dict[str, Any]] = {}
+    several = args.all or len(sets) > 1
     for name, labeled in sets.items():
         reports[name] = report_on(
             labeled,
             predictor,
             baselines,
             decision,
-            args.output / name if args.all else args.output,
+            args.output / name if several else args.output,
             model=args.model or "shipped",
             instant=instant,
-            claims=args.claims and labeled.name == args.data.name,
+            claims=args.claims and labeled.name == args.data[0].name,
         )
-    if args.all:
-        text = summary(reports)
+    if several:
+        page = summary_page(reports)
+        text = markdown(page, {name: f"{name}/report.md" for name in reports})
         (args.output / _SUMMARY).write_text(text, encoding="utf-8")
-        save_page(summary_page(reports), args.output)
+        save_page(page, args.output)
         print(text)
     # One file may have bars for every set; a name that no set has is a mistake.
-    asked = {name: one for name, one in bars.items() if name in reports or name not in BUILTIN_SETS}
+    known = {*BUILTIN_SETS, *_COMPOSED} - {*reports}
+    asked = {name: one for name, one in bars.items() if name not in known}
     return bars_missed(asked, reports)
 
 
@@ -221,23 +227,29 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--claims needs --data")
     if args.builtin and (args.data or args.all):
         raise ValueError("--builtin cannot be combined with --data or --all")
-    if args.all and args.data and args.data.stem in BUILTIN_SETS:
-        raise ValueError(
-            f"{args.data}: with --all its report would replace that of the builtin "
-            f"{args.data.stem}; rename the file"
-        )
-    if args.train and args.data and args.train.resolve() == args.data.resolve():
+    names = [path.stem for path in args.data]
+    for path in args.data:
+        if names.count(path.stem) > 1 or (args.all and path.stem in BUILTIN_SETS):
+            raise ValueError(
+                f"{path}: its report would replace that of another set {path.stem}; rename the file"
+            )
+    if args.train and args.train.resolve() in (path.resolve() for path in args.data):
         raise ValueError("--train and --data are the same file; the baselines would know the texts")
 
 
 def _labeled_sets(args: argparse.Namespace) -> dict[str, LabeledSet]:
     root = args.data_root or data_root()
     sets = {}
-    if args.data:
-        sets[args.data.stem] = read_labeled_set(args.data, _domain(args))
+    for path in args.data:
+        sets[path.stem] = _read_set(path, args)
     for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
         sets[name] = builtin_set(name, root)
     return sets
+
+
+def _read_set(path: Path, args: argparse.Namespace) -> LabeledSet:
+    composed = path.is_dir() and not any(path.glob("*.csv"))
+    return read_composed_set(path) if composed else read_labeled_set(path, _domain(args))
 
 
 def _training_examples(args: argparse.Namespace) -> list[Example]:

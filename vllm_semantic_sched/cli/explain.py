@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.predict.explain import Explanation, InstantPart, explain
+from vllm_semantic_sched.predict.explain import Explanation, InstantPart, PartRead, explain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
 
@@ -31,15 +33,12 @@ _BAR = 24  # characters for a probability of 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched explain`."""
-    parser.add_argument("text", help="a prompt")
-    parser.add_argument(
-        "--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)"
-    )
-    parser.add_argument("--model", help="folder or hub id (default: the policy's)")
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="the request's own limit (default: none)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parser.add_argument
+    add("text", help="a prompt")
+    add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
+    add("--model", help="folder or hub id (default: the policy's)")
+    add("--max-tokens", type=int, metavar="N", help="the request's own limit (default: none)")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +91,19 @@ def _show(console: Console, explanation: Explanation) -> None:
         console.print(_word_table(explanation))
     if explanation.instant is not None:
         _show_instant(console, explanation.instant)
+    if explanation.second_look:
+        _show_second_look(console, explanation.second_look)
+
+
+def _show_second_look(console: Console, parts: Sequence[PartRead]) -> None:
+    from rich.text import Text
+
+    console.print("\nsecond look, while the request waits, at what the first reading did not see:")
+    table = _table("part", "level 0 or 1", "raises to", words=1)
+    for part in parts:
+        raises = "-" if part.raises_to is None else f"level {part.raises_to}"
+        table.add_row(Text(part.text), f"{part.urgent:.3f}", raises, "")
+    console.print(table)
 
 
 def _show_instant(console: Console, part: InstantPart) -> None:

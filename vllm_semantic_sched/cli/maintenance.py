@@ -23,54 +23,48 @@ _COUNTS = ("running", "waiting")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched maintenance`."""
     add_server_arguments(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--action",
         choices=_ACTIONS,
         required=True,
         help="pause and sleep leave the server paused until resume or wake; the other actions "
         "resume it",
     )
-    parser.add_argument(
+    add(
         "--running",
         choices=("finish", "keep"),
         default="finish",
         help="let running requests finish, or freeze them (default: finish)",
     )
-    parser.add_argument(
+    add(
         "--patience",
         type=float,
         default=float("inf"),
         metavar="SECONDS",
         help="freeze requests that still run after this time (default: wait for all)",
     )
-    parser.add_argument(
+    add(
         "--lease",
         type=float,
         default=3600.0,
         metavar="SECONDS",
         help="the server resumes by itself after this time (default: %(default)g)",
     )
-    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
-    parser.add_argument("--lora-name", help="load-lora, unload-lora: name of the adapter")
-    parser.add_argument("--lora-path", type=Path, help="load-lora: folder of the adapter")
-    parser.add_argument(
-        "--in-place", action="store_true", help="load-lora: replace the adapter of that name"
-    )
+    add("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
+    add("--lora-name", help="load-lora, unload-lora: name of the adapter")
+    add("--lora-path", type=Path, help="load-lora: folder of the adapter")
+    add("--in-place", action="store_true", help="load-lora: replace the adapter of that name")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out an action.
-
-    Returns:
-        0; 1 if the action failed, 2 if an option is missing.
-    """
+    """Carry out an action; 1 if it failed, 2 if an option is missing."""
     action = args.action
-    if action.endswith("lora") and not args.lora_name:
-        print(f"{action} needs --lora-name", file=sys.stderr)
-        return 2
-    if action == "load-lora" and args.lora_path is None:
-        print("load-lora needs --lora-path", file=sys.stderr)
-        return 2
+    needed = {"load-lora": ("lora_name", "lora_path"), "unload-lora": ("lora_name",)}
+    for name in needed.get(action, ()):
+        if not getattr(args, name):
+            print(f"{action} needs --{name.replace('_', '-')}", file=sys.stderr)
+            return 2
     server = AdminClient(args.server, args.api_key)
     # As Ctrl-C does: a server must not stay paused because this command was ended.
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.arguments import (
     positive,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 _DEFAULT_SCENARIO = "capacity"
@@ -58,11 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a plan.
-
-    Returns:
-        0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
-    """
+    """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     return run_simulation("plan", _run, args)
 
 
@@ -97,10 +93,8 @@ def _run(args: argparse.Namespace) -> int:
         f"{scenario.settings.description} {rate(now):.3g} requests/s on {now.engines} engine(s)",
         soft_wrap=True,
     )
-    table = make_table("", "", *scenario.policies)
-    for label, cells in rows(scenario, answers):
-        table.add_row(label, *cells)
-    console.print(table)
+    table = ((label, *cells) for label, cells in rows(scenario, answers))
+    print_table("", ("", *scenario.policies), table)
     written = [*write_plan(args.output, scenario, answers)]
     written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))
@@ -112,13 +106,11 @@ def _load(args: argparse.Namespace) -> dict[str, Any]:
     if args.policy:
         changes["schedulers"] = {Path(name).stem: {"policy": name} for name in args.policy}
     if args.rate is not None:
-        changes["workload.arrivals"] = "poisson"
-        changes["workload.rate"] = args.rate
+        changes |= {"workload.arrivals": "poisson", "workload.rate": args.rate}
     if args.trace is not None:
         kind, _, name = args.trace.partition(":")
-        azure = kind == "azure"
-        changes["workload.arrivals"] = "azure" if azure else "jsonl"
-        changes["workload.path"] = name if azure else args.trace
+        arrivals, path = ("azure", name) if kind == "azure" else ("jsonl", args.trace)
+        changes |= {"workload.arrivals": arrivals, "workload.path": path}
     if args.engines is not None:
         changes["engine.replicas"] = args.engines
     return changes

@@ -33,11 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out an action.
-
-    Returns:
-        0; 1 if the policy is invalid or the server keeps its old policy, 2 for invalid options.
-    """
+    """Carry out an action; 1 if the policy is invalid or the server keeps its old one, 2 for
+    invalid options."""
     try:
         if args.action == "reload":
             return _reload(args)

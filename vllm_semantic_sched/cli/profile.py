@@ -19,21 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_semantic_sched.cli.arguments import positive
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
 from vllm_semantic_sched.policy.profile.formula import (
     Batch,
     EngineProfile,
     load_profile,
     write_profile,
 )
-from vllm_semantic_sched.policy.profile.roofline import (
-    Device,
-    ModelShape,
-    Roofline,
-    device_named,
-    known_devices,
-)
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.profiling.check import Point, Verdict
@@ -57,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="profile to write, with a picture beside it")
+    add("--output", type=Path, metavar="FILE", help="profile to write")
     add(
         "--check",
         metavar="PROFILE",
@@ -99,11 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a profile, derive one, or check one.
-
-    Returns:
-        0; 2 if an option is invalid, 3 if a checked profile misses a target.
-    """
+    """Measure, derive or check a profile; 2 if an option is invalid, 3 if a checked one misses a
+    target."""
     if args.analytic:
         return _derive(args)
     if args.output is None and args.check is None:
@@ -133,19 +126,19 @@ def _derive(args: argparse.Namespace) -> int:
     try:
         config = json.loads((args.model / "config.json").read_text("utf-8"))
         model = ModelShape.from_config(args.model.resolve().name, config)
-        source = None
-        if args.device == _THIS_MACHINE:
-            device = _measured_device(model)
-            source = f"a benchmark of {device.name}"
-        else:
-            device = device_named(args.device)
+        here = args.device == _THIS_MACHINE
+        device = _measured_device(model) if here else device_named(args.device)
         roofline = Roofline(model, device, args.tensor_parallel)
-        profile = roofline.profile(source)
+        profile = roofline.profile(f"a benchmark of {device.name}" if here else None)
         _print_roofline(roofline, profile)
         if args.output is not None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             write_profile(profile, args.output)
-            print(f"written: {args.output}\nto plan with it:\n  {_plan(args.output, roofline)}")
+            print(
+                f"written: {args.output}\nto plan with it:\n"
+                f"  semsched plan --rate 20 --output plan --set engine.profile={args.output} \\\n"
+                f"    --set engine.kv_blocks={roofline.kv_tokens // _BLOCK} --set engine.batch=null"
+            )
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         print(f"semsched profile: {error}", file=sys.stderr)
         return 2
@@ -153,8 +146,7 @@ def _derive(args: argparse.Namespace) -> int:
 
 
 def _measured_device(model: ModelShape) -> Device:
-    import os
-
+    import psutil
     import torch
 
     from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
@@ -163,41 +155,27 @@ def _measured_device(model: ModelShape) -> Device:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         return measure_device("cuda", torch.cuda.get_device_name(), dtype, model, memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    memory = psutil.virtual_memory().total / 1e9
     return measure_device("cpu", "this processor", dtype, model, memory)
 
 
 def _print_roofline(roofline: Roofline, profile: EngineProfile) -> None:
-    table = make_table("", "", "ms")
-    for tokens in (1_000, 8_000, 32_000):
-        seconds = profile.prefill_alone(tokens)
-        table.add_row(f"prefill of {tokens:,} tokens", f"{seconds * 1e3:,.1f}")
+    seconds = {
+        f"prefill of {tokens:,} tokens": profile.prefill_alone(tokens)
+        for tokens in (1_000, 8_000, 32_000)
+    }
     for sequences in (1, 16, 64, 256):
         batch = Batch(decodes=sequences, context=1_000 * sequences)
-        row = f"decode step, batch of {sequences}, 1,000 tokens each"
-        table.add_row(row, f"{profile.step(batch) * 1e3:,.1f}")
-    table.add_row("save or load the KV of 1,000 tokens", f"{profile.load(1_000) * 1e3:,.1f}")
-    console = make_console()
-    console.print(f"{profile.model} on {profile.hardware}, {profile.source}")
-    console.print(table)
+        seconds[f"decode step, batch of {sequences}, 1,000 tokens each"] = profile.step(batch)
+    seconds["save or load the KV of 1,000 tokens"] = profile.load(1_000)
+    print(f"{profile.model} on {profile.hardware}, {profile.source}")
+    print_table("", ("", "ms"), ((name, f"{s * 1e3:,.1f}") for name, s in seconds.items()))
     weights = roofline.model.weights / 1e9
-    console.print(
-        f"weights {weights:,.1f} GB; KV cache of {roofline.kv_tokens:,} tokens beside them"
-    )
-
-
-def _plan(path: Path, roofline: Roofline) -> str:
-    """A command that plans with a derived profile."""
-    blocks = roofline.kv_tokens // _BLOCK
-    return (
-        f"semsched plan --rate 20 --output plan --set engine.profile={path} \\\n"
-        f"    --set engine.kv_blocks={blocks} --set engine.batch=null"
-    )
+    print(f"weights {weights:,.1f} GB; KV cache of {roofline.kv_tokens:,} tokens beside them")
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
     from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
-    from vllm_semantic_sched.lab.profiling.plots import draw
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
     points = args.repeats * (len(grid.prefills) + len(grid.decodes))
@@ -205,14 +183,12 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
     found = _with_progress(stream, points, args.quiet)
     profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
     write_profile(profile, args.output)
-    picture = args.output.with_suffix(".png")
-    draw(profile, found, picture)
     for kind, residual in profile.residuals.items():
         print(
             f"{kind}: error median {residual.median:.1%}, p90 {residual.p90:.1%}, "
             f"{residual.points} points"
         )
-    print(f"written: {args.output} {picture}")
+    print(f"written: {args.output}")
     return 0
 
 
@@ -253,24 +229,21 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
     from vllm_semantic_sched.lab.profiling import check
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
-    table = make_table("", *columns, words=0)
-    for point in points:
-        table.add_row(
-            str(point.prompt),
-            str(point.generated),
-            f"{point.recompute * 1e3:.2f}",
+    rows = (
+        (
+            *(point.prompt, point.generated, f"{point.recompute * 1e3:.2f}"),
             _prediction(point.predicted_recompute, point.recompute),
-            f"{point.swap * 1e3:.2f}",
-            _prediction(point.predicted_swap, point.swap),
+            *(f"{point.swap * 1e3:.2f}", _prediction(point.predicted_swap, point.swap)),
         )
-    console = make_console()
-    console.print(table)
+        for point in points
+    )
+    print_table("", columns, rows, words=0)
     for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
-        console.print(
+        print(
             f"{name}: error median {median:.1%} (target {check.MEDIAN_TARGET:.0%}), "
             f"p90 {p90:.1%} (target {check.P90_TARGET:.0%}), {len(points)} points"
         )
-    console.print(
+    print(
         f"the chosen plan is the cheaper one, or within {check.GOOD_CHOICE - 1:.0%} of it: "
         f"{verdict.choice:.1%} (target {check.CHOICE_TARGET:.0%}); at least "
         f"{verdict.worst_choice:.1%} with copies 1 to {check.SLOWDOWNS[-1]:,.0f} times slower"

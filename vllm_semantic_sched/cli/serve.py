@@ -19,7 +19,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,9 @@ _SHARE_OF_FREE = 0.25
 _LARGEST_POOL = 32.0  # GiB: more than all sequences of most engines take
 _SMALLEST_POOL = 0.25
 _SMALL_MODEL = "SmolLM2-135M-Instruct"
-_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--dry-run")
+_EVENTS = "semsched-events.jsonl"
+_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--events", "--observe", "--dry-run")
+_OWN_FLAGS = 2  # of these, the last
 
 # Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
 # all of vLLM may take.
@@ -73,53 +75,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched serve`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(passes_on=True)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help=f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1",
     )
-    parser.add_argument(
-        "--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)"
-    )
-    parser.add_argument(
-        "--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's"
-    )
-    parser.add_argument(
+    add("--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)")
+    add("--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's")
+    add(
         "--host-gib",
         type=float,
         metavar="G",
         help="host memory for the KV of preempted requests, per engine; 0: recompute it (default: "
         f"a quarter of what is free, at most {_LARGEST_POOL:g})",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command and do not run it"
+    add("--events", metavar="FILE", help=f"event log (with --observe by default: {_EVENTS})")
+    add(
+        "--observe",
+        action="store_true",
+        help="leave the order of requests to vLLM; only read, log and count them",
     )
+    add("--dry-run", action="store_true", help="print the command and do not run it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the command and become it; 1 if the options are wrong."""
-    free_gib = available_memory() / _GIB
-    cpu = None
-    if serves_on_cpu():
-        total = psutil.virtual_memory().total / _GIB
-        cpu = Cpu(len(os.sched_getaffinity(0)), free_gib, total)
     try:
-        for name, load in ((args.policy, load_policy), (args.profile, load_profile)):
-            if name is not None:
-                load(name)
-        model, options = _model_and_options(args)
-        if model is None:
-            model, added = _small_model(cpu, args.dry_run)
-            options = [*added, *options]
-        launch = launch_of(
-            model,
-            options,
-            policy=args.policy,
-            profile=args.profile,
-            host_gib=args.host_gib,
-            free_gib=free_gib,
-            cpu=cpu,
-        )
+        launch, request = _launch(args)
     except (ServeError, PolicyError) as error:
         print(f"semsched serve: {error}", file=sys.stderr)
         return 1
@@ -127,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {note}", file=sys.stderr)
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     print(" ".join([*variables, shlex.join(launch.command)]))
-    print(f"# when it is up:\n# {_request(model, options)}", file=sys.stderr, flush=True)
+    print(f"# when it is up:\n# {request}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if args.dry_run:
         return 0
@@ -141,6 +124,41 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     os.execve(found, launch.command, {**os.environ, **launch.environment})
+
+
+def _launch(args: argparse.Namespace) -> tuple[Launch, str]:
+    """What to start, and a request to try it with."""
+    free_gib = available_memory() / _GIB
+    cpu = None
+    if serves_on_cpu():
+        total = psutil.virtual_memory().total / _GIB
+        cpu = Cpu(len(os.sched_getaffinity(0)), free_gib, total)
+    observe, events = args.observe, args.events
+    if args.policy is not None:
+        policy = load_policy(args.policy)
+        observe, events = observe or policy.observe, events or policy.events.path
+        if observe and policy.base == "fcfs":
+            raise ServeError("--observe needs a policy that reads requests, not base: fcfs")
+    if args.observe:
+        events = events or str(Path(_EVENTS).absolute())
+    if args.profile is not None:
+        load_profile(args.profile)
+    model, options = _model_and_options(args)
+    if model is None:
+        model, added = _small_model(cpu, args.dry_run)
+        options = [*added, *options]
+    launch = launch_of(
+        model,
+        options,
+        policy=args.policy,
+        profile=args.profile,
+        host_gib=args.host_gib,
+        free_gib=free_gib,
+        cpu=cpu,
+        observe=observe,
+        events=events,
+    )
+    return launch, _request(model, options)
 
 
 def serves_on_cpu() -> bool:
@@ -160,9 +178,9 @@ def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]
     before = words[: words.index(args.model)]
     if all(word.partition("=")[0] in _OWN_OPTIONS for word in before if word.startswith("-")):
         return args.model, args.passed_on
-    for name in _OWN_OPTIONS[:-1]:
+    for name in _OWN_OPTIONS[:-_OWN_FLAGS]:
         _take(words, name)
-    return None, [word for word in words if word != _OWN_OPTIONS[-1]]
+    return None, [word for word in words if word not in _OWN_OPTIONS[-_OWN_FLAGS:]]
 
 
 def _small_model(cpu: Cpu | None, dry_run: bool) -> tuple[str, list[str]]:
@@ -216,6 +234,8 @@ def launch_of(
     host_gib: float | None,
     free_gib: float,
     cpu: Cpu | None = None,
+    observe: bool = False,
+    events: str | None = None,
 ) -> Launch:
     """The command of `vllm serve`.
 
@@ -224,6 +244,8 @@ def launch_of(
         host_gib: None: by free memory.
         free_gib: free memory of this machine.
         cpu: the machine, if it serves without a GPU.
+        observe: leave the order to vLLM.
+        events: file of the event log; None: the policy's.
 
     Raises:
         ServeError: an option contradicts the scheduler.
@@ -239,17 +261,27 @@ def launch_of(
     command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
     if MIDDLEWARE not in rest:
         command += ["--middleware", MIDDLEWARE]
-    given = _take(command, "--additional-config")
-    config = _json(given, "--additional-config") if given else {}
-    ours = {"policy": policy, "profile": profile}
-    ours = {key: str(value) for key, value in ours.items() if value is not None}
-    config["semantic_sched"] = {**config.get("semantic_sched", {}), **ours}
-    command += ["--additional-config", json.dumps(config)]
+    ours = {"policy": policy, "profile": profile, "events": events, "observe": observe or None}
+    command += ["--additional-config", _settings(_take(command, "--additional-config"), ours)]
+    if observe:
+        notes.append(
+            "observing: vLLM's own order, and no host memory for KV; requests are read and counted"
+            + (f", and logged in {events}" if events else "")
+        )
+        return Launch(command, notes, environment)
     host_gib, note = _host_pool(rest, host_gib, free_gib)
     if host_gib > 0:
         connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
         command += ["--kv-transfer-config", json.dumps(connector)]
     return Launch(command, [*notes, note], environment)
+
+
+def _settings(given: str | None, ours: Mapping[str, str | bool | None]) -> str:
+    """The JSON of --additional-config: what was given, with our settings in it."""
+    config = _json(given, "--additional-config") if given else {}
+    own = {key: value for key, value in ours.items() if value is not None}
+    config["semantic_sched"] = {**config.get("semantic_sched", {}), **own}
+    return json.dumps(config)
 
 
 def _for_cpu(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,7 @@ from vllm_semantic_sched.cli.arguments import (
     parse_changes,
     run_simulation,
 )
-from vllm_semantic_sched.cli.console import (
-    describe_keys,
-    make_console,
-    make_table,
-    save_page,
-)
+from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -34,7 +28,7 @@ _MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
 _DEFAULT_METRIC = "normalized_waiting"
 _ALWAYS_SHOWN = (
     "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
-    "slo_met", "refused", "passed",
+    "slo_met", "refused", "finish_order_violations",
 )  # fmt: skip
 
 
@@ -59,11 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a scenario.
-
-    Returns:
-        0; 1 if a file cannot be written, 2 if the scenario or an option is invalid.
-    """
+    """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
         from vllm_semantic_sched.sim.sections import Settings
 
@@ -123,15 +113,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
     """The metric by level, and the totals: a row per cell."""
+    from vllm_semantic_sched.lab.report.content import level_title
     from vllm_semantic_sched.lab.report.table import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
 
-    levels = level_names(cells)
-    yield _table(
-        cells,
-        f"{metric}: {METRICS[metric]}",
-        {level if level == ALL else f"urgency {level}": (level, metric) for level in levels},
-    )
+    columns = {level_title(level): (level, metric) for level in level_names(cells)}
+    yield _table(cells, f"{metric}: {METRICS[metric]}", columns)
     totals = [name for name in _ALWAYS_SHOWN if name != metric]
     yield _table(cells, "all levels", {name.replace("_", "\n"): (ALL, name) for name in totals})
 
@@ -139,7 +126,7 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell; `columns` has the level and the metric of each column."""
     from vllm_semantic_sched.lab.report.content import number_text
-    from vllm_semantic_sched.lab.report.table import point_texts
+    from vllm_semantic_sched.lab.report.table import metric_values, point_texts
 
     fields = list(cells[0].point)
     heads = [field.replace(".", ".\n") for field in fields]
@@ -154,10 +141,7 @@ def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, s
         table.add_row(
             *(point if point != previous else [""] * len(fields)),
             cell.scheduler,
-            *(
-                number_text(cell.levels.get(level, {}).get(metric, math.nan))
-                for level, metric in columns.values()
-            ),
+            *(number_text(*metric_values([cell], *column)) for column in columns.values()),
         )
         previous = point
     return table

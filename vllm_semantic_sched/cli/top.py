@@ -17,10 +17,10 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments
 
@@ -35,7 +35,13 @@ _WIDTH = 100
 _REDRAW = 0.5  # seconds
 # Of levels 0 to 4 and beyond, and of what an operator should look at.
 _LEVELS = ("bold red", "red", "yellow", "green", "blue")
-_STYLES = {"no answer": "red", "down": "red", "paused": "yellow", "answers": "green"}
+_STYLES = {
+    "no answer": "red",
+    "down": "red",
+    "paused": "yellow",
+    "observes": "cyan",  # vLLM orders the requests by itself
+    "answers": "green",
+}
 _FULL = 0.95  # share of the KV cache or the host pool in use
 _HELP = "p pause   r resume   l reload policy   q quit"
 
@@ -43,19 +49,16 @@ _HELP = "p pause   r resume   l reload policy   q quit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched top`."""
     add_server_arguments(parser, several=True)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--interval",
         type=_seconds,
         default=2.0,
         metavar="SECONDS",
         help="between two readings (default: %(default)g)",
     )
-    parser.add_argument(
-        "--once", action="store_true", help="print one frame; exit status 1 if no server answers"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, an object per line and reading"
-    )
+    add("--once", action="store_true", help="print one frame; exit status 1 if no server answers")
+    add("--json", action="store_true", help="print JSON, an object per line and reading")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,13 +160,14 @@ def _server_table(states: Sequence[ServerState]) -> Table:
         _add(
             table,
             name,
-            "paused" if state.paused else "answers",
+            "paused" if state.paused else "observes" if figures.observing else "answers",
             str(figures.running),
             str(figures.waiting),
             _percent(figures.kv_use),
             _percent(figures.host_pool_use),
             predictor,
-            "/".join(f"v{version}" for version in figures.policy_versions) or "-",
+            ("/".join(f"v{version}" for version in figures.policy_versions) or "-")
+            + (" + canary" if figures.canary else ""),
         )
     return table
 
@@ -252,12 +256,15 @@ def _show(watches: Sequence[ServerWatch]) -> None:
 
     actions = _Actions(watches)
     console = Console(highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live, _Keys() as keys:
+    with (
+        Live(console=console, screen=True, auto_refresh=False) as live,
+        _keys_of_terminal() as wait,
+    ):
         key = None
         while key != "q":
             states = [watch.state for watch in watches]
             live.update(draw(states, dict(actions.messages)), refresh=True)
-            key = keys.wait(_REDRAW)
+            key = wait(_REDRAW)
             actions.start(key)
 
 
@@ -295,27 +302,22 @@ class _Actions:
             self.messages[url] = f"refused: {error}"
 
 
-class _Keys:
-    """Reads single keys from the terminal while a `with` block lasts."""
+@contextmanager
+def _keys_of_terminal() -> Iterator[Callable[[float], str | None]]:
+    """Reads single keys while a `with` block lasts: the value waits so many seconds for the next
+    one, and gives None if none is pressed."""
+    saved = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
 
-    def __enter__(self) -> Self:
-        self._saved = termios.tcgetattr(sys.stdin)
-        tty.setcbreak(sys.stdin)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
-
-    def wait(self, seconds: float) -> str | None:
-        """The next key, or None if none is pressed in time."""
+    def wait(seconds: float) -> str | None:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if not ready:
             return None
         # Not through sys.stdin: select does not see what Python has buffered.
         key = os.read(sys.stdin.fileno(), 1)
         return key.decode(errors="replace").lower() or "q"  # nothing: the terminal is gone
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)

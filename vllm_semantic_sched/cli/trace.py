@@ -1,4 +1,7 @@
-"""Turn a server's event log into Gantt charts, a Chrome trace and a table per tier."""
+"""Turn a server's event log into Gantt charts, a Chrome trace and a table per tier, or verify it.
+
+`semsched trace verify EVENTS` checks whether a line was changed, removed or moved.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,21 @@ from typing import Any
 from vllm_semantic_sched.cli.arguments import positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 
+_MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `semsched trace`."""
     add = parser.add_argument
-    add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
+    add(
+        "log",
+        type=Path,
+        nargs="+",
+        metavar="[verify] FILE",
+        help="the event log; rotated parts are read as well. `verify` takes several, and folders",
+    )
+    add("--output", type=Path, metavar="DIR", help="folder for the results")
     add(
         "--limit",
         type=positive,
@@ -41,8 +51,15 @@ def run(args: argparse.Namespace) -> int:
     """Write trace.json, summary.json and report.html and print the table.
 
     Returns:
-        0; 1 if a file cannot be read or written, 2 if the log has no events.
+        0; 1 if a file cannot be read or written, or if a log was changed; 2 if the log has no
+        events or the arguments are wrong.
     """
+    if args.log[0] == Path("verify"):
+        return _verify(args.log[1:])
+    if args.output is None or len(args.log) > 1:
+        print("semsched trace: name one log and --output DIR, or `verify`", file=sys.stderr)
+        return 2
+    (args.log,) = args.log
     from vllm_semantic_sched.lab.report.trace import trace_page
     from vllm_semantic_sched.operate.event_log import LogReader, TierSummary
     from vllm_semantic_sched.sim.spans import chrome_trace
@@ -75,6 +92,27 @@ def run(args: argparse.Namespace) -> int:
         return 1
     _print(rows, written, reader.unreadable, len(drawn))
     return 0
+
+
+def _verify(paths: list[Path]) -> int:
+    from vllm_semantic_sched.operate.audit import verify
+    from vllm_semantic_sched.operate.event_log import logs_in
+
+    whole, logs = True, logs_in(paths)
+    for log in logs:
+        try:
+            audit = verify(log)
+        except OSError as error:
+            print(f"semsched trace: {error}", file=sys.stderr)
+            return 1
+        for finding in audit.findings[:_MOST_FINDINGS]:
+            print(f"{finding.kind:7} {finding.where}: {finding.text}")
+        if len(audit.findings) > _MOST_FINDINGS:
+            print(f"... {len(audit.findings) - _MOST_FINDINGS} more")
+        result = "unchanged" if audit.whole else "CHANGED"
+        print(f"{log}: {audit.lines} lines {result}; last hash {audit.last}")
+        whole = whole and audit.whole
+    return (0 if whole else 1) if logs else 2
 
 
 def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, drawn: int) -> None:

@@ -10,7 +10,9 @@
     semsched train urgency --domain incident --output MODEL
         urgency levels from the example sentences of a domain
     semsched train length --from-server URL --prompts FILE --output MODEL
-        output lengths of the model that you serve: sends it the prompts, then fits the length head
+        output lengths of the model that you serve: sends it the prompts, then fits the length head.
+        If the result orders unseen prompts worse, MODEL stays as it was; what it replaces is
+        kept in MODEL/previous
     semsched train length --csv FILE --output MODEL
         output lengths from a file (columns text,output_tokens)
 
@@ -19,12 +21,13 @@
 
 All but `instant` train the instant reader along with the model. `urgency` and `length` start from
 the shipped model (or `--base`), hold out a tenth of the texts by their MD5, and write the report
-that `semsched evaluate` gives on those to MODEL/report. Needs the package's extra `train`.
+that `semsched evaluate` gives on those to MODEL/report. Needs the package's extra `lab`.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,12 +37,15 @@ from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
 
 if TYPE_CHECKING:
+    from vllm_semantic_sched.lab.evaluation.baselines import Guesser
+    from vllm_semantic_sched.lab.training.fine_tune import FineTuned
     from vllm_semantic_sched.lab.training.fit import Step
-    from vllm_semantic_sched.lab.training.train import FineTuned, Options
+    from vllm_semantic_sched.lab.training.train import Options
+
+_BASE = "before training"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,17 +95,12 @@ def _length_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000"
     )
-    parser.add_argument(
-        "--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text"
-    )
-    parser.add_argument("--served-model", help="--from-server: its name (default: the first)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text")
+    add("--served-model", help="--from-server: its name (default: the first)")
+    add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
+    add("--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)")
+    add(
         "--tune-encoder",
         action="store_true",
         help="train the encoder too; better with thousands of texts, slower, and the urgency head "
@@ -117,10 +118,11 @@ def _common_arguments(parser: argparse.ArgumentParser, epochs: int, base: str = 
 
 
 def _model_arguments(parser: argparse.ArgumentParser, base: str) -> None:
-    parser.add_argument("--output", type=Path, required=True, help="folder for the trained model")
-    parser.add_argument("--seed", type=int, default=1, help="of weights, texts and their order")
-    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder for the trained model")
+    add("--seed", type=int, default=1, help="of weights, texts and their order")
+    add("--threads", type=int, default=1, help="threads that torch may use")
+    add(
         "--base",
         default=base,
         help="model to start from: shipped, or a folder that `semsched train` wrote "
@@ -167,24 +169,58 @@ def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
 
-    texts, figures = train_all(_options(args), root, args.scale)
+    texts = train_all(_options(args), root, args.scale)
     print(f"saved to {args.output}")
     _print_thresholds(args.output, texts)
-    _print_validation(figures)
 
 
 def _train_urgency(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.lab.training.train import train_urgency
+    from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
     tuned = train_urgency(_options(args), args.domain, args.csv, args.examples, args.test)
     _report(args, tuned)
 
 
 def _train_length(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.lab.training.train import train_length
+    """Train, and take the old model back if the new one orders unseen prompts worse."""
+    from vllm_semantic_sched.lab.evaluation.measure import model_guesser
+    from vllm_semantic_sched.lab.training.base import base_folder
+    from vllm_semantic_sched.lab.training.fine_tune import train_length
+    from vllm_semantic_sched.predict.model import TextPredictor
 
     table = args.csv or _collected(args)
-    _report(args, train_length(_options(args), table, args.test, args.tune_encoder))
+    # Loaded now: the new model may replace the base.
+    base = model_guesser(TextPredictor.load(str(base_folder(args.base))))
+    kept = _set_aside(args.output)
+    tuned = train_length(_options(args), table, args.test, args.tune_encoder)
+    report = _report(args, tuned, {_BASE: base})
+    before = report["baselines"].get(_BASE, {}).get("kendall_tau") or 0.0
+    after = report["kendall_tau"] or 0.0
+    print(f"Kendall tau of {tuned.tests} unseen prompts: {before:.3f} before, {after:.3f} now")
+    if after < before:
+        _take_back(args.output, kept)
+        raise ValueError(
+            f"the new lengths order unseen prompts worse: {after:.3f} after {before:.3f}; "
+            + (f"{args.output} is as it was" if kept else f"do not serve {args.output}")
+        )
+
+
+def _set_aside(model: Path) -> Path | None:
+    """Copy the files of a model into its folder `previous`; None if there is no model yet."""
+    if not (model / "config.json").is_file():
+        return None
+    previous = model / "previous"
+    shutil.rmtree(previous, ignore_errors=True)
+    previous.mkdir()
+    for path in filter(Path.is_file, model.iterdir()):
+        shutil.copy2(path, previous)
+    return previous
+
+
+def _take_back(model: Path, previous: Path | None) -> None:
+    if previous is not None:
+        for path in previous.iterdir():
+            path.replace(model / path.name)
 
 
 def _collected(args: argparse.Namespace) -> Path:
@@ -251,9 +287,12 @@ class _RoundBars:
             self._bar.close()
 
 
-def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
-    """Print where the model is, and evaluate it on the texts that were held out."""
-    from vllm_semantic_sched.lab.training.train import TEST_FILE, TRAINING_FILE
+def _report(
+    args: argparse.Namespace, tuned: FineTuned, beside: Mapping[str, Guesser] | None = None
+) -> dict[str, Any]:
+    """Print where the model is, and evaluate it, and others beside it, on the texts that were held
+    out; returns the figures."""
+    from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE, TRAINING_FILE
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -265,10 +304,11 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
     if tuned.threshold_texts is not None:
         policy = _print_thresholds(args.output, tuned.threshold_texts)
         decision = load_policy(policy).decision
-    report_on(
+    baselines = fit_baselines(read_examples(args.output / TRAINING_FILE))
+    return report_on(
         read_labeled_set(args.output / TEST_FILE),
         TextPredictor.load(str(args.output)),
-        fit_baselines(read_examples(args.output / TRAINING_FILE)),
+        {**(beside or {}), **baselines},
         decision,
         args.output / "report",
         model=str(args.output),
@@ -278,28 +318,9 @@ def _report(args: argparse.Namespace, tuned: FineTuned) -> None:
 
 def _print_thresholds(model: Path, texts: int) -> Path:
     """Print the policy of fitted thresholds in the folder of a model; its path."""
-    from vllm_semantic_sched.lab.training.train import THRESHOLDS_FILE
+    from vllm_semantic_sched.lab.training.calibration import THRESHOLDS_FILE
 
     path = model / THRESHOLDS_FILE
     print(f"thresholds on the expected level, fitted to {texts} texts: {path}")
     print(path.read_text(encoding="utf-8"))
     return path
-
-
-def _print_validation(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print a table of the figures on each part of the validation split."""
-    print(
-        f"{'validation':24}{'n':>6}{'accuracy':>10}{'balanced':>10}{'kappa':>8}{'AUC<=1':>8}"
-        f"{'tau':>7}  recall of levels"
-    )
-    for name, figures in parts.items():
-        shares = figures["recall"] or [None] * URGENCY_LEVELS
-        recall = " ".join("-" if share is None else f"{share:.2f}" for share in shares)
-        auc, tau = figures["auc"], figures["kendall_tau"]
-        print(
-            f"{name:24}{figures['n']:>6}{figures['accuracy'] or 0:>10.3f}"
-            f"{figures['balanced_accuracy'] or 0:>10.3f}"
-            f"{figures['quadratic_weighted_kappa'] or 0:>8.2f}"
-            f"{'' if auc is None else format(auc, '.2f'):>8}"
-            f"{'' if tau is None else format(tau, '.2f'):>7}  {recall}"
-        )

@@ -37,12 +37,9 @@ def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
 
 
 def llm_d_objective(policy: Policy, level: int, pool: str) -> dict[str, Any]:
-    """The InferenceObjective of a level, as a Kubernetes manifest. llm-d serves higher priorities
-    first and sheds negative ones: levels less urgent than the default level.
-
-    Args:
-        pool: name of the InferencePool.
-    """
+    """The InferenceObjective of a level for an InferencePool, as a Kubernetes manifest. llm-d
+    serves higher priorities first and sheds negative ones: levels less urgent than the default
+    level."""
     return {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferenceObjective",

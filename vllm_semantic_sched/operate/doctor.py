@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
@@ -47,13 +46,7 @@ _IMPORT_SECONDS = 300.0
 
 
 class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        subject: what was checked.
-        text: what was found, and why it matters.
-        advice: what to do; empty if nothing.
-    """
+    """The result of one check: its subject, what was found, and what to do (empty if nothing)."""
 
     status: Literal["ok", "warning", "fault"]
     subject: str
@@ -67,15 +60,9 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What to check.
-
-    Attributes:
-        policy, profile: name or path; None: as a server without such an option.
-        model: the predictor's folder or hub id; None: the policy's.
-        kv_transfer: vLLM's `--kv-transfer-config`, JSON; None: no connector.
-        server: address of a running server; None if none runs.
-        api_key: the server's key, if it has one.
-    """
+    """What to check: policy and profile by name or path, the predictor's folder or hub id, vLLM's
+    `--kv-transfer-config`, and the address of a running server. None stands for a server without
+    such an option, or for no server."""
 
     policy: str | None = None
     profile: str | None = None
@@ -86,11 +73,8 @@ class Setup:
 
 
 def examine(setup: Setup) -> Iterator[Finding]:
-    """Carry out all checks, one after the other; some take seconds.
-
-    What a running server has shown by running is not tried again: that vLLM and the predictor can
-    be loaded.
-    """
+    """Carry out all checks, one after the other; some take seconds. What a running server has shown
+    by running is not tried again: that vLLM and the predictor can be loaded."""
     yield from check_packages()
     yield from check_vllm(imports=setup.server is None)
     policy = profile = None
@@ -103,8 +87,7 @@ def examine(setup: Setup) -> Iterator[Finding]:
         policy = load_policy(name)
         if setup.profile is not None:
             policy = policy.model_copy(update={"profile": setup.profile})
-        text = f"{name}: base {policy.base}, {policy.levels} levels"
-        yield Finding("ok", "policy", text)
+        yield Finding("ok", "policy", f"{name}: base {policy.base}, {policy.levels} levels")
     except PolicyError as error:
         advice = "correct it; `semsched policy keys` lists the keys, `list` the shipped policies"
         yield Finding("fault", "policy", str(error), advice)
@@ -135,12 +118,12 @@ def examine(setup: Setup) -> Iterator[Finding]:
 # Versions
 
 
-def check_packages(package: str = _PACKAGE) -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Python and the packages that this one requires, against its own metadata."""
     try:
-        wanted = SpecifierSet(importlib.metadata.metadata(package)["Requires-Python"])
+        wanted = SpecifierSet(importlib.metadata.metadata(_PACKAGE)["Requires-Python"])
     except importlib.metadata.PackageNotFoundError:
-        text = f"{package} is not installed, so vLLM does not find its metrics plugin"
+        text = f"{_PACKAGE} is not installed, so vLLM does not find its metrics plugin"
         yield Finding("fault", "packages", text, "pip install it in the server's environment")
         return
     python = platform.python_version()
@@ -149,19 +132,16 @@ def check_packages(package: str = _PACKAGE) -> Iterator[Finding]:
     else:
         text = f"{python} is not supported, {wanted} is"
         yield Finding("fault", "Python", text, "make an environment with a supported Python")
-    installed = _requirements(package)
+    installed = _requirements(_PACKAGE)
     met = [f"{one.name} {version}" for one, version in installed if _is_met(one, version)]
     if met:
         yield Finding("ok", "packages", ", ".join(met))
-    yield from _unmet(installed, package)
+    yield from _unmet(installed, _PACKAGE)
 
 
 def check_vllm(imports: bool = True) -> Iterator[Finding]:
-    """vLLM's version and its torch.
-
-    Args:
-        imports: check also whether a server could import both, which takes seconds.
-    """
+    """vLLM's version, its torch and, with `imports`, whether a server could import both, which
+    takes seconds."""
     found = importlib.metadata.packages_distributions().get("vllm")
     if not found:
         text = "not installed in this environment"
@@ -177,15 +157,12 @@ def check_vllm(imports: bool = True) -> Iterator[Finding]:
     torch = [pair for pair in _requirements(found[0]) if pair[0].name == "torch"]
     yield from _unmet(torch, f"vLLM {version}")
     text = f"{version}, torch {_installed('torch')}"
-    if not imports:
-        yield Finding("ok", "vLLM", text)
-        return
-    problem = _import_problem()
-    if problem is None:
-        yield Finding("ok", "vLLM", f"{text}; the scheduler can be imported")
-    else:
+    if imports and (problem := _import_problem()) is not None:
         text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
         yield Finding("fault", "vLLM", text, "install vLLM and torch again, for this hardware")
+    else:
+        text += "; the scheduler can be imported" if imports else ""
+        yield Finding("ok", "vLLM", text)
 
 
 def _requirements(package: str) -> list[tuple[Requirement, str | None]]:
@@ -240,11 +217,8 @@ def check_profile(profile: EngineProfile) -> Iterator[Finding]:
 
 
 def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
-    """Start the predictor process as a server does, and load the instant reader.
-
-    Args:
-        model: instead of the policy's.
-    """
+    """Start the predictor process as a server does, with `model` in place of the policy's, and load
+    the instant reader."""
     if not policy.reads(hinted=False):
         yield Finding("ok", "predictor", "the policy reads no text")
         return
@@ -266,40 +240,30 @@ def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
     finally:
         service.close()
     text = f"{name} can be loaded"
-    if not settings.instant.enabled:
-        yield Finding("ok", "predictor", text)
-        return
     try:
-        reader = InstantReader.load_beside(settings.model, buckets)
+        instant = settings.instant.enabled
+        if instant and InstantReader.load_beside(settings.model, buckets) is None:
+            text += "; it has no instant reader, so requests wait for the predictor"
     except Exception as error:  # any: the server catches the same
         text = f"no instant reader: {error}; requests wait for the predictor"
         yield Finding("warning", "predictor", text, "train the model again with `semsched train`")
-        return
-    if reader is None:
-        text += "; it has no instant reader, so requests wait for the predictor"
-    yield Finding("ok", "predictor", text)
+    else:
+        yield Finding("ok", "predictor", text)
 
 
 # Memory
 
 
 def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
-    """The swap connector's options.
-
-    Args:
-        given: vLLM's `--kv-transfer-config`.
-        memory: check also that its host pool fits into the memory that is free now.
-    """
-    subject = "KV connector"
+    """The swap connector's options in vLLM's `--kv-transfer-config`, and, with `memory`, whether
+    its host pool fits into the memory that is free now."""
+    subject, key = "KV connector", "kv_connector_extra_config"
     if given is None:
         text = "none given; without one, the KV of preempted requests is computed again"
         yield Finding("ok", subject, text)
         return
     try:
-        config = _swap_options(given)
-        pool = parse_section(
-            SwapConfig, config.get("kv_connector_extra_config", {}), "kv_connector_extra_config"
-        )
+        pool = parse_section(SwapConfig, _swap_options(given).get(key, {}), key)
     except ValueError as error:
         advice = f"start it with `semsched serve`, or give {json.dumps(SWAP_CONNECTOR)}"
         yield Finding("fault", subject, str(error), advice)
@@ -308,18 +272,14 @@ def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
     if memory:
         free = available_memory() / _GIB
         text = f"{pool.host_gib:g} GiB for the host pool, {free:.1f} GiB available"
-        if pool.host_gib < free:
-            yield Finding("ok", "host memory", text)
-        else:
-            yield Finding("fault", "host memory", text, "lower host_gib, or free memory")
+        fits = pool.host_gib < free
+        advice = "" if fits else "lower host_gib, or free memory"
+        yield Finding("ok" if fits else "fault", "host memory", text, advice)
 
 
 def _swap_options(given: str) -> Mapping[str, Any]:
-    """The part of `--kv-transfer-config` that is for the swap connector.
-
-    Raises:
-        ValueError: it is not JSON, names another connector, or lacks an option.
-    """
+    """The part of `--kv-transfer-config` that is for the swap connector. ValueError: it is not
+    JSON, names another connector, or lacks an option."""
     try:
         config = json.loads(given)
     except ValueError as error:
@@ -338,14 +298,14 @@ def _swap_options(given: str) -> Mapping[str, Any]:
     return config
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+def check_shared_memory() -> Iterator[Finding]:
     """Room in the file system through which vLLM's processes exchange messages."""
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        yield Finding("fault", "shared memory", str(error), f"mount {folder}")
+        yield Finding("fault", "shared memory", str(error), "mount /dev/shm")
         return
-    text = f"{free / _GIB:.1f} GiB free in {folder}"
+    text = f"{free / _GIB:.1f} GiB free in /dev/shm"
     if free >= _SHARED_MEMORY:
         yield Finding("ok", "shared memory", text)
     else:
@@ -372,11 +332,8 @@ def check_port(port: int) -> Iterator[Finding]:
 
 
 def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
-    """A running server: its version, scheduler, middleware and policy.
-
-    Args:
-        wanted: fingerprint of the policy that it should run; None: any.
-    """
+    """A running server: its version, scheduler, middleware and policy, whose fingerprint must be
+    the wanted one, if any."""
     try:
         version = str(json.loads(client.get("/version", _TIMEOUT))["version"])
         check_vllm_version(version)

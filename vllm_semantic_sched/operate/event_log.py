@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,18 +105,16 @@ class LogReader:
         Raises:
             OSError: the log cannot be read.
         """
-        for part in log_parts(path):
-            with part.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if not line.strip():
-                        continue
-                    try:
-                        ended = self._read(json.loads(line))
-                    except (ValueError, KeyError, TypeError):
-                        self.unreadable += 1
-                        continue
-                    if ended is not None:
-                        yield ended
+        for line in lines_of(path):
+            if not line.strip():
+                continue
+            try:
+                ended = self._read(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                self.unreadable += 1
+                continue
+            if ended is not None:
+                yield ended
         for request in self._requests.values():
             if request.seated is not None:
                 request.end_span(self._now, "unfinished")
@@ -122,6 +122,8 @@ class LogReader:
 
     def _read(self, event: dict[str, Any]) -> LoggedRequest | None:
         """Apply one event; returns the request if it has ended."""
+        if "log" in event:  # about the log itself or the engine
+            return None
         state, key = event["state"], (int(event["engine"]), str(event["request"]))
         if state not in _STATES:
             raise ValueError(state)
@@ -130,6 +132,9 @@ class LogReader:
             self._start = time
         now = self._now = time - self._start
         request = self._requests.get(key)
+        decides = event["from"] == state and "held" not in event  # no change of state
+        if request is None and decides:
+            return None
         if request is None:
             keeps = self._kept < self._limit and now >= self._since
             self._kept += keeps
@@ -146,8 +151,10 @@ class LogReader:
             request.first_token = float(event["first_token"]) - self._start
         if "held" in event:
             request.end_hold(now, float(event["held"]))
-        else:
+        elif not decides:
             self._change_state(request, event, now)
+        elif state != "running":
+            self._waiting[tier] += 1
         if self._unfinished_kept and (
             not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
         ):
@@ -172,10 +179,34 @@ class LogReader:
                 request.end_span(now, kind)
 
 
+def logs_in(paths: Iterable[Path]) -> list[Path]:
+    """Event logs among files and in folders, without their rotated parts."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return found
+
+
+def key_of(log: Path) -> bytes:
+    """The key of a log's hashes; empty without one. All engines of a server use that of the first,
+    whose log has no number."""
+    for name in (log.name, re.sub(r"-\d+(?=\.|$)", "", log.name)):
+        with contextlib.suppress(FileNotFoundError):
+            return log.with_name(f"{name}.key").read_bytes()
+    return b""
+
+
 def log_parts(path: Path) -> list[Path]:
     """A log and its rotated parts (`PATH.1` is the newest of them), oldest first."""
     older = (Path(f"{path}.{number}") for number in itertools.count(1))
     return [*reversed(list(itertools.takewhile(Path.exists, older))), path]
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Lines of a log and its rotated parts, oldest first."""
+    for part in log_parts(path):
+        with part.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            yield from lines
 
 
 class TierSummary:

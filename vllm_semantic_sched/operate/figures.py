@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,11 +19,7 @@ _FIRST_TOKEN = "time_to_first_token_seconds"
 
 
 class Page:
-    """The samples of a metrics page, by name.
-
-    Raises:
-        ValueError: the text is no metrics page.
-    """
+    """The samples of a metrics page, by name; ValueError if the text is none."""
 
     def __init__(self, text: str) -> None:
         self._samples: defaultdict[str, dict[frozenset[tuple[str, str]], float]]
@@ -141,6 +137,7 @@ class Figures:
         predictor_up: None where the policy wants no predictor.
         predictor_queue: prompts that wait for the predictor.
         policy_versions: of the engines, ascending.
+        observing, canary: whether an engine only observes, or runs a canary.
     """
 
     window: float | None
@@ -152,6 +149,8 @@ class Figures:
     predictor_up: bool | None
     predictor_queue: int
     policy_versions: tuple[int, ...]
+    observing: bool
+    canary: bool
 
     @property
     def waiting(self) -> int:
@@ -165,38 +164,16 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, named as the attributes."""
-        return {
-            "window": self.window,
-            "tiers": [
-                {
-                    "level": tier.level,
-                    "tier": tier.tier,
-                    "waiting": tier.waiting,
-                    "running": tier.running,
-                    "held": tier.held,
-                    "longest_wait": tier.longest_wait,
-                    "started": tier.started,
-                    "ttft_p50": tier.ttft_p50,
-                    "ttft_p99": tier.ttft_p99,
-                }
-                for tier in self.tiers
-            ],
-            "preemptions": dict(self.preemptions),
-            "hold_cost": self.hold_cost,
-            "kv_use": self.kv_use,
-            "host_pool_use": self.host_pool_use,
-            "predictor_up": self.predictor_up,
-            "predictor_queue": self.predictor_queue,
-            "policy_versions": list(self.policy_versions),
-        }
+        document = asdict(self)
+        for tier, row in zip(self.tiers, document["tiers"], strict=True):
+            del row["first_tokens"]
+            row |= {name: getattr(tier, name) for name in ("started", "ttft_p50", "ttft_p99")}
+        return document
 
 
 def compute(now: Reading, before: Reading | None) -> Figures:
-    """Figures of a server; its engines are added up.
-
-    Args:
-        before: an earlier reading of the same run of the server; None: count from its start.
-    """
+    """Figures of a server, whose engines are added up, since an earlier reading of the same run;
+    without one, since its start."""
     page = now.page
     window = None if before is None else now.time - before.time
 
@@ -240,6 +217,8 @@ def compute(now: Reading, before: Reading | None) -> Figures:
         predictor_up=all(up) if up else None,
         predictor_queue=int(sum(page.values("predictor_queue"))),
         policy_versions=tuple(sorted({int(value) for value in page.values("policy_version")})),
+        observing=any(page.values("observing")),
+        canary=any(page.values("canary")),
     )
 
 
@@ -263,20 +242,15 @@ def combine(each: Sequence[Figures]) -> Figures:
         predictor_up=all(up) if up else None,
         predictor_queue=sum(one.predictor_queue for one in each),
         policy_versions=tuple(sorted({v for one in each for v in one.policy_versions})),
+        observing=any(one.observing for one in each),
+        canary=any(one.canary for one in each),
     )
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """A quantile of a Prometheus histogram, as `histogram_quantile` estimates it: linear within a
-    bucket, and the highest finite bound for values above it.
-
-    Args:
-        buckets: cumulative counts by upper bound; the last bound is infinite.
-        share: 0 to 1.
-
-    Returns:
-        None if the histogram is empty.
-    """
+    """A quantile (`share`, 0 to 1) of a Prometheus histogram, as `histogram_quantile` estimates it:
+    linear within a bucket, and the highest finite bound for values above it. None if it is empty.
+    `buckets`: cumulative counts by upper bound; the last bound is infinite."""
     rows = sorted(buckets.items())
     if not rows or rows[-1][1] <= 0:
         return None

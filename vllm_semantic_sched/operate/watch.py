@@ -16,14 +16,9 @@ _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a server answered last.
-
-    Attributes:
-        figures: None if it did not answer.
-        error: why there are no figures, or why they are empty; else None.
-        paused: whether an engine is paused; None if the server does not say.
-        locked: why the operator's endpoints are closed; None if they answer.
-    """
+    """What a server answered last: its figures, or why there are none or why they are empty
+    (`error`); whether an engine is paused (None: not known), and why the operator's endpoints are
+    closed (`locked`), if they are."""
 
     url: str
     figures: Figures | None = None
@@ -38,24 +33,12 @@ class ServerState:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, named as the attributes."""
-        return {
-            "url": self.url,
-            "error": self.error,
-            "paused": self.paused,
-            "locked": self.locked,
-            "figures": None if self.figures is None else self.figures.as_json(),
-        }
+        return {**vars(self), "figures": self.figures and self.figures.as_json()}
 
 
 class ServerWatch:
-    """One server. `poll` and the actions may run on different threads.
-
-    Args:
-        clock: seconds; for the windows of the figures.
-
-    Attributes:
-        state: as of the last `poll`.
-    """
+    """One server; `state` is that of the last `poll`. `poll` and the actions may run on different
+    threads."""
 
     def __init__(self, client: AdminClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -84,14 +67,8 @@ class ServerWatch:
         return self.state
 
     def pause(self) -> str:
-        """Start no more requests; waits until the running ones have finished.
-
-        Returns:
-            What happened.
-
-        Raises:
-            AdminError: the server refuses.
-        """
+        """Start no more requests; waits until the running ones have finished. Returns what
+        happened; AdminError if the server refuses."""
         self._pausing = True
         try:
             self._client.post("/pause", mode="wait")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.http.preparation import read_user
@@ -21,13 +21,9 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is known of a request.
-
-    Attributes:
-        level: of the request's hint, else of the reading, else the default level.
-        tokens: expected output tokens.
-        reading: of the instant reader; provisional. None if the request has no text.
-    """
+    """What is known of a request: the level of its hint, else of the reading, else the default one;
+    expected output tokens; the instant reader's provisional reading, None if the request has no
+    text."""
 
     level: int
     tokens: float
@@ -35,11 +31,7 @@ class Annotation:
 
 
 class Annotator:
-    """Annotates requests; it has no state but its weights.
-
-    Args:
-        instant: None: levels come from hints only.
-    """
+    """Annotates requests; without `instant`, levels come from hints only."""
 
     def __init__(self, policy: Policy, instant: InstantReader | None) -> None:
         self.policy = policy
@@ -48,12 +40,8 @@ class Annotator:
 
     @classmethod
     def load(cls, policy: str) -> Self:
-        """An annotator for a policy, by name or path.
-
-        Raises:
-            PolicyError: the policy is invalid.
-            ValueError: the instant reader is damaged.
-        """
+        """An annotator for a policy, by name or path. ValueError: the policy is invalid, or the
+        instant reader is damaged."""
         loaded = load_policy(policy)
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
@@ -95,14 +83,12 @@ class Annotator:
         """The annotation as plain values, with the fields for each gateway."""
         found = self.annotate(request)
         reading = found.reading
-        fields = {
-            name: make(self.policy, found.level, found.tokens) for name, make in GATEWAYS.items()
-        }
         return {
             "level": found.level,
             "tokens": round(found.tokens, 1),
             "provisional": reading and {"urgency": reading.urgency, "length": reading.length},
             "gateways": {
-                name: {"headers": one.headers, "body": one.body} for name, one in fields.items()
+                name: asdict(fields(self.policy, found.level, found.tokens))
+                for name, fields in GATEWAYS.items()
             },
         }

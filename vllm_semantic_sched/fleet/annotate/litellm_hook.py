@@ -20,12 +20,8 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 
 class UrgencyHook(CustomLogger):
-    """Adds `vllm_xargs.urgency`, unless the client has set it.
-
-    Args:
-        models: names of the models that this package serves. Other providers refuse the field.
-        policy: name or path; its levels must be the server's.
-    """
+    """Adds `vllm_xargs.urgency` to requests for these models, unless the client has set it. Other
+    providers refuse the field. The policy's levels must be the server's."""
 
     def __init__(self, models: Collection[str], policy: str = "ems") -> None:
         super().__init__()

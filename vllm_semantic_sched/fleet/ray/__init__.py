@@ -21,16 +21,10 @@ _REPORT_SECONDS = 0.5  # between reports of a replica's load; Ray's default is 1
 
 
 def build_app(args: dict[str, Any]) -> Any:
-    """Build a Ray Serve application, for `import_path` in a Serve configuration.
-
-    Args:
-        args: of `ray.serve.llm.build_openai_app`, and `policy`: name or path, by default `ems`. A
-            path must exist on every node.
-
-    Raises:
-        PolicyError: the policy is invalid.
-        ValueError: an argument cannot be used with this package.
-    """
+    """Build a Ray Serve application, for `import_path` in a Serve configuration, from the arguments
+    of `ray.serve.llm.build_openai_app`, and `policy`: name or path, by default `ems`. A path must
+    exist on every node. ValueError: the policy is invalid, or an argument cannot be used with this
+    package."""
     from ray.serve.llm import build_openai_app
 
     return build_openai_app(with_urgency(args))
@@ -38,11 +32,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 def with_urgency(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `build_openai_app` with this package's scheduler, server, router and
-    ingress. What is already set stays.
-
-    Raises:
-        PolicyError, ValueError: see `build_app`.
-    """
+    ingress. What is already set stays. Raises as `build_app` does."""
     if os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "0") not in ("", "0"):
         raise ValueError(
             "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING: with direct streaming the router learns "

@@ -21,15 +21,12 @@ async def with_refusals(
     refusals: list[Refusal],
     error: Callable[[Refusal], Any],
 ) -> AsyncGenerator[Any, None]:
-    """Pass on what an `LLMServer` answers to a request, with its refusal in place of vLLM's error.
+    """Pass on what an `LLMServer` answers (a response, or events of a stream, one by one or in
+    lists), with the request's refusal (see `engine.http.middleware.collect_refusals`) in place of
+    vLLM's error.
 
-    A refusal before the first token becomes an error, streamed or not; a later one becomes the
-    stream's last event but one.
-
-    Args:
-        parts: a response, or events of a stream, one by one or in lists.
-        refusals: those of this request, see `engine.http.middleware.collect_refusals`.
-        error: makes Ray's error response.
+    A refusal before the first token becomes Ray's `error` response, streamed or not; a later one
+    becomes the stream's last event but one.
     """
     started = False
     try:

@@ -1,14 +1,63 @@
-"""Counts the requests that a router has at each replica, for `policy.placement`."""
+"""Load of each replica: what it tells the routers, and the requests that a router has there, for
+`policy.placement`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Self, TypeVar
 
-from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
 from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
+
+_KEY = "semsched"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Requests of a replica, on all its engines.
+
+    Attributes:
+        number: increases while there are requests, so that an unchanged load is known to be
+            current; Ray passes on changes only.
+        work: requests, waiting and running.
+        by_level: the same per level, most urgent first; None if unknown.
+        kv_free: share of the KV cache that is free, 0 to 1; None if unknown.
+    """
+
+    number: int
+    work: int
+    by_level: tuple[int, ...] | None = None
+    kv_free: float | None = None
+
+    @classmethod
+    def of_engines(cls, statuses: Sequence[Mapping[str, Any]], before: int) -> Self:
+        """The load from the status of each engine (see `engine.http.commands.status`); `before`:
+        `number` of the report before."""
+        work = sum(status["running"] + status["waiting"] for status in statuses)
+        levels = [status["levels"] for status in statuses]
+        by_level = None
+        if all(levels) and len(set(map(len, levels))) == 1:
+            by_level = tuple(map(sum, zip(*levels, strict=True)))
+            work = sum(by_level)
+        free = [status["kv_free"] for status in statuses]
+        kv_free = round(sum(free) / len(free), 2) if free else None
+        return cls(before + (work > 0), work, by_level, kv_free)
+
+    def to_stats(self) -> dict[str, Any]:
+        """An entry for Ray's routing statistics."""
+        by_level = None if self.by_level is None else list(self.by_level)
+        return {_KEY: asdict(self) | {"by_level": by_level}}
+
+    @classmethod
+    def from_stats(cls, stats: Mapping[str, Any] | None) -> Self | None:
+        """The load in Ray's routing statistics; None if it is missing."""
+        given = (stats or {}).get(_KEY)
+        if given is None:
+            return None
+        by_level = None if given["by_level"] is None else tuple(given["by_level"])
+        return cls(given["number"], given["work"], by_level, given["kv_free"])
+
 
 Replica = TypeVar("Replica", bound=Hashable)
 
@@ -22,14 +71,8 @@ class _Request(Generic[Replica]):
 
 class ReplicaChoice(Generic[Replica]):
     """Chooses a replica for each request. Replicas come and go; the requests of one that has gone
-    are forgotten.
-
-    A request counts from its choice on, because a burst would otherwise see the same loads. Not
-    thread-safe.
-
-    Args:
-        clock: seconds.
-    """
+    are forgotten. A request counts from its choice on, because a burst would otherwise see the same
+    loads. Not thread-safe."""
 
     def __init__(self, levels: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._levels = levels
@@ -76,12 +119,12 @@ class ReplicaChoice(Generic[Replica]):
         if entry is None:
             return
         if entry.replica != replica:
-            self._remove(request, entry)
             if replica not in self._index:
+                self._remove(request, entry)
                 return
-            placed = self._placement.count(self._index[replica], entry.placed.level)
-            entry = _Request(replica, placed)
-            self._requests.setdefault(request, []).append(entry)
+            self._placement.leave(entry.placed)
+            entry.placed = self._placement.count(self._index[replica], entry.placed.level)
+            entry.replica = replica
         entry.sent = True
 
     def drop(self, request: str) -> None:

@@ -17,10 +17,8 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 
 class UrgencyIngress(OpenAiIngress):
-    """Answers a refused request with its status, Retry-After and an error body with a stable code.
-
-    With Ray's own ingress a refusal has the status alone.
-    """
+    """Answers a refused request with its status, Retry-After and an error body with a stable code,
+    where Ray's own ingress gives the status alone."""
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """See `OpenAiIngress.chat`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -10,8 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from vllm_semantic_sched.engine.http.preparation import GlanceRules
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
-from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
-from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
@@ -23,21 +23,14 @@ _FIELDS = ("vllm_xargs", "prompt", "input", "messages")
 
 
 class UrgencyRouter(RequestRouter):
-    """Sends each request where the fewest requests at least as urgent are, by
-    `policy.placement`. A request without a hint has the instant reader's level.
-
-    If anything here fails, Ray chooses: the replica with the shortest queue.
-    """
+    """Sends each request where the fewest requests at least as urgent are, by `policy.placement`. A
+    request without a hint has the instant reader's level. If anything here fails, Ray chooses: the
+    replica with the shortest queue."""
 
     def initialize_state(self, policy: str) -> None:
-        """Called by Ray with `request_router_kwargs`.
-
-        Without the policy, as where its file is missing, the default one is used: an exception
-        here would leave all requests waiting.
-
-        Args:
-            policy: name or path of the replicas' policy.
-        """
+        """Called by Ray with `request_router_kwargs`: name or path of the replicas' policy. Without
+        it, as where its file is missing, the default one is used: an exception here would leave all
+        requests waiting."""
         self._file: PolicyFile | None = None
         self._rules = GlanceRules(Policy(), None)
         try:
@@ -132,10 +125,7 @@ def _id(pending: PendingRequest) -> str:
 def _priority(body: Any, more: list[Any]) -> Any:
     """The priority as vLLM reads it: the header, if it is a number, overrides the field."""
     headers = getattr(more[0], "headers", None) if more else None
-    for name, value in (headers or {}).items():
-        if name.lower() == _PRIORITY_HEADER:
-            try:
-                return int(value)
-            except ValueError:
-                break
+    given = {name.lower(): value for name, value in (headers or {}).items()}
+    with contextlib.suppress(ValueError, KeyError):
+        return int(given[_PRIORITY_HEADER])
     return getattr(body, "priority", None)

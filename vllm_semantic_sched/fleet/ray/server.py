@@ -21,7 +21,7 @@ from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
 from vllm_semantic_sched.fleet.ray.answers import with_refusals
-from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import ReplicaLoad
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 logger = logging.getLogger("ray.serve")
@@ -30,11 +30,9 @@ _RELOAD_SECONDS = 2.0  # between looks at the policy file
 
 
 class UrgencyServer(LLMServer):
-    """Ray's `LLMServer` around the semantic scheduler.
-
-    vLLM's HTTP application does not run here, so neither does our middleware: this class does its
-    work. The policy is reloaded within seconds of a change of its file.
-    """
+    """Ray's `LLMServer` around the semantic scheduler. vLLM's HTTP application does not run here,
+    so neither does our middleware: this class does its work. The policy is reloaded within seconds
+    of a change of its file."""
 
     async def start(self) -> None:
         """Start the engine."""

@@ -6,33 +6,46 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD, BenchRequest
 
 # The two best tokens and possibly the end token, which is masked until the end but still listed.
 _TOP_LOGPROBS = 3
 _REQUEST_SECONDS = 900.0
+_ANSWER_CHARACTERS = 100  # that are kept of an answer
 
 BodyExtras = Callable[[BenchRequest], Mapping[str, Any]]
 """Further fields of a request's body; those in `vllm_xargs` are added to the client's own."""
 Advance = Callable[[], object]
 
 
+@dataclass(frozen=True)
 class Progress:
-    """Receives the progress of a measurement. This base class ignores it."""
+    """Shows the progress of a measurement, unless it is not `shown`: messages, and bars that leave
+    one line each; elsewhere than on a terminal, lines alone."""
+
+    shown: bool = False
 
     def message(self, text: str) -> None:
         """Report what starts now."""
+        if self.shown:
+            print(text, flush=True)
 
-    def bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
+    @contextmanager
+    def bar(self, label: str, total: int) -> Iterator[Advance]:
         """Report `total` steps; the context's value is called after each of them."""
-        return nullcontext(lambda: None)
+        start = time.monotonic()
+        off = None if self.shown else True  # None: unless it is a terminal
+        with tqdm(total=total, desc=label, leave=False, disable=off) as bar:
+            yield bar.update
+        self.message(f"{label}: {time.monotonic() - start:.0f} s")
 
 
 @dataclass
@@ -41,8 +54,8 @@ class Record:
 
     Times are seconds after the start of the run; None if the event did not happen. `margins[i]`
     is the difference of the two best log-probabilities at output position i, kept only where
-    outputs are checked. `read_level` is the level that the scheduler read from the text, None
-    where it is not known.
+    outputs are checked. `answer` is the start of the answer's text. `read_level` is the level that
+    the scheduler read from the text, None where it is not known.
     """
 
     index: int
@@ -60,6 +73,7 @@ class Record:
     error: str | None = None
     engine_queue_seconds: float | None = None
     read_level: int | None = None
+    answer: str = ""
     token_ids: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
 
@@ -86,13 +100,9 @@ class LoadClient:
     """Sends loads to one server.
 
     Attributes:
-        url: address of the server.
-        eos_token: the model's end token.
         max_tokens: the same for every request and at least as large as the longest answer, so
             that it gives no length away.
-        extras: further fields of each request's body.
         progress: gets a bar for each load that has a label.
-        headers: of each request.
         natural: whether the model ends its answers itself, to a chat, or the benchmark does.
     """
 
@@ -107,12 +117,8 @@ class LoadClient:
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
     ) -> list[Record]:
-        """Send every request at its arrival time and wait for all answers. Errors are recorded,
-        not raised.
-
-        Args:
-            stop_after: seconds after the start at which to give up unanswered requests.
-        """
+        """Send every request at its arrival time and wait for all answers, or until `stop_after`
+        seconds after the start. Errors are recorded, not raised."""
         with self._bar(label, len(requests)) as advance:
             return asyncio.run(self._send_open_loop(requests, advance, stop_after))
 
@@ -123,21 +129,17 @@ class LoadClient:
     def send_one_by_one(
         self, requests: Sequence[BenchRequest], label: str = "", record_margins: bool = False
     ) -> list[Record]:
-        """Send each request when the previous one is answered, as to an idle engine.
-
-        Arrival is the moment of sending.
-        """
+        """Send each request when the previous one is answered, as to an idle engine; it arrives
+        when it is sent."""
         with self._bar(label, len(requests)) as advance:
             return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
 
     def request_body(
         self, request: BenchRequest, record_margins: bool = False
     ) -> dict[str, object]:
-        """Return the body of a request.
-
-        Unless answers end by themselves, they end at exactly `request.output_tokens`, by the
-        server's logits processor (`bench.answer_length`). No other token's logit is changed.
-        """
+        """Return the body of a request. Unless answers end by themselves, they end at exactly
+        `request.output_tokens`, by the server's logits processor (`bench.answer_length`). No other
+        token's logit is changed."""
         extras = dict(self.extras(request))
         prompt: dict[str, object] = {"prompt": request.text}
         answer: dict[str, object] = {}
@@ -244,8 +246,10 @@ class LoadClient:
             if tokens and record.first_token is None:
                 record.first_token = time.perf_counter() - start
             record.token_ids += tokens
+            if len(record.answer) < _ANSWER_CHARACTERS:
+                record.answer += choice.get("text") or choice.get("delta", {}).get("content") or ""
             if choice.get("logprobs"):
-                record.margins += map(self._margin, _top_logprobs(choice["logprobs"]))
+                record.margins += self._margins(choice["logprobs"])
             if choice.get("finish_reason"):
                 record.finish_reason = choice["finish_reason"]
                 record.finish = time.perf_counter() - start
@@ -261,18 +265,13 @@ class LoadClient:
         wanted = 0 if self.natural else request.output_tokens
         return Record(request.index, request.level, request.text_hash, wanted, arrival)
 
-    def _margin(self, top: Mapping[str, float]) -> float:
-        """Difference of the best two log-probabilities, without the masked end token."""
+    def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
+        """By output position of a completion or a chat, the difference of the best two
+        log-probabilities, without the masked end token."""
+        tops = logprobs["content"] or () if "content" in logprobs else logprobs["top_logprobs"]
         end = f"token_id:{self.eos_token}"
-        values = sorted((value for token, value in top.items() if token != end), reverse=True)
-        return values[0] - values[1] if len(values) > 1 else float("inf")
-
-
-def _top_logprobs(logprobs: Mapping[str, Any]) -> list[dict[str, float]]:
-    """By output position, the best tokens: of a completion, or of a chat."""
-    if "content" not in logprobs:
-        return list(logprobs["top_logprobs"])
-    return [
-        {one["token"]: one["logprob"] for one in position["top_logprobs"]}
-        for position in logprobs["content"] or ()
-    ]
+        for top in tops:
+            if "top_logprobs" in top:  # of a chat
+                top = {one["token"]: one["logprob"] for one in top["top_logprobs"]}
+            best = sorted((value for token, value in top.items() if token != end), reverse=True)
+            yield best[0] - best[1] if len(best) > 1 else float("inf")

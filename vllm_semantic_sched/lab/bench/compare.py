@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
-from vllm_semantic_sched.lab.bench.idle import measure_decode_step, measure_idle
-from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
-from vllm_semantic_sched.lab.bench.readings import read_levels
+from vllm_semantic_sched.lab.bench.metrics import differences, explain, throughput
 from vllm_semantic_sched.lab.bench.results import Comparison
 from vllm_semantic_sched.lab.bench.rounds import Round
-from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, with_shared_servers
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
@@ -27,6 +25,9 @@ OTHER_SEED = 1_000_003
 """Added to the seed of a workload for requests of the same kind that it does not contain."""
 
 _WARM_UP_REQUESTS = 24
+# Requests to the idle engine: of urgency 0, and others.
+_URGENT, _OTHERS = 24, 4
+_QUICK_URGENT, _QUICK_OTHERS = 9, 3
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,9 @@ class Visit:
 
 
 def end_token(model: Path) -> int:
-    """Return the model's end token.
-
-    Raises:
-        ValueError: `config.json` has none.
-    """
+    """Return the model's end token; ValueError if `config.json` has none."""
     token = json.loads((model / "config.json").read_text()).get("eos_token_id")
-    if isinstance(token, list):
-        token = token[0] if token else None
+    token = next(iter(token), None) if isinstance(token, list) else token
     if not isinstance(token, int):
         raise ValueError(f"{model / 'config.json'} names no eos_token_id")
     return token
@@ -110,19 +106,10 @@ def end_token(model: Path) -> int:
 def compare(
     plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
 ) -> Comparison:
-    """Run every workload on every scheduler, in every round.
-
-    The capacity and the decode step are measured once, with the first scheduler. Writes
-    `results.json` after each server, so that an interrupted run is not lost, and the servers'
-    logs beside it.
-
-    Args:
-        options: recorded in `results.json`.
-
-    Raises:
-        ServerFailed: a server did not start or ended by itself.
-        ValueError: the first server answered no request.
-    """
+    """Run every workload on every scheduler, in every round. The capacity is measured once, with
+    the first scheduler. Writes `results.json`, with the options, after each server, so that an
+    interrupted run is not lost, and the servers' logs beside it. ServerFailed if a server did not
+    start or ended by itself; ValueError if the first one answered no request."""
     run = _Run(plan, Comparison(options), progress or Progress())
     prefer_client(plan.server.nice)
     for number in range(1, plan.rounds + 1):
@@ -161,10 +148,6 @@ class _Run:
                 if spec is visit.specs[0]:
                     client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
                 if self.workloads is None:
-                    if not plan.quick:
-                        self.comparison.decode_step = measure_decode_step(
-                            replace(client, natural=False), plan.server.seats
-                        )
                     self.workloads = self._set_pace(client)
                 for workload in self.workloads:
                     if workload.config.mix in visit.mixes:
@@ -206,7 +189,7 @@ class _Run:
             return {**client.extras(request), **given}
 
         start = Usage.now(server)
-        records = replace(client, extras=extras).send(workload.requests, label)
+        records = replace(client, extras=extras).send(self._told(spec, workload), label)
         server.check()
         loaded = Usage.now(server)
         # Not before the load: the predictor would remember the texts.
@@ -222,6 +205,17 @@ class _Run:
             usage=loaded.since(start),
             idle_usage=idle_usage,
         )
+
+    def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
+        """The requests; where answers end by themselves and a scheduler is told their lengths,
+        with those of the first scheduler's answers, which are greedy too."""
+        first = self.comparison.reference(workload.config.mix)
+        if spec.kind != "semantic-known" or not workload.config.natural or first is None:
+            return workload.requests
+        return [
+            replace(request, output_tokens=record.output_tokens or request.output_tokens)
+            for request, record in zip(workload.requests, first.records, strict=True)
+        ]
 
     def _set_pace(self, client: LoadClient) -> Sequence[Workload]:
         """The workloads at the wanted overload, whatever the speed of this machine."""
@@ -244,8 +238,8 @@ class _Run:
     def _other_requests(self, count: int, mix: str, max_tokens: int) -> tuple[BenchRequest, ...]:
         """Requests of the same kind that the measured workloads do not contain."""
         like = self.plan.workloads[0].config
-        other = replace(like, mix=mix, seed=like.seed + OTHER_SEED, max_output_tokens=max_tokens)
-        return make_workload(replace(other, requests=count)).requests
+        like = replace(like, requests=count, mix=mix, max_output_tokens=max_tokens)
+        return make_workload(replace(like, seed=like.seed + OTHER_SEED)).requests
 
     def _with_differences(self, done: Round, workload: Workload, client: LoadClient) -> Round:
         """Add the outputs that differ from the reference's, with their margins.
@@ -255,14 +249,44 @@ class _Run:
         """
         reference = self.comparison.reference(workload.config.mix)
         found = differences(reference.records, done.records) if reference else []
-        if not found:
-            return done
-        wanted = {difference.index for difference in found}
-        requests = [request for request in workload.requests if request.index in wanted]
-        repeated = client.send_one_by_one(requests, record_margins=True)
-        again = {record.index: record for record in repeated}
-        answers = {record.index: record for record in done.records}
-        explained: list[Difference] = [
-            explain(item, answers[item.index], again[item.index]) for item in found
+        # A request's index is its place in the workload, and so in the records.
+        requests = [workload.requests[one.index] for one in found]
+        repeated = client.send_one_by_one(requests, record_margins=True) if found else []
+        explained = [
+            explain(one, done.records[one.index], again)
+            for one, again in zip(found, repeated, strict=True)
         ]
         return replace(done, differences=explained)
+
+
+def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
+    """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
+    others, from the shortest to the longest text, which show the cost of a prompt's tokens; if
+    `quick`, 9 and 3."""
+    urgent = [request for request in requests if request.level == 0]
+    by_length = sorted(requests, key=lambda request: len(request.text))
+    others = [request for request in by_length if request.level > 0]
+    most, rest = (_QUICK_URGENT, _QUICK_OTHERS) if quick else (_URGENT, _OTHERS)
+    return _spread(urgent, most) + _spread(others, rest)
+
+
+def measure_idle(
+    client: LoadClient, workload: Workload, label: str, quick: bool = False
+) -> list[Record]:
+    """Send `idle_sample` one by one. KV from the load is not reused."""
+
+    def extras(request: BenchRequest) -> Mapping[str, Any]:
+        # vLLM's prefix cache keeps requests with another salt apart.
+        return {**client.extras(request), "cache_salt": "idle"}
+
+    return replace(client, extras=extras).send_one_by_one(
+        idle_sample(workload.requests, quick), label
+    )
+
+
+def _spread(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
+    """At most `count` of the requests, evenly spaced, with the first and the last."""
+    if len(requests) <= count:
+        return list(requests)
+    last = len(requests) - 1
+    return [requests[round(place * last / (count - 1))] for place in range(count)]

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from vllm_semantic_sched.lab.bench.workload import (
     WorkloadConfig,
     make_workload,
 )
-from vllm_semantic_sched.lab.report.content import SERIES_COLORS, Page, Table, grouped_bars
 
 STOCK, OURS = "vLLM's balancing", "by urgency"
 HEADERS: Mapping[str, Mapping[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, OURS: {}}
@@ -33,12 +31,8 @@ HEADERS: Mapping[str, Mapping[str, str]] = {STOCK: {"X-Semsched-Placement": "vll
 
 @dataclass(frozen=True)
 class Burst:
-    """What clients saw in one round. Times in seconds.
-
-    Attributes:
-        ttft_mean, ttft_p90: of urgency 0.
-        latency: of the least urgent level, mean, from arrival to the last token.
-        failed: requests that were not answered in full.
+    """What clients saw in one round: time to first token of urgency 0, and mean latency of the
+    least urgent level, from arrival to the last token, in seconds; requests not answered in full.
     """
 
     ttft_mean: float
@@ -69,12 +63,9 @@ Rounds = Mapping[str, Sequence[Burst]]
 
 def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[BenchRequest]]:
     """The requests of each pair of rounds, which arrive at equal distances within `seconds`."""
-    bursts = []
-    for number in range(rounds):
-        requests = make_workload(replace(load, seed=load.seed + number)).requests
-        gap = seconds / load.requests
-        bursts.append([replace(one, arrival=place * gap) for place, one in enumerate(requests)])
-    return bursts
+    gap = seconds / load.requests
+    loads = (make_workload(replace(load, seed=load.seed + number)) for number in range(rounds))
+    return [[replace(one, arrival=one.index * gap) for one in each.requests] for each in loads]
 
 
 def compare_placements(
@@ -84,11 +75,8 @@ def compare_placements(
     bursts: Sequence[Sequence[BenchRequest]],
     progress: Progress,
 ) -> Rounds:
-    """Send each burst to one server with several engines, once with each of `HEADERS`.
-
-    Raises:
-        ServerError: the server does not start, or dies.
-    """
+    """Send each burst to one server with several engines, once with each of `HEADERS`. ServerFailed
+    if the server does not start, or ends."""
     folder = server.log.parent
     folder.mkdir(parents=True, exist_ok=True)
     config = scheduler.configure(server, folder)
@@ -139,23 +127,3 @@ def better_rounds(rounds: Rounds) -> int:
     """Pairs of rounds in which urgency 0 got its first tokens earlier by our placement."""
     pairs = zip(rounds[STOCK], rounds[OURS], strict=True)
     return sum(ours.ttft_mean < stock.ttft_mean for stock, ours in pairs)
-
-
-def rounds_page(rounds: Rounds, options: Mapping[str, Any]) -> Page:
-    """The HTML page of a comparison of placements."""
-    head = ("round", "engine chosen", "TTFT mean, s", "TTFT p90, s", f"level {LEVELS - 1}, s")
-    rows = [
-        (number + 1, name, one.ttft_mean, one.ttft_p90, one.latency)
-        for name, each in rounds.items()
-        for number, one in enumerate(each)
-    ]
-    sentence = "The same bursts, sent to one server whose engines vLLM or this package chooses."
-    kept = {key: value for key, value in options.items() if not callable(value)}
-    series = {name: [1e3 * one.ttft_mean for one in each] for name, each in rounds.items()}
-    groups = [str(number + 1) for number in range(len(rounds[OURS]))]
-    title, axis = "Urgency 0: mean time to first token, by round", "ms"
-    chart = grouped_bars(
-        title, axis, groups, series, dict(zip(series, SERIES_COLORS, strict=False))
-    )
-    table = Table("Rounds: urgency 0, and the latency of the least urgent", head, rows)
-    return Page("Comparison of placements", sentence, [chart, table], kept, environment())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.policy.order.precedence import FinishOrder
 
 MARGIN_LIMIT = 1e-4
 """If the two best log-probabilities differ by less, either token may win in fp32."""
@@ -36,30 +38,23 @@ class IdleModel:
 
 
 def fit_idle(records: Sequence[Record]) -> IdleModel:
-    """Fit requests that were sent one by one, by least squares.
-
-    Raises:
-        ValueError: fewer than four of them were answered.
-    """
+    """Fit requests that were sent one by one, by least squares. ValueError if fewer than four of
+    them were answered."""
     done = [record for record in records if record.ok]
     if len(done) < 4:
         raise ValueError(f"only {len(done)} of {len(records)} idle requests were answered")
     measured = np.array([_e2e(record) for record in done])
-    output = np.array([record.output_tokens for record in done], dtype=float)
-    prompt = np.array([record.prompt_tokens for record in done], dtype=float)
-    ones = np.ones_like(output)
+    design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
     # Noise can make a small coefficient negative: a term that would shorten the latency of longer
     # requests is dropped.
     coefficients = np.zeros(3)
-    for columns in ((0, 1, 2), (0, 2), (2,)):
-        design = np.stack([ones, prompt, output], axis=1)[:, columns]
-        solution = np.linalg.lstsq(design, measured, rcond=None)[0]
+    for columns in ([0, 1, 2], [0, 2], [2]):
+        solution = np.linalg.lstsq(design[:, columns], measured, rcond=None)[0]
         if (solution >= 0).all():
-            coefficients[list(columns)] = solution
+            coefficients[columns] = solution
             break
-    base, per_prompt, per_output = (float(value) for value in coefficients)
-    estimate = base + per_prompt * prompt + per_output * output
-    error = float(np.median(np.abs(estimate - measured) / measured))
+    error = float(np.median(np.abs(design @ coefficients - measured) / measured))
+    base, per_prompt, per_output = coefficients.tolist()
     return IdleModel(base, per_prompt, per_output, float(measured.min()), error)
 
 
@@ -77,8 +72,7 @@ class Summary:
     tail_count: int
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """A per-request metric; `value` returns None if it is undefined for a request."""
 
     key: str
@@ -116,11 +110,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
     Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
     Metric(
-        "normalized_waiting",
-        "norm. waiting",
-        "ms/tok",
-        1e3,
-        lambda record, idle: normalized_waiting(record),
+        "normalized_waiting", "norm. waiting", "ms/tok", 1e3, lambda r, _: normalized_waiting(r)
     ),
     Metric("slowdown", "slowdown", "x", 1, _slowdown),
 )
@@ -132,11 +122,7 @@ LevelValues = dict[str, dict[str, list[float]]]
 
 
 def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> Summary:
-    """Summarize values; NaN if there is none.
-
-    Args:
-        tail: the values of which to take p99, if not the same.
-    """
+    """Summarize values, with p99 of `tail` if it is given; NaN without values."""
     middle = np.array(list(values), dtype=float)
     rest = middle if tail is None else np.array(list(tail), dtype=float)
     if middle.size == 0:
@@ -146,11 +132,8 @@ def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> S
 
 
 def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
-    """Return the values of every metric. Only answered requests count.
-
-    Args:
-        idle: None leaves slowdown undefined.
-    """
+    """Return the values of every metric of the answered requests. Without `idle`, slowdown is
+    undefined."""
     done = [record for record in records if record.ok]
     groups: dict[str, list[Record]] = {"all": done}
     for record in done:
@@ -171,20 +154,30 @@ def failed(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if not record.ok]
 
 
+def finish_order_violations(records: Sequence[Record]) -> float:
+    """Return the share of the answered requests that were there when a less urgent one finished
+    (paper, eq. 2), by true urgency; NaN without any."""
+    done = sorted(
+        (record.finish, record.arrival, record.level)
+        for record in records
+        if record.ok
+        if record.finish is not None
+    )
+    order = FinishOrder(1 + max((level for *_, level in done), default=0))
+    outrun = [order.finish(level, arrival, finish) for finish, arrival, level in done]
+    return sum(outrun) / len(outrun) if outrun else math.nan
+
+
 def duration(records: Sequence[Record]) -> float:
     """Return the seconds from the first arrival to the last finish; 0 if nothing finished."""
     finishes = [record.finish for record in records if record.finish is not None]
-    if not finishes:
-        return 0.0
-    return max(finishes) - min(record.arrival for record in records)
+    return max(finishes) - min(record.arrival for record in records) if finishes else 0.0
 
 
 def latest_send(records: Iterable[Record]) -> float:
     """Return the largest delay between the arrival time of a request and its sending, in seconds.
-
     If it is large, this machine was too busy to keep the open loop and the figures cannot be
-    trusted.
-    """
+    trusted."""
     delays = (record.sent - record.arrival for record in records if record.sent is not None)
     return max(delays, default=0.0)
 
@@ -200,10 +193,8 @@ def throughput(runs: Iterable[Sequence[Record]]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """First position at which a greedy output differs from the reference's.
-
-    `margin` is the difference of the two best log-probabilities there, None while unknown.
-    """
+    """First position at which a greedy output differs from the reference's; `margin`: difference of
+    the two best log-probabilities there, None while unknown."""
 
     index: int
     position: int
@@ -229,10 +220,8 @@ def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Di
 
 
 def explain(difference: Difference, answer: Record, repeated: Record) -> Difference:
-    """Add the margin, taken from the same request sent again with log-probabilities.
-
-    It stays unknown if the repeated output differs from `answer` before the position in question.
-    """
+    """Add the margin, taken from the same request sent again with log-probabilities. It stays
+    unknown if the repeated output differs from `answer` before the position in question."""
     position = difference.position
     same = repeated.token_ids[:position] == answer.token_ids[:position]
     if not same or position >= len(repeated.margins):

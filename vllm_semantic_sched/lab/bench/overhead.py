@@ -26,6 +26,10 @@ URGENT_PARTS = ("preempts", "beside")
 """What is timed around an urgent request: the `schedule()` that preempts for it, and the next one,
 in which others run beside it."""
 
+ARRIVALS = 2  # new requests per step
+
+_FINISH_EVERY = 8  # steps per finished request
+_TENANTS = 100  # they send in turn
 _WARM_UP_STEPS = 20
 _PROMPT_TOKENS = 32
 _OUTPUT_TOKENS = 4064
@@ -35,33 +39,20 @@ StepTimes = dict[str, dict[str, float]]
 
 
 class Case(NamedTuple):
-    """What is measured.
-
-    Attributes:
-        policy: of SemanticScheduler, by name or path; None for vLLM's own scheduler.
-        text: arrivals have no hint and are read; a stub answers in place of the predictor, which
-            runs in a process of its own.
-    """
+    """What is measured: a policy of SemanticScheduler by name or path (None: vLLM's own scheduler).
+    With `text`, arrivals have no hint and are read; a stub answers in place of the predictor, which
+    runs in a process of its own."""
 
     policy: str | None
     text: bool = False
 
 
 class SaturatedScheduler:
-    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat.
+    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat;
+    RuntimeError if it does not run exactly these. By default the running ones have the most urgent
+    `level`, so that no waiting request can take a seat."""
 
-    Args:
-        tenants: number of tenants, which send in turn.
-        level: of the running requests. By default the most urgent one, so that no waiting request
-            can take a seat.
-
-    Raises:
-        RuntimeError: the scheduler does not run exactly `running` requests.
-    """
-
-    def __init__(
-        self, case: Case, running: int, waiting: int, tenants: int = 1, level: int = 0
-    ) -> None:
+    def __init__(self, case: Case, running: int, waiting: int, level: int = 0) -> None:
         # Imports vLLM: the schedulers are built when they are needed, not when the command starts.
         from vllm_semantic_sched import SemanticScheduler
         from vllm_semantic_sched.lab.bench import standalone
@@ -69,7 +60,6 @@ class SaturatedScheduler:
         self._standalone = standalone
         self._random = random.Random(0)
         self._count = 0
-        self._tenants = tenants
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
@@ -107,7 +97,7 @@ class SaturatedScheduler:
             prompt_tokens=_PROMPT_TOKENS,
             output_tokens=_OUTPUT_TOKENS,
             urgency=level,
-            tenant=f"tenant {self._count % self._tenants}",
+            tenant=f"tenant {self._count % _TENANTS}",
         )
 
     def prepare(self, request: Any) -> None:
@@ -136,27 +126,15 @@ def measure(
     cases: Mapping[str, Case],
     sizes: Sequence[int],
     running: int,
-    tenants: int,
     steps: int,
-    arrivals: int,
-    finish_every: int,
     progress: Progress,
 ) -> dict[tuple[str, int], StepTimes]:
-    """Time the parts of a step by case and number of waiting requests.
-
-    Args:
-        cases: by name.
-        sizes: numbers of waiting requests.
-        running, tenants: numbers of decoding requests and of tenants.
-        steps: timed steps.
-        arrivals: new requests per step.
-        finish_every: steps per finished request.
-    """
+    """Time the parts of so many steps by case and number of waiting requests (`sizes`)."""
     loaded: dict[tuple[str, int], SaturatedScheduler] = {}
     with progress.bar("filling the queues", len(sizes) * len(cases)) as advance:
         for size in sizes:
             for name, case in cases.items():
-                loaded[name, size] = SaturatedScheduler(case, running, size, tenants)
+                loaded[name, size] = SaturatedScheduler(case, running, size)
                 advance()
     seconds: dict[tuple[str, int], dict[str, list[float]]] = {
         case: {part: [] for part in PARTS} for case in loaded
@@ -168,7 +146,7 @@ def measure(
         with progress.bar("stepping", steps + _WARM_UP_STEPS) as advance:
             for step in range(steps + _WARM_UP_STEPS):
                 for key, scheduler in loaded.items():
-                    for part, value in _time_step(scheduler, arrivals, step % finish_every == 0):
+                    for part, value in _time_step(scheduler, step % _FINISH_EVERY == 0):
                         if step >= _WARM_UP_STEPS:
                             seconds[key][part].append(value)
                 advance()
@@ -182,12 +160,8 @@ def measure(
 
 
 def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> StepTimes:
-    """Time the steps around urgent requests that preempt running ones; see `URGENT_PARTS`.
-
-    Args:
-        running: decoding requests, of level 1.
-        rounds: urgent requests, one after the other.
-    """
+    """Time the steps around urgent requests (`rounds`, one after the other) that preempt running
+    ones of level 1; see `URGENT_PARTS`."""
     loaded = SaturatedScheduler(Case(policy), running, waiting, level=1)
     seconds: dict[str, list[float]] = {part: [] for part in URGENT_PARTS}
     for _ in range(rounds):
@@ -204,18 +178,13 @@ def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> Step
     return {part: _percentiles(values) for part, values in seconds.items()}
 
 
-def _time_step(
-    loaded: SaturatedScheduler, arrivals: int, finish: bool
-) -> Iterator[tuple[str, float]]:
-    requests = [loaded.new_request() for _ in range(arrivals)]
-    start = time.thread_time()
-    for request in requests:
-        loaded.prepare(request)
-    yield "prepare", (time.thread_time() - start) / max(1, arrivals)
-    start = time.thread_time()
-    for request in requests:
-        loaded.scheduler.add_request(request)
-    yield "arrival", (time.thread_time() - start) / max(1, arrivals)
+def _time_step(loaded: SaturatedScheduler, finish: bool) -> Iterator[tuple[str, float]]:
+    requests = [loaded.new_request() for _ in range(ARRIVALS)]
+    for part, act in (("prepare", loaded.prepare), ("arrival", loaded.scheduler.add_request)):
+        start = time.thread_time()
+        for request in requests:
+            act(request)
+        yield part, (time.thread_time() - start) / ARRIVALS
     start = time.thread_time()
     output = loaded.scheduler.schedule()
     yield "schedule", time.thread_time() - start

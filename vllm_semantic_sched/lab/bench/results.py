@@ -11,7 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import Summary, failed, latest_send
+from vllm_semantic_sched.lab.bench.metrics import (
+    Summary,
+    failed,
+    finish_order_violations,
+    latest_send,
+)
 from vllm_semantic_sched.lab.bench.rounds import MAX_STEAL, MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import Workload
@@ -19,26 +24,11 @@ from vllm_semantic_sched.lab.profiling.live_engine import processor
 from vllm_semantic_sched.lab.report.content import installed_versions
 
 
-@dataclass(frozen=True)
-class DecodeStep:
-    """Seconds of a decode step on the idle engine, alone and with `seats` requests."""
-
-    seats: int
-    alone: float
-    full: float
-
-    @property
-    def ratio(self) -> float:
-        """step(seats) / step(1)."""
-        return self.full / self.alone if self.alone else math.nan
-
-
 @dataclass
 class Comparison:
     """A whole run: by mix, then by scheduler, in the order of the first round."""
 
     options: Mapping[str, object]
-    decode_step: DecodeStep | None = None
     mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
 
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
@@ -70,7 +60,6 @@ class Comparison:
             "environment": environment(),
             "options": dict(self.options),
             "max_steal": MAX_STEAL,
-            "decode_step": self.decode_step and asdict(self.decode_step),
             "mixes": {
                 mix: {name: _mix_document(row) for name, row in rows.items()}
                 for mix, rows in self.mixes.items()
@@ -101,11 +90,21 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "best_round": row.best.name,
         "tokens_per_second": row.tokens_per_second,
         "overload": row.overload,
+        "finish_order_violations": finish_order_violations(row.records),
         "differences": len(row.differences),
         "counted_differences": len(row.counted_differences),
         "levels": _levels_document(row.levels),
         "idle_levels": _levels_document(row.idle_levels),
-        "misread": [_misread_document(record, row.workload) for record in row.misread],
+        "misread": [
+            {
+                "index": record.index,
+                "text": row.workload.requests[record.index].text,
+                "level": record.level,
+                "read_level": record.read_level,
+                "ttft": record.ttft,
+            }
+            for record in row.misread
+        ],
         "rounds": [_round_document(done, row) for done in row.rounds],
     }
 
@@ -114,16 +113,6 @@ def _levels_document(levels: Mapping[str, Mapping[str, Summary]]) -> dict[str, o
     return {
         level: {key: asdict(summary) for key, summary in metrics.items()}
         for level, metrics in levels.items()
-    }
-
-
-def _misread_document(record: Record, workload: Workload) -> dict[str, object]:
-    return {
-        "index": record.index,
-        "text": workload.requests[record.index].text,
-        "level": record.level,
-        "read_level": record.read_level,
-        "ttft": record.ttft,
     }
 
 
@@ -153,7 +142,7 @@ def _round_document(done: Round, row: MixResult) -> dict[str, object]:
 
 def _record_document(record: Record) -> dict[str, object]:
     document = asdict(record)
-    del document["token_ids"], document["margins"]
+    del document["token_ids"], document["margins"], document["answer"]
     return {**document, "token_hash": record.token_hash}
 
 

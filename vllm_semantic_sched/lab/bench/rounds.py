@@ -109,9 +109,8 @@ class Round:
         """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
         alone = {r.index: normalized_waiting(r) for r in self.idle if r.ok and r.level == 0}
         loaded = [normalized_waiting(r) for r in self.records if r.ok and r.index in alone]
-        if len(loaded) < len(alone) or not alone:
-            return math.nan
-        return sum(loaded) / sum(alone.values())
+        complete = alone and len(loaded) == len(alone)
+        return sum(loaded) / sum(alone.values()) if complete else math.nan
 
     def _per_1000(self, amount: float) -> float:
         return 1000 * amount / self.output_tokens if amount and self.output_tokens else math.nan
@@ -119,11 +118,8 @@ class Round:
 
 @dataclass
 class MixResult:
-    """One scheduler under one mix of levels.
-
-    Every figure is of the `best` round, except p99, which needs more requests than a round has:
-    it is over all `counted` rounds.
-    """
+    """One scheduler under one mix of levels. Every figure is of the `best` round, except p99, which
+    needs more requests than a round has: it is over all `counted` rounds."""
 
     scheduler: SchedulerSpec
     workload: Workload
@@ -199,26 +195,17 @@ class MixResult:
     @property
     def misread(self) -> list[Record]:
         """Urgency 0, counted rounds: requests that were read as less urgent."""
-        return [
-            record
-            for done in self.counted
-            for record in done.records
-            if record.level == 0 and record.read_level
-        ]
+        records = (record for done in self.counted for record in done.records)
+        return [record for record in records if record.level == 0 and record.read_level]
 
     def p99_ttft(self, without: Sequence[Record] = ()) -> float:
-        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds.
-
-        Args:
-            without: requests to leave out, in every round.
-        """
-        indexes = {record.index for record in without}
+        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds, without some requests."""
+        left_out = {record.index for record in without}
+        records = (record for done in self.counted for record in done.records)
         return summarize(
-            record.ttft
-            for done in self.counted
-            for record in done.records
-            if record.ok and record.level == 0 and record.index not in indexes
-            if record.ttft is not None
+            r.ttft
+            for r in records
+            if r.ok and r.level == 0 and r.index not in left_out and r.ttft is not None
         ).p99
 
     def mean_waiting(self, levels: Sequence[int]) -> float:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY, SWAP_CONNECTOR
-from vllm_semantic_sched.lab.bench.readings import write_logging_policy
 from vllm_semantic_sched.lab.bench.server import ServerConfig
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.facts.files import read_config
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
@@ -30,15 +33,9 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """One row of the comparison.
-
-    Attributes:
-        name: shown in tables; `kind@POLICY` if the policy is not the run's default.
-        kind: one of `NAMES`.
-        policy, profile: of the semantic schedulers; the engine profile only if it differs from
-            the policy's.
-        extra_args: further arguments of `vllm serve`.
-    """
+    """One row of the comparison: its name in tables (`kind@POLICY` if the policy is not the run's
+    default), one of `NAMES`, the policy of a semantic scheduler, further arguments of `vllm serve`,
+    and the engine profile if it differs from the policy's."""
 
     name: str
     kind: str
@@ -76,13 +73,9 @@ class SchedulerSpec:
         return args + self.extra_args
 
     def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
-        """Return `server` with this scheduler, and a log in `folder`.
-
-        A scheduler that reads texts gets a copy of its policy with an event log, `events_file`.
-
-        Args:
-            start: tells apart the starts of this scheduler.
-        """
+        """Return `server` with this scheduler, and a log in `folder`; `start` tells apart its
+        starts. A scheduler that reads texts gets a copy of its policy with an event log,
+        `events_file`."""
         log = folder / f"server-{self._file_name(start)}.log"
         spec = self
         if self.reads_text:
@@ -120,17 +113,15 @@ class SchedulerSpec:
 
 
 def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:
-    """Group the schedulers that one server can stand in for.
-
-    vLLM's priority policy takes requests of equal priority in order of arrival, as FCFS does. The
-    semantic schedulers of one policy differ only in what the requests tell them.
-    """
+    """Group the schedulers that one server can stand in for. vLLM's priority policy takes requests
+    of equal priority in order of arrival, as FCFS does. The semantic schedulers of one policy
+    differ only in what the requests tell them."""
     groups: dict[object, list[SchedulerSpec]] = {}
     for spec in specs:
         semantic = spec.kind.startswith("semantic")
         key = (spec.policy, spec.profile, spec.extra_args) if semantic else None
         groups.setdefault(key, []).append(spec)
-    return [tuple(group) for group in groups.values()]
+    return list(map(tuple, groups.values()))
 
 
 def swap_arguments(host_gib: float) -> tuple[str, ...]:
@@ -142,15 +133,9 @@ def swap_arguments(host_gib: float) -> tuple[str, ...]:
 def parse_schedulers(
     names: str, default_policy: str | None, profile: str | None = None, host_gib: float = 0.0
 ) -> list[SchedulerSpec]:
-    """Parse a list like `fcfs,semantic,semantic@sjf`.
-
-    Args:
-        profile: engine profile of the semantic ones, if it is not their policy's.
-        host_gib: host memory for KV of preempted requests; 0: none is kept.
-
-    Raises:
-        ValueError: a name is unknown or repeated, or a stock scheduler is given a policy.
-    """
+    """Parse a list like `fcfs,semantic,semantic@sjf`; profile and host memory for KV (0: none) are
+    those of the semantic ones. ValueError if a name is unknown or repeated, or a stock scheduler is
+    given a policy."""
     specs: list[SchedulerSpec] = []
     extra = swap_arguments(host_gib) if host_gib else ()
     for name in (part.strip() for part in names.split(",")):
@@ -163,3 +148,37 @@ def parse_schedulers(
             raise ValueError(f"scheduler {name!r} is listed twice")
         specs.append(SchedulerSpec(name, kind, policy or default_policy, extra, profile))
     return specs
+
+
+# What was read from the texts
+
+
+def write_logging_policy(policy: str, path: Path, log: Path) -> None:
+    """Write a copy of a policy to `path` whose event log is `log`, which is emptied. PolicyError if
+    the policy does not exist or is invalid."""
+    data, source = read_config(policy, kind="policy")
+    data = data or {}
+    data = {**data, "events": {**data.get("events", {}), "path": str(log.resolve())}}
+    parse_policy(data, source)
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    log.unlink(missing_ok=True)
+
+
+def read_levels(log: Path) -> Mapping[str, int]:
+    """Return the level of each request that the predictor gave a level, by the client's request id.
+    The last one counts, as a later reading may correct an earlier one."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return {
+        client_id(event["request"]): event["level"]
+        for event in map(json.loads, lines)
+        # Lines about the log and the engine are of no request.
+        if event.get("level_from") in ("prediction", "second_look")
+    }
+
+
+def client_id(engine_id: str) -> str:
+    """The id that the client gave, without what vLLM adds to it: `chatcmpl-ID-12345678` of a chat,
+    `cmpl-ID-0-12345678` of a completion, which also has the number of its prompt."""
+    if engine_id.startswith("chatcmpl-"):
+        return engine_id.removeprefix("chatcmpl-").rsplit("-", 1)[0]
+    return engine_id.removeprefix("cmpl-").rsplit("-", 2)[0]

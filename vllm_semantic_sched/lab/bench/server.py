@@ -101,11 +101,8 @@ def has_gpu() -> bool:
 
 
 def set_priority(process: int, nice: int) -> None:
-    """Set the priority of a process and of the processes it starts from now on.
-
-    Raises:
-        PermissionError: a priority below 0 needs root.
-    """
+    """Set the priority of a process and of the processes it starts from now on. PermissionError: a
+    priority below 0 needs root."""
     os.setpriority(os.PRIO_PROCESS, process, nice)
     # Where Linux groups processes by session, nice counts within a session only, and the
     # session's own weight is what other programs compete with.
@@ -116,21 +113,16 @@ def set_priority(process: int, nice: int) -> None:
 
 
 def prefer_client(server_nice: int) -> None:
-    """Give this process a higher priority than the servers it will start, if that is allowed.
-
-    A client without enough CPU time sends late and reads late; `latest send` in the report shows
-    by how much.
-    """
+    """Give this process a higher priority than the servers it will start, if that is allowed. A
+    client without enough CPU time sends late and reads late; `latest send` in the report shows by
+    how much."""
     with contextlib.suppress(PermissionError):
         set_priority(os.getpid(), max(-20, server_nice - 10))
 
 
 class VllmServer:
     """A running server; `with VllmServer(config) as server:` starts and always stops it.
-
-    Raises:
-        ServerFailed: on entry, if the server ends or is not healthy in time.
-    """
+    ServerFailed on entry, if the server ends or is not healthy in time."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -224,16 +216,13 @@ class VllmServer:
         while time.monotonic() < deadline:
             self.check()
             try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    pass
-                # 503 until the predictor has loaded its model; vLLM alone has no such path.
-                with urllib.request.urlopen(self.url + "/semsched/ready", timeout=2):
+                # The second is 503 until the predictor has its model; vLLM alone has no such path.
+                for path in ("/health", "/semsched/ready"):
+                    urllib.request.urlopen(self.url + path, timeout=2).close()
+                return
+            except OSError as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code != 503:
                     return
-            except urllib.error.HTTPError as error:
-                if error.code != 503:
-                    return
-                time.sleep(0.25)
-            except (urllib.error.URLError, OSError):
                 time.sleep(0.25)
         raise ServerFailed(
             f"the server was not healthy after {self.config.start_seconds:.0f} s\n{self.log_tail()}"
@@ -248,10 +237,8 @@ def process_title(command: list[str]) -> str:
 
 
 def _is_float32(model: Path) -> bool:
-    config_file = model / "config.json"
-    if not config_file.is_file():
-        return False  # a hub id: leave the choice to vLLM
-    config = json.loads(config_file.read_text())
+    file = model / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}  # a hub id: vLLM chooses
     return "float32" in (config.get("dtype"), config.get("torch_dtype"))
 
 

@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
+from vllm_semantic_sched.predict.second_look import SecondLooks
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,11 +75,8 @@ def build_scheduler(
     sliding_window: int | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
-    """Build a scheduler the way vLLM's engine core does.
-
-    Args:
-        semantic_sched: the value of this key in `--additional-config`.
-        sliding_window: tokens of attention of a second kind of layers, if there are any.
+    """Build a scheduler the way vLLM's engine core does; `semantic_sched` is the value of this key
+    in `--additional-config`, `sliding_window` the tokens of attention of a second kind of layers.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
@@ -121,8 +119,9 @@ def make_request(
     urgency: Any = None,
     priority: int = 0,
     tenant: str | None = None,
+    **fields: Any,
 ) -> Request:
-    """Make a request that ends after exactly `output_tokens`."""
+    """Make a request that ends after exactly `output_tokens`; `fields` are of vLLM's request."""
     extra_args = {"urgency": urgency, "tenant": tenant}
     extra_args = {key: value for key, value in extra_args.items() if value is not None}
     params = SamplingParams(
@@ -134,6 +133,7 @@ def make_request(
         sampling_params=params,
         pooling_params=None,
         priority=priority,
+        **fields,
     )
 
 
@@ -162,6 +162,7 @@ class StubReader:
 
     def __init__(self) -> None:
         self._submitted: list[str] = []
+        self.second_looks = SecondLooks()
 
     def submit(self, request_id: str, *args: Any, **kwargs: Any) -> bool:
         """Take a prompt."""

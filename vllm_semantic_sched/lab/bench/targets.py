@@ -57,11 +57,7 @@ def missed(targets: Iterable[Target]) -> list[str]:
 
 
 def check_targets(results: Mapping[str, Rows]) -> list[Target]:
-    """Return every target whose mix and schedulers were run.
-
-    Args:
-        results: by mix, then by scheduler.
-    """
+    """Return every target whose mix and schedulers were run; `results` are by mix."""
     targets: list[Target] = []
     for mix, rows in results.items():
         targets += _conditions(mix, rows)

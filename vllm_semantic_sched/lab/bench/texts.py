@@ -46,18 +46,14 @@ def tables() -> dict[str, Any]:
 
 
 def write_message(level: int, rng: np.random.Generator) -> str:
-    """Write a message whose true urgency is `level`.
-
-    Slots, openings and small changes of spelling vary the texts, so that two requests rarely have
-    the same one.
-
-    Raises:
-        ValueError: `level` is not 0 to 4.
-    """
+    """Write a message whose true urgency is `level`, 0 to 4. Slots, openings and small changes of
+    spelling vary the texts, so that two requests rarely have the same one."""
     by_level = tables()["messages"]
     if not 0 <= level < len(by_level):
         raise ValueError(f"urgency level must be 0 to {len(by_level) - 1}, got {level}")
-    text = _fill_slots(_choose(by_level[level], rng), rng)
+    template = _choose(by_level[level], rng)
+    slots = {name: _choose(words, rng) for name, words in tables()["slots"].items()}
+    text = template.format(age=int(rng.integers(19, 88)), **slots)
     text = text[0].upper() + text[1:] if rng.random() < 0.7 else text
     opening = _choose(tables()["openings"], rng)
     if text[-1] not in "?!.":
@@ -71,10 +67,8 @@ def write_message(level: int, rng: np.random.Generator) -> str:
 
 
 def write_context(rng: np.random.Generator) -> str:
-    """Write about 1,000 tokens of a neutral call log, different every time.
-
-    It says nothing about urgency or the length of the answer, and shares no prefix with another.
-    """
+    """Write about 1,000 tokens of a neutral call log, different every time. It says nothing about
+    urgency or the length of the answer, and shares no prefix with another."""
     lines = (
         f"Line {int(rng.integers(10, 100))}: call {int(rng.integers(1000, 10000))} forwarded "
         f"to desk {int(rng.integers(1, 30))}."
@@ -84,14 +78,8 @@ def write_context(rng: np.random.Generator) -> str:
 
 
 def question_source(root: Path | None) -> tuple[QuestionSource, str]:
-    """Return the best available source of questions and a sentence that describes it.
-
-    Args:
-        root: the data folder (`vllm_semantic_sched.sim.datasets.data_root`), or None.
-
-    Raises:
-        DataNotFound: the folder lacks a required file.
-    """
+    """Return the best available source of questions, the data folder `root` or the built-in ones,
+    and a sentence that describes it. DataNotFound if the folder lacks a required file."""
     if root is None:
         return _draw_builtin, "built-in questions, a range of lengths each (no data folder found)"
     # Half of each at every level: urgency and output length are independent, as in the paper. If
@@ -120,11 +108,6 @@ def _held_out(pairs: Iterable[TextLength]) -> list[TextLength]:
         for pair in pairs
         if pair.split == "test" and len(pair.text) <= _MAX_QUESTION_CHARACTERS
     ]
-
-
-def _fill_slots(template: str, rng: np.random.Generator) -> str:
-    values = {name: _choose(words, rng) for name, words in tables()["slots"].items()}
-    return template.format(age=int(rng.integers(19, 88)), **values)
 
 
 def _choose(options: Sequence[_Choice], rng: np.random.Generator) -> _Choice:

@@ -10,6 +10,7 @@ the splitting rules of the Qwen vocabulary for any Qwen model directory, whateve
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -62,32 +63,31 @@ SIZES = {
 
 
 def make_model(directory: Path, config: TinyModelConfig | None = None) -> bool:
-    """Write the model and its tokenizer into `directory`.
-
-    Returns:
-        True if it was written, False if the same model was there already.
-
-    Raises:
-        FileNotFoundError: `mistral_common` lacks the expected tokenizer file.
-    """
+    """Write the model and its tokenizer into `directory`; False if the same model was there
+    already. FileNotFoundError if `mistral_common` lacks the expected tokenizer file."""
     config = config or TinyModelConfig()
-    stamp = directory / _STAMP
     wanted = json.dumps(asdict(config), sort_keys=True)
+    return write_once(directory, wanted, lambda: _write(directory, config))
+
+
+def write_once(directory: Path, wanted: str, write: Callable[[], None]) -> bool:
+    """Write a folder unless its stamp says that it is what is wanted."""
+    stamp = directory / _STAMP
     if stamp.is_file() and stamp.read_text() == wanted:
         return False
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory)
-    _write_weights(directory, config)
-    # Written last: a run that was interrupted leaves no stamp and starts over.
+    write()
+    # Last: a run that was interrupted leaves no stamp and starts over.
     stamp.write_text(wanted)
     return True
 
 
-def _write_weights(directory: Path, config: TinyModelConfig) -> None:
+def _write(directory: Path, config: TinyModelConfig) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -159,11 +159,8 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _merges(pieces: object, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merge list that is equivalent to a SentencePiece BPE vocabulary.
-
-    SentencePiece stores scores instead of merges: the piece with the best score is merged first,
-    from any two known halves.
-    """
+    """The merge list that is equivalent to a SentencePiece BPE vocabulary, which stores scores
+    instead: the piece with the best score is merged first, from any two known halves."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, index in vocab.items():
         if pieces.is_control(index) or pieces.is_byte(index) or len(piece) < 2:  # type: ignore[attr-defined]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_semantic_sched.lab.bench.server import VllmServer
 
@@ -14,16 +15,12 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 STEPS = "vllm:iteration_tokens_total_count"
 """Engine steps that gave at least one token: vLLM observes this histogram once for each."""
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.eE\d]+)$")
-
 
 @dataclass(frozen=True)
 class Usage:
-    """Counters at one moment, or their growth between two; CPU times are in seconds.
-
-    `ours` is by process. `busy` is what all processes of the machine used of `total`, and `stolen`
-    what the hypervisor gave to other machines while this one had work to do.
-    """
+    """Counters at one moment, or their growth between two; CPU times are in seconds: `ours` by
+    process, `busy` what all processes of the machine used of `total`, and `stolen` what the
+    hypervisor gave to other machines while this one had work to do."""
 
     counters: Mapping[str, float]
     ours: Mapping[str, float]
@@ -77,17 +74,14 @@ class Usage:
 def read_counters(metrics: str) -> dict[str, float]:
     """Parse vLLM's preemptions and steps and the scheduler's counters from /metrics, summed over
     labels."""
-    values: dict[str, float] = {}
-    for line in metrics.splitlines():
-        match = _SAMPLE.match(line)
-        if not match:
-            continue
-        name = match[1]
-        # A gauge has no meaningful difference.
-        ours = name.startswith("semsched:") and name.endswith("_total")
-        if ours or name in (PREEMPTIONS, STEPS):
-            values[name] = values.get(name, 0.0) + float(match[2])
-    return values
+    values: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            # A gauge has no meaningful difference.
+            ours = sample.name.startswith("semsched:") and sample.name.endswith("_total")
+            if ours or sample.name in (PREEMPTIONS, STEPS):
+                values[sample.name] += sample.value
+    return dict(values)
 
 
 def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -37,6 +37,9 @@ MIXES: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 """Share of each urgency level, most urgent first."""
 
+PLACES = ("alone", "before", "inside")
+"""Where the message of a known urgency may stand in a prompt."""
+
 ANSWER_FIELD = "bench_answer"
 """Key in `vllm_xargs` under which `bench.answer_length` finds the length of an answer."""
 
@@ -46,7 +49,8 @@ class WorkloadConfig:
     """What to draw. Times in seconds, lengths in tokens.
 
     `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
-    tokens between message and question. With `natural` the model ends its answers itself.
+    tokens between message and question. With `natural` the model ends its answers itself. `place`
+    is that of the message: `alone`, `before` a question, or `inside`, between two questions.
     """
 
     requests: int = 600
@@ -58,16 +62,14 @@ class WorkloadConfig:
     max_output_tokens: int = 384
     long_prompts: float = 0.0
     natural: bool = False
+    place: str = "before"
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request: what is sent, when, and what only the benchmark knows.
-
-    `arrival` is in seconds after the start. `level` is the true urgency and `output_tokens` the
-    true output length; the server learns neither, except where a scheduler is given the level on
-    purpose.
-    """
+    """One request: what is sent, when (`arrival`, seconds after the start), and what only the
+    benchmark knows. The server learns neither the true urgency (`level`) nor the true output
+    length, except where a scheduler is given them on purpose."""
 
     index: int
     arrival: float
@@ -102,10 +104,7 @@ class Workload:
 
 def parse_mix(mix: str) -> tuple[float, ...]:
     """Return the shares of the levels: a name in `MIXES`, or five weights separated by colons.
-
-    Raises:
-        ValueError: neither a known name nor five non-negative numbers with a positive sum.
-    """
+    ValueError if it is neither, or the weights have no positive sum."""
     if mix in MIXES:
         return MIXES[mix]
     try:
@@ -120,19 +119,15 @@ def parse_mix(mix: str) -> tuple[float, ...]:
 
 
 def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) -> Workload:
-    """Draw a workload; the same configuration gives the same workload.
-
-    Args:
-        source: where questions and their answer lengths come from; by default the data folder, or
-            the built-in questions if there is none.
-
-    Raises:
-        ValueError: the mix is unknown, or a size is not positive.
-    """
+    """Draw a workload; the same configuration gives the same workload. Questions come from
+    `source`, by default from the data folder, or the built-in ones if there is none. ValueError if
+    the mix is unknown, or a size is not positive."""
     import numpy as np
 
     if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
         raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
+    if config.place not in PLACES:
+        raise ValueError(f"place must be one of {', '.join(PLACES)}, got {config.place!r}")
     if not 0 <= config.long_prompts <= 1:
         raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
     # The mix is part of the seed: two mixes sent to one server must not share prompts, or the
@@ -150,8 +145,12 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
         question = source(rng)
         parts = [write_message(level, rng), question.text]
+        if config.place == "alone":
+            parts.pop()
+        elif config.place == "inside":
+            parts.insert(0, source(rng).text)
         if level > 0 and context_rng.random() < config.long_prompts:
-            parts.insert(1, write_context(context_rng))
+            parts.insert(-1, write_context(context_rng))
         text = " ".join(parts)
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
@@ -160,11 +159,9 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
 
 
 def _draw_levels(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
-    """Levels in random order whose counts match the shares as closely as whole numbers can.
-
-    If each level were drawn on its own, the count of a rare level, and with it its p99, would
-    vary with the seed.
-    """
+    """Levels in random order whose counts match the shares as closely as whole numbers can. If each
+    level were drawn on its own, the count of a rare level, and with it its p99, would vary with the
+    seed."""
     import numpy as np
 
     edges = np.rint(np.cumsum(shares) * count).astype(int)

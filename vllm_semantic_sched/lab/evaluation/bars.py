@@ -19,15 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import Field
 
-_SIDES = ("at_least", "at_most")
-
-Bars = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""By test set, `at_least` or `at_most`, and figure."""
+from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
 
 
-def read_bars(path: Path) -> Bars:
-    """Read a file of bars.
+class SetBars(Section):
+    """Bars for one test set, by figure."""
+
+    at_least: dict[str, float] = Field({}, description="Least values.")
+    at_most: dict[str, float] = Field({}, description="Greatest values.")
+
+
+def read_bars(path: Path) -> dict[str, SetBars]:
+    """Read a file of bars, by test set.
 
     Raises:
         ValueError: it is not as described above; names the place and what is valid.
@@ -36,17 +41,12 @@ def read_bars(path: Path) -> Bars:
         bars = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {error}") from error
-    for name, sides in _entries(bars, f"{path}", "test sets"):
-        for side, figures in _entries(sides, f"{path}, {name}", " or ".join(_SIDES)):
-            if side not in _SIDES:
-                raise ValueError(f"{path}, {name}: {side!r} is not {' or '.join(_SIDES)}")
-            for figure, bar in _entries(figures, f"{path}, {name}.{side}", "figures"):
-                if isinstance(bar, bool) or not isinstance(bar, int | float):
-                    raise ValueError(f"{path}, {name}.{side}.{figure}: {bar!r} is not a number")
-    return bars  # type: ignore[no-any-return]  # checked above
+    if not isinstance(bars, dict):
+        raise PolicyError(f"{path}: expected a mapping of test sets, got {bars!r}")
+    return {name: parse_section(SetBars, sides, f"{path}, {name}") for name, sides in bars.items()}
 
 
-def bars_missed(bars: Bars, reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def bars_missed(bars: Mapping[str, SetBars], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One line for each figure that misses its bar.
 
     Raises:
@@ -56,7 +56,7 @@ def bars_missed(bars: Bars, reports: Mapping[str, Mapping[str, Any]]) -> list[st
     for name, sides in bars.items():
         if name not in reports:
             raise ValueError(f"bars for {name}, which is not measured; measured: {[*reports]}")
-        for side, figures in sides.items():
+        for side, figures in sides:
             for figure, bar in figures.items():
                 found = list(_found(reports[name], figure))
                 if all(value is None for _, value in found):
@@ -92,9 +92,3 @@ def _items(report: Any) -> Iterator[tuple[str, Any]]:
         yield from report.items()
     elif isinstance(report, list):
         yield from ((str(at), value) for at, value in enumerate(report))
-
-
-def _entries(node: Any, where: str, wanted: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, Mapping) or not node:
-        raise ValueError(f"{where}: a mapping of {wanted} is needed, not {node!r}")
-    yield from node.items()

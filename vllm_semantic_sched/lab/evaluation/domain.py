@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 WORD = re.compile(r"\{([^{}]*)\}")
@@ -130,16 +130,6 @@ def parse_domain(data: Any, source: str = "domain") -> Domain:
     Raises:
         PolicyError: with one line per problem.
     """
-    # Each level by itself first, so that a wrong key in one is named with the valid keys.
-    if isinstance(data, dict) and isinstance(data.get("levels"), list):
-        problems = []
-        for place, level in enumerate(data["levels"]):
-            try:
-                parse_section(Level, level, f"{source}: levels.{place}")
-            except PolicyError as error:
-                problems.append(str(error))
-        if problems:
-            raise PolicyError("\n".join(problems))
     return parse_section(Domain, data, source)
 
 

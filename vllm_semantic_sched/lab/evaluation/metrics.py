@@ -138,8 +138,8 @@ def group_figures(
 
     `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right.
     `recall_of_0` is the share of texts of level 0 decided at 0, `missed_of_0` the share decided at
-    4, `false_alarms` the share of texts of levels 3 and 4 decided at 0 or 1; None where a group has
-    no such text.
+    4, `urgent_recall` the share of texts of levels 0 and 1 decided at 0 or 1, `false_alarms` that
+    of levels 3 and 4; None where a group has no such text.
     """
     figures = {}
     for group in dict.fromkeys(groups):
@@ -149,6 +149,7 @@ def group_figures(
             if one == group
         ]
         worst = [level for true, level in pairs if true == 0]
+        urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
         calm = [level for true, level in pairs if true >= _LEVEL_OF_NO_HURRY]
         figures[group] = {
             "n": len(pairs),
@@ -157,7 +158,8 @@ def group_figures(
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
             "recall_of_0": mean([level == 0 for level in worst]),
             "missed_of_0": mean([level == 4 for level in worst]),
-            "false_alarms": mean([level <= 1 for level in calm]),
+            "urgent_recall": mean([level <= LAST_URGENT_LEVEL for level in urgent]),
+            "false_alarms": mean([level <= LAST_URGENT_LEVEL for level in calm]),
         }
     return figures
 

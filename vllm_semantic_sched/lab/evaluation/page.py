@@ -1,4 +1,4 @@
-"""The HTML pages of evaluation reports."""
+"""The pages of evaluation reports."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,14 +40,9 @@ class Point:
     predicted_swap: float
 
     def chooses_well(self, profile: EngineProfile, slowdown: float = 1.0) -> bool:
-        """Whether the policy's choice between recompute and swap is good (`GOOD_CHOICE`).
-
-        Compares the times until the next token. A prefill yields that token at once, a load
-        needs one more step.
-
-        Args:
-            slowdown: factor on the time of copies.
-        """
+        """Whether the policy's choice between recompute and swap is good (`GOOD_CHOICE`), by the
+        times until the next token, with copies `slowdown` times as slow. A prefill yields that
+        token at once, a load needs one more step."""
         job = Job("", 0, 0.0, self.prompt, self.generated, 0, LevelSource.DEFAULT)
         job.computed = self.prompt + self.generated
         room = HostRoom(block_size=1, blocks=job.computed)
@@ -58,13 +54,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How good a profile is.
-
-    Attributes:
-        recompute, swap: median and 90th percentile of |predicted - measured| / measured.
-        choice: share of points where the policy chooses well.
-        worst_choice, worst_slowdown: smallest such share over all `SLOWDOWNS`, and its slowdown.
-    """
+    """How good a profile is: median and 90th percentile of |predicted - measured| / measured by
+    kind, the share of points where the policy chooses well, and the smallest such share over all
+    `SLOWDOWNS`, with its slowdown."""
 
     recompute: tuple[float, float]
     swap: tuple[float, float]
@@ -75,21 +67,13 @@ class Verdict:
     @property
     def met(self) -> bool:
         """Whether all targets are met."""
-        errors = (self.recompute, self.swap)
-        return (
-            all(median <= MEDIAN_TARGET and p90 <= P90_TARGET for median, p90 in errors)
-            and self.choice >= CHOICE_TARGET
-        )
+        median, p90 = map(max, zip(self.recompute, self.swap, strict=True))
+        return median <= MEDIAN_TARGET and p90 <= P90_TARGET and self.choice >= CHOICE_TARGET
 
 
 def make_lengths(longest: int) -> list[tuple[int, int]]:
     """Pairs of prompt and generated tokens with at most `longest` tokens together."""
-    return [
-        (prompt, generated)
-        for prompt in PROMPTS
-        for generated in GENERATED
-        if prompt + generated <= longest
-    ]
+    return [pair for pair in itertools.product(PROMPTS, GENERATED) if sum(pair) <= longest]
 
 
 def measure_points(
@@ -101,11 +85,8 @@ def measure_points(
     seed: int = 1,
 ) -> Iterator[list[Point] | None]:
     """Measure preempted requests: the prefill of prompt and generated tokens in one pass, as vLLM
-    does after a preemption, and the copies of their KV.
-
-    Yields:
-        None after each measurement, then the points.
-    """
+    does after a preemption, and the copies of their KV. Yields None after each measurement, then
+    the points."""
     random = np.random.default_rng(seed)
     totals = [sum(pair) for pair in lengths]
     seconds: list[list[float]] = [[] for _ in lengths]
@@ -118,9 +99,8 @@ def measure_points(
             yield None
     copies = engine.copy(totals, max(3, 2 * repeats), seed)
     points = []
-    for (prompt, generated), recompute, save, load in zip(
-        lengths, seconds, copies.save, copies.load, strict=True
-    ):
+    measured = zip(lengths, seconds, copies.save, copies.load, strict=True)
+    for (prompt, generated), recompute, save, load in measured:
         tokens = prompt + generated
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
         points.append(
@@ -144,15 +124,15 @@ def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
     }
     worst = min(SLOWDOWNS, key=lambda slowdown: shares[slowdown])
     return Verdict(
-        recompute=_errors([(point.predicted_recompute, point.recompute) for point in points]),
-        swap=_errors([(point.predicted_swap, point.swap) for point in points]),
+        recompute=_errors((point.predicted_recompute, point.recompute) for point in points),
+        swap=_errors((point.predicted_swap, point.swap) for point in points),
         choice=shares[1.0],
         worst_choice=shares[worst],
         worst_slowdown=worst,
     )
 
 
-def _errors(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _errors(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
     sizes = [abs(predicted - measured) / measured for predicted, measured in pairs]
     return float(np.median(sizes)), float(np.percentile(sizes, 90))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
 from vllm_semantic_sched.lab.profiling.live_engine import Step
-from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, Residual
+from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile, Residual
 
 # Relative errors beyond this count less: they come from interrupted steps.
 _TRUSTED_ERROR = 0.05
@@ -18,8 +17,7 @@ _TRUSTED_ERROR = 0.05
 _NEGLIGIBLE = 1e-6
 
 
-@dataclass(frozen=True)
-class StepFit:
+class StepFit(NamedTuple):
     """Terms of a step: `alpha1`, `alpha2` of its prefills, `batch` of the rest."""
 
     alpha1: float
@@ -28,8 +26,7 @@ class StepFit:
     residual: Residual
 
 
-@dataclass(frozen=True)
-class LineFit:
+class LineFit(NamedTuple):
     """`start` seconds, and `slope` seconds per token."""
 
     start: float
@@ -38,15 +35,9 @@ class LineFit:
 
 
 def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
-    """Fit coefficients so that the weighted sums of the features approximate the seconds.
-
-    Args:
-        features: one row per point, one column per coefficient.
-        seconds: one positive number per point.
-
-    Returns:
-        The coefficients, all positive, and the relative error of each point.
-    """
+    """Fit coefficients (a column of `features` each) so that the weighted sums approximate the
+    positive `seconds` (one per row). Returns the coefficients, all positive, and the relative error
+    of each point."""
     features = np.asarray(features, float)
     # Relative errors: a short step counts as much as a long one.
     rows = features / np.asarray(seconds, float)[:, None]
@@ -66,21 +57,47 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
 
 def fit_steps(steps: Sequence[Step]) -> StepFit:
     """Fit all terms of a step at once, so that no term absorbs the time of another."""
-    batches = [step.batch for step in steps]
     features = [
         (1, one.sequences, one.prefills, one.context, one.prefill_tokens, one.prefill_squares)
-        for one in batches
+        for one in (step.batch for step in steps)
     ]
-    (constant, per_sequence, per_prefill, per_context_token, alpha2, alpha1), errors = (
-        fit_nonnegative(features, [step.seconds for step in steps])
+    found, errors = fit_nonnegative(features, [step.seconds for step in steps])
+    step, per_sequence, per_prefill, per_context_token, alpha2, alpha1 = map(rounded, found)
+    batch = BatchTerms(
+        step=step,
+        per_sequence=per_sequence,
+        per_prefill=per_prefill,
+        per_context_token=per_context_token,
     )
-    terms = BatchTerms(
-        step=rounded(constant),
-        per_sequence=rounded(per_sequence),
-        per_prefill=rounded(per_prefill),
-        per_context_token=rounded(per_context_token),
-    )
-    return StepFit(rounded(alpha1), rounded(alpha2), terms, residual(errors))
+    return StepFit(alpha1, alpha2, batch, residual(errors))
+
+
+def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
+    """A profile whose steps take as long as these in total, and how many times longer decode steps
+    took than by the robust fit, which hardly counts slow steps; `base` gives the costs of copies.
+    """
+    fit = fit_steps(steps)
+    fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
+    profile = base.model_copy(update=fields)
+    decoding = [step for step in steps if not step.batch.prefills]
+    pace = seconds_of(decoding) / expected_seconds(profile, decoding) if decoding else 1.0
+    profile = profile.scaled(pace, pace, pace)
+    prefilling = [step for step in steps if step.batch.prefills]
+    missing = seconds_of(prefilling) - expected_seconds(profile, prefilling)
+    more = missing / max(1, sum(step.batch.prefills for step in prefilling))
+    terms = profile.batch_terms
+    terms = terms.model_copy(update={"per_prefill": max(0.0, terms.per_prefill + more)})
+    return profile.model_copy(update={"batch": terms}), pace
+
+
+def seconds_of(steps: Sequence[Step]) -> float:
+    """Measured time of all steps."""
+    return sum(step.seconds for step in steps)
+
+
+def expected_seconds(profile: EngineProfile, steps: Sequence[Step]) -> float:
+    """Time of all steps by a profile."""
+    return sum(profile.step(step.batch) for step in steps)
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
@@ -92,11 +109,8 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
 def residual(errors: Any) -> Residual:
     """Median and 90th percentile of the absolute relative errors."""
     sizes = np.abs(np.asarray(errors, float))
-    return Residual(
-        points=len(sizes),
-        median=rounded(np.median(sizes), 2),
-        p90=rounded(np.percentile(sizes, 90), 2),
-    )
+    median, p90 = (rounded(size, 2) for size in np.percentile(sizes, (50, 90)))
+    return Residual(points=len(sizes), median=median, p90=p90)
 
 
 def rounded(value: Any, digits: int = 4) -> float:

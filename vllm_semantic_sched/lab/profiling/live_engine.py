@@ -44,22 +44,12 @@ class Copies:
 
 
 class LiveEngine:
-    """vLLM's engine core, driven step by step with random prompts.
+    """vLLM's engine core, driven step by step with random prompts; `options` are a model and engine
+    options, as after `vllm serve` (BadOptions if vLLM rejects them).
 
     The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and under vLLM's own
-    scheduler, so that times do not depend on a policy.
-
-    Args:
-        options: a model and engine options, as after `vllm serve`.
-
-    Attributes:
-        max_model_len: most tokens of a sequence.
-        seats, token_budget: most sequences and tokens in a step.
-        block_size: tokens in a KV block.
-        kv_tokens: tokens that fit into the KV cache.
-
-    Raises:
-        BadOptions: vLLM rejects the options.
+    scheduler, so that times do not depend on a policy. `token_budget` is the most tokens in a step,
+    `kv_tokens` what fits into the KV cache.
     """
 
     def __init__(self, options: Sequence[str], seed: int = 0) -> None:
@@ -178,14 +168,9 @@ class LiveEngine:
 
 
 def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copies:
-    """Time saves of random KV blocks to host memory, by the backend that preemption uses, and
-    loads into the same blocks. The cache of an idle engine is unchanged afterwards. Runs in the
-    engine's worker.
-
-    Args:
-        worker: a vLLM worker.
-        blocks: numbers of blocks to copy at once.
-    """
+    """Time saves of random KV blocks (`blocks`: how many at once) to host memory, by the backend
+    that preemption uses, and loads into the same blocks. The cache of an idle engine is unchanged
+    afterwards. Runs in the engine's worker."""
     import torch
 
     from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend

@@ -26,13 +26,8 @@ _CONTEXT_TOKENS = 16_384  # most tokens of all sequences of a decode batch toget
 
 @dataclass(frozen=True)
 class Grid:
-    """Points to measure.
-
-    Attributes:
-        prefills: prompt lengths.
-        decodes: (sequences, tokens of each sequence).
-        transfers: tokens saved and loaded at once, in whole blocks.
-    """
+    """Points to measure: prompt lengths, (sequences, tokens of each) of decode batches, and tokens
+    that are saved and loaded at once, in whole blocks."""
 
     prefills: list[int]
     decodes: list[tuple[int, int]]
@@ -41,12 +36,7 @@ class Grid:
 
 def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
     """Prompts from 16 tokens to the longest that the engine takes, each twice as long as the one
-    before; batches each four times as large as the one before.
-
-    Args:
-        max_tokens: limit of the length of a sequence.
-        max_batch: limit of the sequences in a batch.
-    """
+    before; batches each four times as large as the one before; both up to the limits given."""
     longest = min(engine.max_model_len, engine.kv_tokens, max_tokens or engine.max_model_len)
     seats = min(engine.seats, max_batch or engine.seats)
     room = min(engine.kv_tokens, max(_CONTEXT_TOKENS, longest))
@@ -73,12 +63,8 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
 
 @dataclass
 class Measurements:
-    """Reduced times.
-
-    Attributes:
-        prefill_steps, decode_steps, mixed_steps: steps with prefills, with decodes, with both.
-        prefills, saves, loads: (tokens, seconds) of whole prefills and of copies.
-    """
+    """Reduced times: of steps with prefills, with decodes, with both, and (tokens, seconds) of
+    whole prefills and of copies."""
 
     prefill_steps: list[Step] = field(default_factory=list)
     decode_steps: list[Step] = field(default_factory=list)
@@ -97,11 +83,8 @@ def measure(
     engine: LiveEngine, grid: Grid, repeats: int, statistic: str, seed: int = 0
 ) -> Iterator[Measurements | None]:
     """Measure a grid. Each repeat goes through all points in a new random order, so that a
-    disturbance of the machine does not hit all repeats of one point.
-
-    Yields:
-        None after each measurement of a point, then all measurements.
-    """
+    disturbance of the machine does not hit all repeats of one point. Yields None after each
+    measurement of a point, then all measurements."""
     points: list[tuple[int, int, int]] = [(1, length, 1) for length in grid.prefills]
     points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
     runs: list[list[list[Step]]] = [[] for _ in points]

@@ -17,12 +17,14 @@ _DISTRIBUTION = "vllm-semantic-sched"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words; None and NaN are shown as a dash."""
+    """Rows of numbers and words; None and NaN are shown as a dash. If `folded`, the page opens
+    the table on a click."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float | None]]
     note: str = ""
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,8 @@ Mark = Line | Points | Boxes
 
 @dataclass(frozen=True)
 class Chart:
-    """Marks over two axes.
-
-    Attributes:
-        x_ticks, y_ticks: position and text of each tick, instead of numbers.
-        log_x, log_y: logarithmic axes; they show positive values only.
-        downwards: whether y grows downwards.
-        height: pixels.
-    """
+    """Marks over two axes, which may have texts as ticks in place of numbers. Logarithmic ones show
+    positive values only; `downwards`: y grows downwards; `height` is in pixels."""
 
     title: str
     x_label: str
@@ -93,11 +89,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: `sentence` says what was done, `parts` are shown in their order.
-
-    Attributes:
-        configuration: nested keys and values, shown as YAML.
-        versions: of the programs, and of the hardware if it matters.
+    """A page: `sentence` says what was done, `parts` are shown in their order, the configuration
+    (nested keys and values) as YAML, then versions of programs, and of the hardware if it matters.
     """
 
     title: str
@@ -132,14 +125,9 @@ def grouped_bars(
     log: bool = True,
     lowest: float = math.inf,
 ) -> Chart:
-    """A chart with a group of bars per name in `groups`, and in each group a bar per series.
-
-    Args:
-        series: a value per group; NaN leaves the place empty.
-        colors: of each series.
-        log: logarithmic axis, on which only positive values have a bar.
-        lowest: of what the chart will show beside the bars.
-    """
+    """A chart with a group of bars per name in `groups`, and in each group a bar per series (a
+    value per group; NaN leaves the place empty). On a logarithmic axis only positive values have a
+    bar; `lowest` is the lowest value that the chart will show beside the bars."""
     values = [value for heights in series.values() for value in heights if not math.isnan(value)]
     positive = [value for value in values if value > 0]
     # A bar on a logarithmic axis has no natural foot: let it start below the smallest value.
@@ -173,10 +161,26 @@ def series_colors(names: Sequence[str]) -> dict[str, str]:
     return {name: SERIES_COLORS[n % len(SERIES_COLORS)] for n, name in enumerate(names)}
 
 
-def number_text(value: float) -> str:
-    """About three digits; integers in full; a dash for a missing value (NaN)."""
-    if math.isnan(value):
+def level_title(level: str) -> str:
+    """The name of a row of metrics: an urgency level, or all of them."""
+    return level if level == "all" else f"urgency {level}"
+
+
+def number_text(value: float | None) -> str:
+    """About three digits; integers in full; a dash for a missing value (None, NaN)."""
+    if value is None or math.isnan(value):
         return "-"
     if value == round(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def is_word(cell: str | float | None) -> bool:
+    """Whether a cell is no number and does not stand for a missing one."""
+    if not isinstance(cell, str):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return cell != "-"
+    return False

@@ -1,29 +1,24 @@
 """Writes a page as one HTML file that loads nothing: scripts, styles and data are inside.
 
-Bokeh draws the charts. It comes with the extras `bench` and `train`, and is imported when used.
+Bokeh draws the charts. It comes with the extra `lab`, and is imported when used.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from importlib import resources
 from pathlib import Path
 
 import yaml
 
-from vllm_semantic_sched.lab.report.content import Chart, Page, number_text
+from vllm_semantic_sched.lab.report.content import Chart, Page, is_word, number_text
 
 FILE_NAME = "report.html"
 
 
 def write_page(page: Page, folder: Path) -> Path:
-    """Write report.html to a folder; returns its path.
-
-    Raises:
-        ModuleNotFoundError: Bokeh, or Jinja, which comes with it, is not installed.
-        OSError: the file cannot be written.
-    """
+    """Write report.html to a folder; returns its path. ModuleNotFoundError without Bokeh, or Jinja,
+    which comes with it; OSError if the file cannot be written."""
     from jinja2 import Environment
 
     from vllm_semantic_sched.lab.report.charts import chart_json, script
@@ -32,8 +27,8 @@ def write_page(page: Page, folder: Path) -> Path:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     # Bokeh's objects refer to earlier ones: their order must stay.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    environment.filters["cell"] = _cell_text
-    environment.tests["word"] = _is_word
+    environment.filters["cell"] = lambda cell: cell if isinstance(cell, str) else number_text(cell)
+    environment.tests["word"] = is_word
     environment.tests["chart"] = lambda part: isinstance(part, Chart)
     template = resources.files(__package__).joinpath("template.html").read_text(encoding="utf-8")
     charts = {f"part-{n}": part for n, part in enumerate(page.parts) if isinstance(part, Chart)}
@@ -47,23 +42,6 @@ def write_page(page: Page, folder: Path) -> Path:
     path = folder / FILE_NAME
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _cell_text(value: str | float | None) -> str:
-    if isinstance(value, str):
-        return value
-    return number_text(math.nan if value is None else value)
-
-
-def _is_word(value: str | float | None) -> bool:
-    """Whether a cell is no number and does not stand for a missing one."""
-    if not isinstance(value, str):
-        return False
-    try:
-        float(value)
-    except ValueError:
-        return value != "-"
-    return False
 
 
 def _yaml(values: object) -> str:

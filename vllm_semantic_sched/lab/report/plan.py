@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_semantic_sched.lab.report.content import number_text
+from vllm_semantic_sched.lab.report.content import level_title, number_text
+from vllm_semantic_sched.lab.report.table import write_table
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answer, Question, Trial
@@ -46,7 +45,7 @@ def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[
         values = [trial.levels.get(level, {}).get(metric, math.nan) for trial in trials]
         if level != ALL and all(map(math.isnan, values)):
             continue
-        label = f"{level if level == ALL else f'urgency {level}'}: {metric}"
+        label = f"{level_title(level)}: {metric}"
         if metric == "slo_met":
             label += f" ({promise_text(promises[int(level)])})"
         lines.append((label, [number_text(value) for value in values]))
@@ -64,23 +63,21 @@ def promise_text(slo: Slo) -> str:
 
 def write_plan(folder: Path, scenario: Scenario, answers: Sequence[Answer]) -> list[Path]:
     """Write plan.csv (the table) and plan.json (all trials); returns their paths."""
-    table, document = folder / "plan.csv", folder / "plan.json"
-    with table.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["", *scenario.policies])
-        writer.writerows([label, *cells] for label, cells in rows(scenario, answers))
+    table = [["", *scenario.policies]]
+    table += [[label, *cells] for label, cells in rows(scenario, answers)]
     content = {
         "scenario": scenario.settings.model_dump(mode="json"),
-        "answers": [_answer_document(one) for one in answers],
+        "answers": [
+            {
+                "scheduler": one.scheduler,
+                "question": one.question,
+                "best": None if one.best is None else one.trials.index(one.best),
+                "trials": list(map(asdict, one.trials)),
+            }
+            for one in answers
+        ],
     }
-    document.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return [table, document]
-
-
-def _answer_document(one: Answer) -> dict[str, object]:
-    best = None if one.best is None else one.trials.index(one.best)
-    trials = [asdict(trial) for trial in one.trials]
-    return {"scheduler": one.scheduler, "question": one.question, "best": best, "trials": trials}
+    return write_table(folder, "plan", table, content)
 
 
 def answer_of(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:

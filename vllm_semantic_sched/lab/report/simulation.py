@@ -12,6 +12,7 @@ from vllm_semantic_sched.lab.report.content import (
     Page,
     Table,
     grouped_bars,
+    level_title,
     python_and_versions,
     series_colors,
 )
@@ -20,8 +21,8 @@ from vllm_semantic_sched.lab.report.plan import answer_of, kept, rate, rows, tri
 from vllm_semantic_sched.lab.report.table import (
     level_names,
     metric_panels,
+    metric_rows,
     metric_values,
-    point_texts,
     title_of,
 )
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
@@ -41,9 +42,10 @@ def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> P
     if len(followed) < len(cells):
         sentence += f" Charts over time are of the first {len(followed)} of {len(cells)} cells."
     axis_fields = list(settings.sweep[0]) if settings.sweep else []
+    metrics, head, rows = metric_rows(cells, level_title)
     parts: list[Table | Chart] = [
         *_metric_charts(cells, metric, axis_fields),
-        _metrics_table(cells),
+        Table("All metrics", head, rows, "; ".join(f"{name}: {METRICS[name]}" for name in metrics)),
     ]
     for cell in followed:
         requests = round(cell.levels[ALL]["count"])
@@ -56,10 +58,6 @@ def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> P
         settings.model_dump(mode="json"),
         python_and_versions("numpy"),
     )
-
-
-def _level_title(level: str) -> str:
-    return level if level == ALL else f"urgency {level}"
 
 
 def _metric_charts(
@@ -77,7 +75,7 @@ def _metric_charts(
         yield grouped_bars(
             f"{metric}: {METRICS[metric]}",
             metric,
-            list(map(_level_title, levels)),
+            list(map(level_title, levels)),
             series,
             series_colors(names),
         )
@@ -90,7 +88,7 @@ def _metric_charts(
             metric,
             [
                 Line(
-                    _level_title(level),
+                    level_title(level),
                     range(len(members)),
                     metric_values(members, level, metric),
                     "#000000" if level == ALL else level_color(int(level)),
@@ -102,25 +100,6 @@ def _metric_charts(
             x_ticks={float(place): text for place, text in enumerate(texts)},
             log_y=True,
         )
-
-
-def _metrics_table(cells: Sequence[Cell]) -> Table:
-    metrics = [name for name in METRICS if any(name in cell.levels[ALL] for cell in cells)]
-    return Table(
-        "All metrics",
-        [*cells[0].point, "scheduler", "level", *metrics],
-        [
-            [
-                *point_texts(cell),
-                cell.scheduler,
-                _level_title(level),
-                *(row.get(name) for name in metrics),
-            ]
-            for cell in cells
-            for level, row in cell.levels.items()
-        ],
-        note="; ".join(f"{name}: {METRICS[name]}" for name in metrics),
-    )
 
 
 def _depth_chart(cell: Cell) -> Chart:
@@ -174,10 +153,9 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
     schedulers = list(scenario.policies)
     colors = series_colors(schedulers)
     now = trial_now(answers, schedulers[0])
+    table = [[label, *cells] for label, cells in rows(scenario, answers)]
     parts: list[Table | Chart] = [
-        Table(
-            "Plan", ["", *schedulers], [[label, *cells] for label, cells in rows(scenario, answers)]
-        ),
+        Table("Plan", ["", *schedulers], table),
         Chart(
             "Lowest share of kept promises, any level",
             "requests/s",
@@ -188,16 +166,7 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
             "Engines for the given load",
             "engines",
             [*ENGINE_QUESTIONS.values()],
-            {
-                scheduler: [
-                    math.nan if best is None else best.engines
-                    for best in (
-                        answer_of(answers, scheduler, question).best
-                        for question in ENGINE_QUESTIONS
-                    )
-                ]
-                for scheduler in schedulers
-            },
+            {scheduler: _engines(answers, scheduler) for scheduler in schedulers},
             colors,
             log=False,
         ),
@@ -215,6 +184,11 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
         scenario.settings.model_dump(mode="json"),
         python_and_versions("numpy"),
     )
+
+
+def _engines(answers: Sequence[Answer], scheduler: str) -> list[float]:
+    best = [answer_of(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
+    return [math.nan if one is None else one.engines for one in best]
 
 
 def _kept_line(answers: Sequence[Answer], scheduler: str, color: str) -> Line:

@@ -1,11 +1,11 @@
-"""Files of a simulation's results. They depend on scenario and seed alone."""
+"""Tables and files of a simulation's results. They depend on scenario and seed alone."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
@@ -17,17 +17,7 @@ from vllm_semantic_sched.sim.spans import chrome_trace
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
     """Write results.csv (a row per cell and level) and results.json (the same and the scenario);
     returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = list(cells[0].point)
-    metrics = [name for name in METRICS if any(name in cell.levels[ALL] for cell in cells)]
-    table, document = folder / "results.csv", folder / "results.json"
-    with table.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*fields, "scheduler", "level", *metrics])
-        for cell in cells:
-            for level, row in cell.levels.items():
-                values = [row.get(name, "") for name in metrics]
-                writer.writerow([*point_texts(cell), cell.scheduler, level, *values])
+    metrics, head, rows = metric_rows(cells)
     content = {
         "scenario": settings.model_dump(mode="json"),
         "metrics": {name: METRICS[name] for name in metrics},
@@ -36,8 +26,33 @@ def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> li
             for cell in cells
         ],
     }
-    document.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return [table, document]
+    return write_table(folder, "results", [head, *rows], content)
+
+
+def write_table(
+    folder: Path, name: str, rows: Iterable[Iterable[object]], document: object
+) -> list[Path]:
+    """Write NAME.csv, with an empty cell for None, and NAME.json; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table, facts = folder / f"{name}.csv", folder / f"{name}.json"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    facts.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return [table, facts]
+
+
+def metric_rows(
+    cells: Sequence[Cell], title: Callable[[str], str] = str
+) -> tuple[list[str], list[str], list[list[str | float | None]]]:
+    """Names of the metrics that any cell has, and a table of them: its columns, and a row per cell
+    and level, with the level's `title`."""
+    metrics = [name for name in METRICS if any(name in cell.levels[ALL] for cell in cells)]
+    rows: list[list[str | float | None]] = [
+        [*point_texts(cell), cell.scheduler, title(level), *map(row.get, metrics)]
+        for cell in cells
+        for level, row in cell.levels.items()
+    ]
+    return metrics, [*cells[0].point, "scheduler", "level", *metrics], rows
 
 
 def write_trace(path: Path, cell: Cell) -> None:

@@ -26,13 +26,8 @@ def trace_page(
     reader: LogReader,
     options: Mapping[str, object],
 ) -> Page:
-    """A table per tier, seats, and queue depths.
-
-    Args:
-        rows: `TierSummary.row` with level and tier.
-        spans: of the requests to draw, in order of arrival.
-        reader: after reading.
-    """
+    """A table per tier, seats, and queue depths: from the rows (`TierSummary.row` with level and
+    tier), the spans to draw in order of arrival, and the reader after reading."""
     requests = sum(row["requests"] for row in rows)
     sentence = f"{requests} requests of an event log. Times are seconds since its first line."
     if reader.unreadable:

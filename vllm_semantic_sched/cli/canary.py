@@ -1,0 +1,124 @@
+"""Try a policy on a part of a running server's traffic.
+
+With one engine the new policy takes turns with the current one; of several engines some run it, and
+sessions stay with their engines. It is rolled back when it breaks a promise of the current policy's
+tiers. The server drives this by itself; it ends after --lease whatever becomes of this command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.overload.slo import MEASURES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions of `semsched canary`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    start = actions.add_parser("start", help="begin to try a policy")
+    add_server_arguments(start)
+    add = start.add_argument
+    add("--policy", required=True, metavar="NAME|FILE", help="the new policy")
+    add("--share", type=float, default=0.1, help="of the traffic (default: %(default)s)")
+    add(
+        "--until-broken",
+        action="append",
+        choices=(*MEASURES, "any"),
+        help="promises that end it: ttft, tpot, e2e (default: any); can be repeated",
+    )
+    add(
+        "--period",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="of one turn of each policy (default: %(default)g)",
+    )
+    add(
+        "--lease",
+        type=float,
+        default=86_400.0,
+        metavar="SECONDS",
+        help="after which it ends (default: %(default)g)",
+    )
+    add_server_arguments(actions.add_parser("status", help="compare both policies so far"))
+    stop = actions.add_parser("stop", help="end it")
+    add_server_arguments(stop)
+    stop.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the new policy in force until the next reload or restart",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out an action and print how it stands.
+
+    Returns:
+        0; 1 if the server or the policy refuses; 3 if the canary was rolled back.
+    """
+    client = AdminClient(args.server, args.api_key)
+    try:
+        if args.action == "start":
+            content, _ = read_config(args.policy, kind="policy")
+            given = args.until_broken or ["any"]
+            answer = client.post(
+                "/canary/start",
+                policy=content or {},
+                share=args.share,
+                period=args.period,
+                lease=args.lease,
+                watch=list(MEASURES if "any" in given else given),
+            )
+        elif args.action == "stop":
+            answer = client.post("/canary/stop", keep=args.keep)
+        else:
+            answer = client.call("GET", "/canary")
+    except (AdminError, PolicyError) as error:
+        print(f"semsched canary: {error}", file=sys.stderr)
+        return 1
+    return _print(answer["engines"])
+
+
+def _print(engines: list[dict[str, Any]]) -> int:
+    known = [engine for engine in engines if engine]
+    if not known:
+        print("no canary since the start of the server")
+        return 0
+    for number, engine in enumerate(engines):
+        roles = {"turns": f"both in turn, now the {engine['arm']} policy"}
+        role = roles.get(engine["role"], f"the {engine['role']} policy")
+        print(f"engine {number}: {role if engine['running'] else engine['end']}")
+    make_console().print(_table(known))
+    return 3 if any(engine["end"].startswith("rolled back") for engine in known) else 0
+
+
+def _table(engines: list[dict[str, Any]]) -> Table:
+    from vllm_semantic_sched.lab.report.content import number_text
+    from vllm_semantic_sched.policy.canary import compare, of_plain
+
+    columns = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
+    title = "current policy and new one: geometric means"
+    table = make_table(title, "tier", "measure", *columns, words=2)
+    for one in compare([of_plain(engine["tallies"]) for engine in engines]):
+        low_high = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
+        table.add_row(
+            engines[0]["tiers"][one.level],
+            one.measure,
+            "{} / {}".format(*one.counts),
+            *map(number_text, one.means),
+            low_high,
+            *("-" if math.isnan(share) else f"{share:.1%}" for share in one.kept),
+        )
+    return table

@@ -1,0 +1,123 @@
+"""Record corrections of levels, and refit the decision to them if that is better.
+
+Reads the corrections that a server has recorded (its address, or its file corrections.jsonl beside
+the event log) and compares the thresholds in force with refitted ones on corrections kept out of
+the fit. If these are better, they are written as a part of a policy file. Says at most how many
+emergencies are missed, as far as the corrected requests were drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.predict.corrections import Correction, parse_corrections, read_corrections
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.lab.training.corrections import Missed, Refit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched corrections`."""
+    add = parser.add_argument
+    add("source", metavar="FILE|URL", help="the file, or the server's address")
+    add("--api-key", default=os.environ.get("VLLM_API_KEY"), help="(default: $VLLM_API_KEY)")
+    add(
+        "--correct",
+        metavar="ID=LEVEL",
+        help="record the true level of a request that has ended, and do nothing else",
+    )
+    add(
+        "--sampled",
+        action="store_true",
+        help="--correct: the request was drawn at random, not noticed",
+    )
+    add("--policy", default=DEFAULT_POLICY, help="in force; name or path (default: %(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("decision.yaml"),
+        metavar="FILE",
+        help="gets the refitted keys (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record, or refit and print.
+
+    Returns:
+        0; 1 if the source or the policy cannot be used, 2 for a wrong option.
+    """
+    is_server = args.source.startswith(("http://", "https://"))
+    try:
+        if args.correct is not None:
+            return _correct(args) if is_server else _fail("--correct needs a server's address", 2)
+        corrections = _read(args) if is_server else read_corrections(Path(args.source))
+        decision = load_policy(args.policy).decision
+        from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
+
+        _print_missed(missed_emergencies(corrections), len(corrections))
+        found = refit(corrections, decision)
+        _print_refit(found)
+        if found.better:
+            import yaml
+
+            keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
+            args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
+            print(f"written: {args.output}; put its keys into the policy and reload it")
+    except (AdminError, ImportError, OSError, ValueError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str, status: int = 1) -> int:
+    print(f"semsched corrections: {message}", file=sys.stderr)
+    return status
+
+
+def _read(args: argparse.Namespace) -> list[Correction]:
+    answer = AdminClient(args.source, args.api_key).call("GET", "/corrections")
+    return parse_corrections(answer.get("corrections", []))
+
+
+def _correct(args: argparse.Namespace) -> int:
+    name, _, level = args.correct.rpartition("=")
+    if not name or not level.isdecimal():
+        return _fail(f"--correct {args.correct}: expected ID=LEVEL", 2)
+    server = AdminClient(args.source, args.api_key)
+    answer = server.post("/correct", id=name, level=int(level), sampled=args.sampled)
+    print(f"{name}: served at level {answer['level']}, corrected to {answer['corrected']}")
+    return 0
+
+
+def _print_missed(missed: Missed, corrections: int) -> None:
+    print(f"{corrections} corrections, {missed.sampled} of requests drawn at random")
+    if missed.sampled:
+        print(
+            f"of {missed.emergencies} level-0 requests among these, {missed.missed} were served at "
+            f"level 2 or later: at most {missed.of_emergencies:.1%} of all level-0 requests, and "
+            f"{missed.of_requests:.2%} of all requests, are missed (95 %)"
+        )
+    if missed.sampled < corrections:
+        print(
+            "Corrections of requests that somebody noticed are biased: no bound follows from them, "
+            "and a refit to them favors what gets noticed. Draw some at random (--sampled)."
+        )
+
+
+def _print_refit(refit: Refit) -> None:
+    def text(figures: tuple[float | None, float | None]) -> str:
+        kappa, found = ("-" if one is None else f"{one:.3f}" for one in figures)
+        return f"kappa {kappa}, level 0 found {found}"
+
+    print(f"in force:                  {text(refit.before)}")
+    print(f"refitted, without its own: {text(refit.after)}")
+    thresholds = ", ".join(f"{cut:g}" for cut in refit.decision.thresholds)
+    verdict = "better" if refit.better else "not clearly better: nothing is written"
+    print(f"thresholds {thresholds}: {verdict}")

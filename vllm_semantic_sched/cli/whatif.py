@@ -1,0 +1,95 @@
+"""Replay a server's event log under other policies, in the simulator.
+
+Tells what the recorded traffic would have met: times to first token and end-to-end latencies by
+urgency level, and which promises would be broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.cli.arguments import run_simulation
+from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vllm_semantic_sched.lab.whatif import WhatIf
+
+_MOST_POLICIES = 5  # in a table of 100 columns
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched whatif`."""
+    add = parser.add_argument
+    add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
+    add(
+        "--policy",
+        action="append",
+        required=True,
+        metavar="NAME|FILE",
+        help="policy to try; can be repeated",
+    )
+    add(
+        "--output", type=Path, metavar="DIR", help="folder for results.csv, results.json and a page"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print two tables, a sentence per policy and what the figures do not say.
+
+    Returns:
+        0; 1 if a file cannot be read or written, 2 if the log or a policy is unusable.
+    """
+    from vllm_semantic_sched.lab.whatif import UnusableLog
+
+    try:
+        return run_simulation("whatif", _run, args)
+    except UnusableLog as error:
+        print(f"semsched whatif: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from vllm_semantic_sched.lab.report.simulation import simulation_page
+    from vllm_semantic_sched.lab.report.table import write_results
+    from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
+    from vllm_semantic_sched.policy.config import load_policy
+
+    policies = {Path(name).stem: load_policy(name) for name in args.policy[:_MOST_POLICIES]}
+    console = make_console()
+    for number, log in sorted(read_log(args.log).items()):
+        answer = replay(log, policies)
+        seconds = log.requests[-1].request.arrival - log.requests[0].request.arrival
+        title = f"engine {number}: {len(log.requests)} requests in {seconds:.0f} s"
+        for metric in METRICS:
+            console.print(_table(answer, metric, title))
+        lines = [*answer.verdicts, *answer.notes]
+        console.print("\n".join(lines), soft_wrap=False, width=100)
+        if args.output is not None:
+            folder = args.output / f"engine-{number}" if number else args.output
+            folder.mkdir(parents=True, exist_ok=True)
+            about = {"description": f"{title}. {' '.join(lines)}"}
+            settings = answer.scenarios[0].settings.model_copy(update=about)
+            written = write_results(folder, settings, answer.cells)
+            written += save_page(simulation_page(settings, answer.cells, METRICS[0]), folder)
+            console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
+    return 0
+
+
+def _table(answer: WhatIf, metric: str, title: str) -> Table:
+    """A row per level, a column per cell."""
+    from vllm_semantic_sched.lab.report.content import number_text
+    from vllm_semantic_sched.lab.report.table import level_names, metric_values
+    from vllm_semantic_sched.sim.metrics import METRICS
+
+    names = [cell.scheduler for cell in answer.cells]
+    table = make_table(f"{metric}: {METRICS[metric]}; {title}", "level", "requests", *names)
+    for level in level_names(answer.cells):
+        count, *_ = metric_values(answer.cells, level, "count")
+        values = metric_values(answer.cells, level, metric)
+        table.add_row(level, number_text(count), *map(number_text, values))
+    return table

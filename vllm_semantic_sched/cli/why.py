@@ -1,0 +1,101 @@
+"""Say why a request waited, or the requests of a level, from the event log."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_semantic_sched.cli.console import make_console, make_table
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.operate.why import Account, Summary
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_WIDTH = 100
+_MOST_LINES = 16  # of a timeline
+
+
+def duration(text: str) -> float:
+    """Seconds of a duration such as `90s`, `10m`, `2h` or `1d`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 90s, 10m, 2h, 1d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `semsched why`."""
+    add = parser.add_argument
+    add(
+        "names",
+        nargs="+",
+        metavar="[REQUEST] EVENTS",
+        help="the request's id, as the client got it, then event logs or folders of them; without "
+        "an id all requests are added up",
+    )
+    add("--level", type=int, metavar="LEVEL", help="add up the requests of this urgency level")
+    add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the answer.
+
+    Returns:
+        0; 1 if a log cannot be read, 2 if it has no such request.
+    """
+    from vllm_semantic_sched.operate.event_log import logs_in
+    from vllm_semantic_sched.operate.why import account_of, summarize
+
+    names = list(args.names)
+    adds_up = args.level is not None or args.last is not None or Path(names[0]).exists()
+    request = "" if adds_up else names.pop(0)
+    try:
+        logs = logs_in(map(Path, names))
+        if not logs:
+            print("semsched why: no event log is named", file=sys.stderr)
+            return 2
+        if adds_up:
+            _print_summary(summarize(logs, args.level, args.last), args.level)
+            return 0
+        account = account_of(logs, request)
+    except OSError as error:
+        print(f"semsched why: {error}", file=sys.stderr)
+        return 1
+    if account is None:
+        print(
+            f"semsched why: no request {request!r} in {' '.join(map(str, logs))}", file=sys.stderr
+        )
+        return 2
+    _print_account(account)
+    return 0
+
+
+def _print_account(account: Account) -> None:
+    from vllm_semantic_sched.operate.why import sentence, timeline
+
+    events = timeline(account)
+    print(textwrap.fill(sentence(account), _WIDTH))
+    print()
+    if len(events) > _MOST_LINES:
+        half, left_out = _MOST_LINES // 2, len(events) - _MOST_LINES
+        events[half:-half] = [(events[half][0], f"... {left_out} more")]
+    for at, text in events:
+        print(f"{at:9.3f} s  {textwrap.shorten(text, _WIDTH - 13)}")
+    print(f"\npolicy {account.last.get('policy', 'unknown')}")
+
+
+def _print_summary(summary: Summary, level: int | None) -> None:
+    total = summary.seconds.total()
+    table = make_table("", "why", "seconds", "times", "longest", "request", words=1)
+    for text, seconds in summary.seconds.most_common():
+        longest, request = summary.longest[text]
+        count = str(summary.counts[text])
+        table.add_row(text, f"{seconds:.1f}", count, f"{longest:.1f}", request)
+    of_level = "" if level is None else f" of level {level}"
+    console = make_console()
+    console.print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")
+    console.print(table)

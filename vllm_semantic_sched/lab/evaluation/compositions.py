@@ -1,0 +1,128 @@
+"""Test sets of texts with parts: an emergency beside other things, and chats turn by turn.
+
+A folder of YAML files, one for each language. A file with a mapping holds the parts that texts are
+composed of (`CompositionParts`); a file with a list holds chats (`Conversation`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field
+
+from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
+
+_Texts = Annotated[tuple[str, ...], Field(min_length=1)]
+_ENDS = ".!?…。！？।؟۔ "
+_URGENT, _CALM = 1, 3
+
+
+class CompositionParts(Section):
+    """Parts of compositions in one language.
+
+    Attributes:
+        emergencies: messages of level 0.
+        tasks: everyday requests, level 4.
+        joiners: phrases that run on from one topic to the next.
+        framed: texts with an emergency that is not happening now, level 4.
+    """
+
+    emergencies: _Texts
+    tasks: _Texts
+    joiners: _Texts
+    framed: _Texts
+
+
+class Conversation(Section):
+    """A chat: (`user`, text, level of the chat at this turn) and (`assistant`, text)."""
+
+    kind: Literal["running", "resolved", "never"]
+    turns: tuple[
+        tuple[Literal["user"], str, Annotated[int, Field(ge=0, le=4)]]
+        | tuple[Literal["assistant"], str],
+        ...,
+    ] = Field(min_length=1)
+
+
+def read_composed_set(path: Path) -> LabeledSet:
+    """The compositions or the chats of a folder, with the groups `place` and `language`.
+
+    Raises:
+        ValueError: there is no file, or one is invalid; names it.
+    """
+    files = sorted(path.glob("*.yaml"))
+    data = {file.stem: yaml.safe_load(file.read_text("utf-8")) for file in files}
+    if not data:
+        raise ValueError(f"{path}: a folder without CSV or YAML files")
+    rows: list[tuple[str, str, Example]] = []
+    tasks = _tasks(data)
+    found: Iterable[tuple[str, Example]]
+    for language, content in data.items():
+        name = f"{path / language}.yaml"
+        if isinstance(content, list):
+            chats = [parse_section(Conversation, one, name) for one in content]
+            found = itertools.chain.from_iterable(map(_turns, chats))
+        else:
+            parts = parse_section(CompositionParts, content, name)
+            found = _compositions(parts, tasks[language])
+        rows += [(place, language, example) for place, example in found]
+    places, languages, examples = zip(*rows, strict=True)
+    return LabeledSet(path.name, examples, {"place": places, "language": languages})
+
+
+def _tasks(data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+    """By language, the tasks of the language after it."""
+    names = [name for name, content in data.items() if isinstance(content, dict)]
+    following = zip(names, [*names[1:], *names[:1]], strict=True)
+    return {name: data[after].get("tasks", ()) for name, after in following}
+
+
+def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[tuple[str, Example]]:
+    """Every emergency in every place, then what is not urgent; each with its place."""
+    tasks = parts.tasks
+
+    def unpunctuated(*texts: str, joiner: str) -> str:
+        return f" {joiner} ".join(text.rstrip(_ENDS) for text in texts)
+
+    for at, message in enumerate(parts.emergencies):
+        task, another = tasks[at % len(tasks)], tasks[(at + 1) % len(tasks)]
+        joiner = parts.joiners[at % len(parts.joiners)]
+        for place, text in (
+            ("alone", message),
+            ("before", f"{message} {task}"),
+            ("after", f"{task} {message}"),
+            ("between", f"{task} {message} {another}"),
+            ("foreign task", f"{foreign[at % len(foreign)]} {message}"),
+            ("unpunctuated, before", unpunctuated(message, task, joiner=joiner)),
+            ("unpunctuated, after", unpunctuated(task, message, joiner=joiner)),
+        ):
+            yield place, Example(text, 0)
+    for at, task in enumerate(tasks):
+        yield "two tasks", Example(f"{task} {tasks[(at + 3) % len(tasks)]}", 4)
+    for at, text in enumerate(parts.framed):
+        yield "framed", Example(text, 4)
+        yield "framed and task", Example(f"{text} {tasks[at % len(tasks)]}", 4)
+
+
+def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:
+    """The chat as it is at each user turn, with what this turn is."""
+    text, started = "", False
+    for turn in chat.turns:
+        text += f"<|im_start|>{turn[0]}\n{turn[1]}<|im_end|>\n"
+        if len(turn) == 3:
+            started = started or turn[2] <= _URGENT
+            yield (
+                _part(chat.kind, turn[2], started),
+                Example(f"{text}<|im_start|>assistant\n", turn[2]),
+            )
+
+
+def _part(kind: str, level: int, started: bool) -> str:
+    if kind == "never" or not started:
+        return "no emergency"
+    return "over" if level >= _CALM else "emergency"

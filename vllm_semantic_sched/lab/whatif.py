@@ -1,0 +1,367 @@
+"""Replays an event log through the simulator under other policies.
+
+The log has arrivals, lengths, levels and predictions of all requests, hashes of their KV blocks,
+and times of the engine's steps. The recorded policy is simulated, too, and compared with what was
+measured: that is the error to expect of the others.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_semantic_sched.lab.profiling.fit import fit_profile
+from vllm_semantic_sched.lab.profiling.live_engine import Step
+from vllm_semantic_sched.operate.event_log import END_STATES, log_parts
+from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
+from vllm_semantic_sched.predict import stored_buckets
+from vllm_semantic_sched.sim.metrics import ALL, Recorder, is_promised
+from vllm_semantic_sched.sim.predictor import GivenPredictions
+from vllm_semantic_sched.sim.request import SimRequest
+from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
+from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
+from vllm_semantic_sched.sim.simulation import Given, simulate
+from vllm_semantic_sched.sim.workload import Workload
+
+MEASURED, SAME = "measured", "simulated"
+"""Names of the cells of the recorded policy: as measured, and as simulated."""
+METRICS = ("ttft_p99", "e2e_mean")
+"""The metrics that are shown by level."""
+LARGEST_ERROR = 0.15
+"""Median error of the recorded policy's metrics beyond which no figure is to be trusted."""
+
+_ENOUGH = 30  # requests of a level
+_ENOUGH_STEPS = 16  # of steps with and without prefills, for a fit
+_MOST_STEPS = 20_000
+
+
+class UnusableLog(ValueError):
+    """An event log has too little for a replay. The message says what is missing."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A request of the log; times are Unix times.
+
+    Attributes:
+        request: `arrival` is the time at which the engine got it.
+        prediction: None if it was not read, or in vain.
+        read_after: seconds from its arrival to its prediction.
+    """
+
+    request: SimRequest
+    first_token: float
+    end: float
+    prediction: Prediction | None = None
+    read_after: float | None = None
+
+
+@dataclass
+class EngineLog:
+    """What the log has of one engine.
+
+    Attributes:
+        facts: its latest line about the engine.
+        steps: times of steps.
+        requests: by arrival.
+        skipped: requests that cannot be replayed, by reason.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    requests: list[Recorded] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that ordered the requests: vLLM's own, if the scheduler observed."""
+        policy = parse_policy(self.facts["policy"], "the event log")
+        return policy.in_stock_order() if policy.observe else policy
+
+
+def read_log(path: Path) -> dict[int, EngineLog]:
+    """The engines of a log and its renamed parts, by number.
+
+    Raises:
+        OSError: the log cannot be read.
+        UnusableLog: it has no line about an engine, or no request that can be replayed.
+    """
+    engines: dict[int, EngineLog] = {}
+    arrivals: dict[tuple[int, str], dict[str, Any]] = {}
+    for event in _events(path):
+        engine = engines.setdefault(int(event["engine"]), EngineLog())
+        if event.get("log") == "engine":
+            engine.facts = event
+            engine.steps += _steps(event["steps"])
+            del engine.steps[:-_MOST_STEPS]
+            continue
+        key = int(event["engine"]), str(event["request"])
+        if event["from"] is None:
+            arrivals[key] = event
+        elif event["state"] in END_STATES:
+            _end(engine, arrivals.pop(key, None), event)
+    for number, _ in arrivals:
+        engines[number].skipped["unfinished"] += 1
+    engines = {number: one for number, one in engines.items() if one.facts and one.requests}
+    if not engines:
+        raise UnusableLog(f"{path}: no finished requests with a line about their engine")
+    for engine in engines.values():
+        engine.requests.sort(key=lambda one: one.request.arrival)
+    return engines
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    for part in log_parts(path):
+        with part.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                    # Lines about the log itself, and parts of lines that a full disk has left.
+                    if "engine" in event and ("state" in event or event.get("log") == "engine"):
+                        yield event
+                except (ValueError, TypeError):
+                    continue
+
+
+def _steps(rows: Sequence[Sequence[int]]) -> Iterator[Step]:
+    for decodes, context, prefills, tokens, squares, microseconds in rows:
+        batch = Batch(prefills, tokens, squares, decodes, context)
+        yield Step(batch, max(1, microseconds) / 1e6)
+
+
+def _end(engine: EngineLog, arrival: dict[str, Any] | None, end: dict[str, Any]) -> None:
+    """Take in a request that has ended."""
+    if arrival is None:
+        engine.skipped["older than the log"] += 1
+    elif end["state"] == "refused":
+        engine.skipped["refused"] += 1
+    elif not end["output_tokens"] or end.get("first_token") is None:
+        engine.skipped["without a token"] += 1
+    else:
+        engine.requests.append(_recorded(arrival, end))
+
+
+def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
+    stated = arrival["level_from"] in ("hint", "priority")
+    blocks = np.frombuffer(base64.b64decode(end.get("blocks", "")), np.uint8).reshape(-1, 3)
+    hashes = tuple((blocks @ np.array([1 << 16, 1 << 8, 1])).tolist())
+    prediction = None
+    if "urgency" in end:
+        length = end.get("length")
+        prediction = Prediction(tuple(end["urgency"]), None if length is None else tuple(length))
+    request = SimRequest(
+        index=0,
+        arrival=float(end.get("came", arrival["time"])),
+        level=int(end["level"]),
+        prompt_tokens=int(end["prompt_tokens"]),
+        output_tokens=int(end["output_tokens"]),
+        tenant=str(end.get("tenant", "")),
+        hint=int(arrival["level"]) if stated else None,
+        limit=end.get("max_tokens"),
+        shortest=int(end.get("min_tokens", 0)),
+        blocks=hashes,
+    )
+    times = float(end["first_token"]), float(end["time"])
+    return Recorded(request, *times, prediction, end.get("read_after"))
+
+
+class RecordedWorkload(Workload):
+    """The requests of a log."""
+
+    requests: Sequence[SimRequest]
+
+    def __init__(self, requests: Sequence[SimRequest]) -> None:
+        values = [(r.arrival, r.level, r.prompt_tokens, r.output_tokens) for r in requests]
+        super().__init__(*map(np.array, zip(*values, strict=True)))
+        object.__setattr__(self, "requests", requests)
+
+    def request(self, index: int) -> SimRequest:
+        """One of the requests."""
+        return self.requests[index]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The answer: metrics by level.
+
+    Attributes:
+        cells: `MEASURED`, `SAME`, then the other policies.
+        scenarios: of all but the first.
+        verdicts: a sentence about each of the other policies.
+        notes: what the figures do not say.
+    """
+
+    cells: list[Cell]
+    scenarios: list[Scenario]
+    verdicts: list[str]
+    notes: list[str]
+
+
+def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
+    """Simulate the requests of a log under its own policy and under others.
+
+    Args:
+        policies: by name.
+    """
+    profile, fitted = _profile(log)
+    recorded = _scenario(log, SAME, log.policy, profile)
+    runs = simulate(recorded, SAME, given=_given(log, log.policy)).runs
+    simulated, measured = (Recorder(recorded.slos(SAME)) for _ in range(2))
+    for run, real in zip(runs, log.requests, strict=True):
+        simulated.add(run)
+        shift = run.request.arrival - real.request.arrival
+        run.refused = ""
+        run.started = run.started if run.started is not None else run.request.arrival
+        run.first_token, run.finish = real.first_token + shift, real.end + shift
+        measured.add(run)
+    cells = [
+        Cell(recorder.levels(), [], (), {}, name)
+        for name, recorder in ((MEASURED, measured), (SAME, simulated))
+    ]
+    scenarios = [recorded]
+    for name, policy in policies.items():
+        scenarios.append(_scenario(log, name, policy, profile))
+        task = Task(scenarios[-1], name, 0, _given(log, policy))
+        cells += cells_of([task], [run_task(task)])
+    pairs = zip(cells[2:], scenarios[1:], strict=True)
+    verdicts = [_verdict(cells[0], cell, scenario) for cell, scenario in pairs]
+    return WhatIf(cells, scenarios, verdicts, list(_doubts(log, policies, fitted, cells)))
+
+
+def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:
+    """Relative errors of the second cell, in the first one's levels and the metrics that are
+    shown."""
+    measured, simulated = (cell.levels for cell in cells[:2])
+    return {
+        (level, metric): simulated[level][metric] / row[metric] - 1.0
+        for level, row in measured.items()
+        for metric in METRICS
+        if row.get(metric) and level in simulated
+    }
+
+
+def _profile(log: EngineLog) -> tuple[EngineProfile, bool]:
+    """The engine's step times, and whether they were fitted to measured steps."""
+    base = parse_section(EngineProfile, log.facts["profile"], "the event log")
+    prefilling = sum(step.batch.prefills > 0 for step in log.steps)
+    if min(prefilling, len(log.steps) - prefilling) < _ENOUGH_STEPS:
+        return base, False
+    return fit_profile(base, log.steps)[0], True
+
+
+def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile) -> Scenario:
+    facts = log.facts
+    delays = [one.read_after for one in log.requests if one.read_after is not None]
+    content = {
+        "description": "",
+        "workload": {"arrivals": "poisson", "requests": len(log.requests)},
+        "predictor": {"latency": max(0.0, statistics.median(delays)) if delays else 0.0},
+        "engine": {
+            name: facts[name]
+            for name in ("seats", "token_budget", "block_size", "kv_blocks", "prefix_caching")
+        },
+        "schedulers": {name: {"levels": policy.levels, "default_level": 0}},
+    }
+    (scenario,) = parse_scenarios(content, "the event log")
+    return dataclasses.replace(
+        scenario, profile=profile, assumed_profile=profile, policies={name: policy}
+    )
+
+
+def _given(log: EngineLog, policy: Policy) -> Given:
+    """The requests and predictions of a log, for a policy with another number of levels, too."""
+    start, last = log.requests[0].request.arrival, policy.levels - 1
+    requests = [
+        dataclasses.replace(
+            one.request,
+            index=index,
+            arrival=one.request.arrival - start,
+            level=min(one.request.level, last),
+        )
+        for index, one in enumerate(log.requests)
+    ]
+    buckets = stored_buckets(policy.predictor.model) or LengthBuckets((), (1.0,))
+    predictions = [one.prediction for one in log.requests]
+    for place, one in enumerate(predictions):
+        if one is not None and one.length and len(one.length) != len(buckets.means):
+            predictions[place] = Prediction(one.urgency)  # of another model
+    return RecordedWorkload(requests), GivenPredictions(predictions, buckets)
+
+
+def _doubts(
+    log: EngineLog,
+    policies: dict[str, Policy],
+    fitted: bool,
+    cells: Sequence[Cell],
+) -> Iterator[str]:
+    """What the figures do not say, most important first."""
+    found = errors(cells)
+    if found:
+        worst = max(found, key=lambda key: abs(found[key]))
+        middle = statistics.median(map(abs, found.values()))
+        yield (
+            "Check: simulated under its own policy, the recorded load differs from the measured "
+            f"one by {middle:.0%} in the median, at most {abs(found[worst]):.0%} "
+            f"(level {worst[0]}, {worst[1]})."
+        )
+        if middle > LARGEST_ERROR:
+            yield f"That is more than {LARGEST_ERROR:.0%}: trust no figure here."
+    yield "Predictions of other policies have not been compared with runs of a real engine yet."
+    if not fitted:
+        yield "The log has too few timed steps: step times are those of the server's profile."
+    rows = cells[0].levels.items()
+    few = [level for level, row in rows if level != ALL and row["count"] < _ENOUGH]
+    if few:
+        yield f"Fewer than {_ENOUGH} requests: level {', '.join(few)}; p99 is the slowest of them."
+    if log.skipped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(log.skipped.items()))
+        yield f"Requests left out: {reasons}."
+    unread = sum(one.prediction is None and one.request.hint is None for one in log.requests)
+    if unread:
+        yield f"{unread} requests have neither hint nor prediction: they run at the default level."
+    levels = max(one.request.level for one in log.requests)
+    for name, policy in policies.items():
+        if policy.levels <= levels:
+            yield f"{name} has {policy.levels} levels: less urgent requests count at its last one."
+        if policy.predictor.model is not None:
+            yield f"{name} reads with another model; the predictions are those of the log."
+    if log.facts.get("prefix_caching") and not any(one.request.blocks for one in log.requests):
+        yield "The log has no hashes of KV blocks: the prefix cache is not simulated."
+    yield (
+        "Arrivals and answers are those of the log: clients that would send more, less or give up "
+        "at other times are not simulated, nor is KV swap or what happens before the engine (HTTP)."
+    )
+
+
+def _verdict(measured: Cell, cell: Cell, scenario: Scenario) -> str:
+    """One sentence about a policy: the most and the least urgent level, and promises."""
+    both = [level for level in cell.levels if level != ALL and level in measured.levels]
+    if not both:
+        return f"{cell.scheduler}: no level in common with the log."
+    first, last = both[0], both[-1]
+    now, then = measured.levels[first]["ttft_p99"], cell.levels[first]["ttft_p99"]
+    text = f"{cell.scheduler}: level {first} p99 TTFT would be {then:.3g} s instead of {now:.3g}"
+    if last != first:
+        ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
+        text += f", level {last} would take {ratio:.2g} times as long"
+    slos = scenario.slos(cell.scheduler)
+    rows = [(level, row) for level, row in cell.levels.items() if level != ALL]
+    promised = [(level, row) for level, row in rows if is_promised(slos[int(level)])]
+    broken = [
+        level for level, row in promised if row["slo_met"] * 100 < slos[int(level)].percentile
+    ]
+    if broken:
+        return f"{text}; the promise to level {', '.join(broken)} would be broken."
+    return f"{text}; {'no promise would be broken' if promised else 'nothing is promised'}."

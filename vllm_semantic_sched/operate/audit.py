@@ -1,0 +1,148 @@
+"""Checks that an event log is whole: every line unchanged, none removed, none moved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_semantic_sched.operate.event_log import key_of, log_parts
+from vllm_semantic_sched.policy.events import Chain
+
+_RECENT = 10_000  # hashes among which that of a restart is looked for
+_NOT_KEYED = "not keyed: whoever can write the log could have hashed it anew"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about a log: a `problem` (it was changed), a `gap` (the server lost lines or was
+    not there), or a `note`. `where`: file and line."""
+
+    kind: Literal["problem", "gap", "note"]
+    where: str
+    text: str
+
+
+@dataclass(slots=True)
+class Audit:
+    """What `verify` found. `last`: the last hash; note it elsewhere to find a log that was cut."""
+
+    lines: int = 0
+    last: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was changed, as far as the chain can tell."""
+        return not any(finding.kind == "problem" for finding in self.findings)
+
+
+def verify(path: Path) -> Audit:
+    """Check a log and its rotated parts.
+
+    Raises:
+        OSError: the log cannot be read.
+    """
+    return _Verifier(path).run()
+
+
+class _Verifier:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._audit = Audit()
+        self._key = key_of(path)
+        self._head = ""
+        with contextlib.suppress(FileNotFoundError):  # before the log, which may grow
+            self._head = Path(f"{path}.head").read_text().strip()
+        self._awaits_head = bool(self._head)
+        self._chain = Chain()
+        self._recent: deque[str] = deque(maxlen=_RECENT)
+        self._begun = self._closed = self._blind = False
+        self._torn = ""  # where a line ended early
+        self._unchained = 0
+
+    def run(self) -> Audit:
+        where = str(self._path)
+        for part in log_parts(self._path):
+            with part.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        where = f"{part.name}:{number}"
+                        self._read(where, line.removesuffix("\n"))
+        audit = self._audit
+        if not self._begun:
+            self._find("problem", where, "no line has a hash")
+        if self._torn:
+            self._find("gap", self._torn, "the last line is not complete")
+        if self._awaits_head:
+            self._find("problem", where, "lines are missing at the end")
+        elif not self._head:
+            self._find("note", where, "without PATH.head, lines missing at the end are not found")
+        if not self._closed:
+            self._find("note", where, "no closing line: the server runs or was killed")
+        if self._begun and not self._chain.key:
+            kind: Literal["problem", "note"] = "problem" if self._key else "note"
+            self._find(kind, where, _NOT_KEYED)
+        audit.last = self._chain.last
+        return audit
+
+    def _read(self, where: str, text: str) -> None:
+        self._audit.lines += 1
+        try:
+            event = json.loads(text)
+            digest = str(event["chain"])
+        except (ValueError, KeyError, TypeError):
+            if self._begun:
+                self._torn = self._torn or where
+            else:
+                self._unchained += 1
+            return
+        about = event.get("log")
+        if about is not None:
+            self._chain.key = self._key if event.get("keyed") else b""
+        if not self._begun:
+            self._begin(where, event)
+        if self._torn and about not in ("started", "resumed"):
+            self._find("problem", self._torn, "not a line of this log")
+        elif self._torn:
+            self._find("gap", self._torn, "the server could not complete this line")
+        self._torn = ""
+        if not self._chain.follow(text) and not self._blind:
+            self._find("problem", where, "changed, moved, or a line before it is missing")
+        if about is not None:
+            self._read_about(where, about, event)
+        self._closed = about == "closed"
+        self._recent.append(digest)
+        self._awaits_head = self._awaits_head and digest != self._head
+
+    def _begin(self, where: str, event: dict[str, Any]) -> None:
+        self._begun = True
+        about, previous = event.get("log"), str(event.get("previous", ""))
+        if about == "continued":
+            self._chain.last = previous
+            self._find("note", where, "older lines have expired or were removed")
+        elif about != "started" or previous:
+            self._find("problem", where, "the first line of the file is missing")
+        if self._unchained:
+            kind: Literal["problem", "note"] = "note" if event.get("unchained") else "problem"
+            self._find(kind, where, f"{self._unchained} lines before have no hash")
+        self._blind = bool(event.get("keyed")) and not self._key
+        if self._blind:
+            self._find("problem", where, "the key is missing: nothing is checked")
+
+    def _read_about(self, where: str, about: str, event: dict[str, Any]) -> None:
+        if event.get("lost"):
+            self._find("gap", where, f"the server lost {event['lost']} lines")
+        head = event.get("head")
+        if about not in ("started", "resumed") or not self._recent:
+            return
+        if head and head not in self._recent:
+            self._find("problem", where, "lines before this restart are missing")
+        if about == "started" and not self._closed:
+            self._find("gap", where, "the server ended without closing the log, and started again")
+
+    def _find(self, kind: Literal["problem", "gap", "note"], where: str, text: str) -> None:
+        self._audit.findings.append(Finding(kind, where, text))

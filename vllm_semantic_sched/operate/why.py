@@ -1,0 +1,370 @@
+"""Explains from an event log why requests waited: causes that add up to the wait, and who got seats
+meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_semantic_sched.operate.event_log import END_STATES, key_of, lines_of
+from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
+
+Event = dict[str, Any]
+
+_PHRASES = {
+    "seat": "no seat",
+    "kv": "KV short",
+    "kv_peak": "KV that running requests will need",
+    "tokens": "the step was full",
+    "step": "until the next step",
+    "paused": "engine paused",
+    "tenant": "its tenant's limit",
+    "reservation": "room reserved for more urgent tiers",
+    "unread": "unread, and taken for less urgent",
+    "not_ready": "not ready (grammar, adapter, KV)",
+    "unknown": "not recorded",
+}
+NOT_RECORDED = _PHRASES["unknown"]
+"""The words for a part of a wait without a cause."""
+
+_ROOM = ("seat", "kv", "kv_peak", "tokens")  # others have what it waits for
+_ON_HOST = ("swap", "partial")
+_TICK = 0.001  # seconds that do not count
+_UNSURE = 0.05  # seconds between an event and its line, on a busy machine
+
+
+class Delay(NamedTuple):
+    """A part of a wait.
+
+    Attributes:
+        cause: see `policy.facts.waits.Cause`, or `overtaken` (the latest seat went to a more urgent
+            request), `preempted`, `held`, `restoring`.
+        level: of the other request or requests; None: nobody's.
+        other: the other request, if it is one.
+        detail: what a preemption did with the KV, or what was short for an overtaken request.
+    """
+
+    cause: str
+    level: int | None
+    other: str
+    detail: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Account:
+    """Why one request waited.
+
+    Attributes:
+        lines: its events, in order.
+        delays: what it waited for, in order; all of it.
+        windows: Unix times between which it had no seat.
+        served: requests, with their level, that got seats in these windows, and the seconds until
+            the next one did.
+    """
+
+    request: str
+    engine: int
+    lines: list[Event] = field(default_factory=list)
+    delays: list[Delay] = field(default_factory=list)
+    windows: list[tuple[float, float]] = field(default_factory=list)
+    served: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def waited(self) -> float:
+        """Seconds without a seat, held, or restoring KV."""
+        return sum(delay.seconds for delay in self.delays)
+
+    @property
+    def last(self) -> Event:
+        """Its last event."""
+        return self.lines[-1]
+
+
+class Waits:
+    """Follows the events of one request and finds its delays."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._preempted: Event | None = None
+
+    def follow(self, event: Event) -> tuple[list[Delay], tuple[float, float] | None]:
+        """The delays that end with an event, and the times without a seat."""
+        other, level = str(event.get("for", "")), event.get("for_level")
+        if "held" in event:
+            return [Delay("held", level, other, "", event["held"])], None
+        if "restored" in event:
+            plan = (self._preempted or {}).get("plan", "recompute")
+            return [Delay("restoring", None, "", plan, event["restored"])], None
+        if event["from"] == event["state"]:
+            return [], None
+        time, delays, window = float(event["time"]), [], None
+        if event["from"] in ("queued", "swapped"):
+            delays = self._parts(event, time)
+            if self._since is not None:
+                window = (self._since, time)
+        elif event["from"] == "running" and event["state"] not in END_STATES:
+            self._preempted = event
+        waits = event["state"] in ("queued", "swapped")
+        self._since = time if waits else None
+        return delays, window
+
+    def _parts(self, event: Event, time: float) -> list[Delay]:
+        parts = [(str(c), level, float(s)) for c, level, s in event.get("waited", ())]
+        if self._since is not None:
+            rest = time - self._since - sum(seconds for _, _, seconds in parts)
+            if abs(rest) > _UNSURE:
+                parts.append(("unknown", None, rest))
+        lost = self._preempted
+        if lost is not None:
+            by, level = str(lost.get("for", "")), lost.get("for_level")
+            detail = f"{lost.get('reason', '')}, {lost.get('plan', '')}"
+            known = sum(s for cause, _, s in parts if cause != "unknown")
+            delays = [Delay("preempted", level, by, detail, known)]
+            return delays + [_delay(*part, 0) for part in parts if part[0] == "unknown"]
+        return [
+            _delay(cause, level, seconds, int(event["level"])) for cause, level, seconds in parts
+        ]
+
+
+def _delay(cause: str, level: int | None, seconds: float, own: int) -> Delay:
+    if cause in _ROOM and level is not None and level < own:
+        return Delay("overtaken", level, "", cause, seconds)
+    return Delay(cause, level, "", "", seconds)
+
+
+def events_of(log: Path, wanted: str = "") -> Iterator[Event]:
+    """Events of requests in a log and its rotated parts; `wanted`: only lines with this text."""
+    for line in lines_of(log):
+        if wanted in line:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and "request" in event:
+                    yield event
+
+
+def account_of(logs: Sequence[Path], request: str) -> Account | None:
+    """Why a request waited; None if no log has it.
+
+    Args:
+        request: its id as in the log, or as the client got it; hashed where the log has hashes.
+
+    Raises:
+        OSError: a log cannot be read.
+    """
+    for log in logs:
+        names = [request]
+        if key := key_of(log):
+            names += [keyed_hash(key, request)[:16], hashed_id(key, request)]
+        for name in names:
+            account: Account | None = None
+            waits = Waits()
+            for event in events_of(log, name):
+                found = str(event["request"])
+                if account is None and (found == name or found.startswith(f"{name}-")):
+                    account = Account(found, int(event["engine"]))
+                if account is not None and found == account.request:
+                    account.lines.append(event)
+                    delays, window = waits.follow(event)
+                    account.delays += delays
+                    account.windows += [window] if window else []
+            if account is not None:
+                _find_served(log, account)
+                return account
+    return None
+
+
+def _find_served(log: Path, account: Account) -> None:
+    """Find who got seats while a request had none."""
+    if not account.windows:
+        return
+    begin, end = account.windows[0][0], account.windows[-1][1]
+    seats = [
+        (float(event["time"]), str(event["request"]), int(event["level"]))
+        for event in events_of(log, '"state": "running"')
+        if begin <= float(event["time"]) <= end
+        and event["from"] in ("queued", "swapped")
+        and int(event["engine"]) == account.engine
+        and event["request"] != account.request
+    ]
+    for begin, end in account.windows:
+        inside = [seat for seat in seats if begin <= seat[0] < end]
+        ends = [*(time for time, _, _ in inside[1:]), end]
+        for (time, request, level), until in zip(inside, ends, strict=False):
+            account.served[request, level] += until - time  # type: ignore[assignment]
+
+
+# Words
+
+
+def sentence(account: Account) -> str:
+    """One sentence: how long a request waited, and for what."""
+    last = account.last
+    who = f"{account.request} (level {last['level']}, {last['tier']})"
+    causes = grouped(account.delays)
+    if account.waited < _TICK:
+        return f"{who} did not wait."
+    described = [f"{seconds:.1f} s {text}" for text, seconds in causes]
+    behind = who_was_served(account)
+    return f"{who} waited {account.waited:.1f} s: {', '.join(described)}{behind}."
+
+
+def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
+    """Causes in words with their seconds, the longest first."""
+    seconds: Counter[tuple[str, str, str]] = Counter()
+    levels: dict[tuple[str, str, str], set[int]] = {}
+    for delay in delays:
+        detail = "" if delay.cause in ("held",) else delay.detail
+        key = (delay.cause, delay.other, detail)
+        seconds[key] += delay.seconds  # type: ignore[assignment]
+        levels.setdefault(key, set())
+        if delay.level is not None:
+            levels[key].add(delay.level)
+    return [
+        (_phrase(*key, levels[key]), total)
+        for key, total in seconds.most_common()
+        if total >= _TICK
+    ]
+
+
+def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
+    whom = f" {_levels(levels)}" if levels else ""
+    if cause == "overtaken":
+        short = "" if detail == "seat" else f" ({_PHRASES[detail]})"
+        return f"overtaken{f' by{whom}' if whom else ''}{short}"
+    if cause == "held":
+        return f"held for {other or 'a protected request'}{f' ({whom.strip()})' if whom else ''}"
+    if cause == "preempted":
+        reason, _, plan = detail.partition(", ")
+        for_whom = f"for {other} ({whom.strip()})" if other else f"({reason})"
+        return f"preempted {for_whom}" + (f", KV {_KV_WORDS.get(plan, plan)}" if plan else "")
+    if cause == "restoring":
+        return "loading its KV" if detail in _ON_HOST else "computing its KV again"
+    return _PHRASES.get(cause, cause)
+
+
+_KV_WORDS = {"swap": "on the host", "partial": "partly on the host", "recompute": "dropped"}
+
+
+def _levels(levels: set[int]) -> str:
+    low, high = min(levels), max(levels)
+    return f"level {low}" if low == high else f"level {low}-{high}"
+
+
+def who_was_served(account: Account) -> str:
+    """The requests that got seats while one waited."""
+    if not account.served:
+        return ""
+    (((longest, level), seconds),) = account.served.most_common(1)
+    levels = _levels({level for _, level in account.served})
+    count = f"{len(account.served)} request{'s' * (len(account.served) > 1)}"
+    return (
+        f". Meanwhile seats went to {count} of {levels}; after {longest} (level {level}) it took "
+        f"longest until the next one, {seconds:.1f} s"
+    )
+
+
+def timeline(account: Account) -> list[tuple[float, str]]:
+    """What happened to a request: seconds since its first line, and a few words."""
+    first = float(account.lines[0]["time"])
+    return [(float(event["time"]) - first, _words(event)) for event in account.lines]
+
+
+def _words(event: Event) -> str:
+    whom = f" for {event['for']} (level {event['for_level']})" if "for" in event else ""
+    rule = _rule(event)
+    if event["from"] is None:
+        return f"arrived, level {event['level']}{rule}"
+    if event.get("reason") == "read":
+        before, level = event["level_before"], event["level"]
+        change = f"level {level}" if before == level else f"level {before} became {level}"
+        return f"read: {change}{rule}"
+    if "held" in event:
+        return f"had been held for {event['held']:.3f} s{whom}"
+    if "restored" in event:
+        return f"has its KV again, after {event['restored']:.3f} s"
+    if event["state"] == "running":
+        return "got a seat"
+    if event["state"] in END_STATES:
+        return (
+            f"{event['state']} ({event.get('reason', '')}){whom}, {event['output_tokens']} tokens"
+        )
+    if event["from"] == "running":
+        kv = _KV_WORDS.get(event.get("plan", ""), "")
+        return f"preempted ({event.get('reason', '')}){whom}{f', KV {kv}' if kv else ''}"
+    return f"lost the host copy of its KV ({event.get('reason', '')})"
+
+
+def _rule(event: Event) -> str:
+    if "rule" not in event:
+        return ""
+    shares = " ".join(f"{share:.2f}" for share in event.get("urgency", ()))
+    model = f"; model {event['model']}" if "model" in event else ""
+    return f" by {event['rule'].replace('_', ' ')}{f' (P = {shares}{model})' if shares else ''}"
+
+
+# Many requests
+
+
+@dataclass(slots=True)
+class Summary:
+    """What the requests of a level waited for in a window: seconds and number of requests by cause,
+    and the requests that others were preempted or held for."""
+
+    requests: set[tuple[int, str]] = field(default_factory=set)
+    seconds: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    longest: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+
+def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Summary:
+    """Add up why requests waited.
+
+    Args:
+        level: of the requests; None: all.
+        last: seconds before the end of each log; None: all of it.
+
+    Raises:
+        OSError: a log cannot be read.
+    """
+    summary = Summary()
+    for log in logs:
+        since = 0.0 if last is None else _end_of(log) - last
+        following: dict[tuple[int, str], Waits] = {}
+        for event in events_of(log):
+            key = (int(event["engine"]), str(event["request"]))
+            waits = following.setdefault(key, Waits())
+            delays, _ = waits.follow(event)
+            if event["state"] in END_STATES:
+                del following[key]
+            if float(event["time"]) < since or level not in (None, int(event["level"])):
+                continue
+            summary.requests.add(key)
+            for text, seconds in grouped(map(_alone, delays)):
+                summary.seconds[text] += seconds  # type: ignore[assignment]
+                summary.counts[text] += 1
+                summary.longest[text] = max(summary.longest.get(text, (0.0, "")), (seconds, key[1]))
+    return summary
+
+
+def _alone(delay: Delay) -> Delay:
+    """A delay without the other requests."""
+    detail = delay.detail
+    if delay.cause == "preempted":
+        detail = detail.partition(", ")[0]
+    return delay._replace(level=None, other="", detail=detail)
+
+
+def _end_of(log: Path) -> float:
+    end = 0.0
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - 65_536))
+        for line in file.read().split(b"\n"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                end = float(json.loads(line)["time"])
+    return end
