@@ -6,6 +6,10 @@ the order in which vLLM serves requests are left out: tests/data/conformance/ord
 with a reason. Which tests pass with vLLM's class is stored per release in that folder, too;
 `--record` runs them with vLLM's class and stores it anew.
 
+`door` stands for vLLM's tests of its HTTP server, authentication included, with our middleware
+around each application as `--middleware` puts it there. Of those tests the ones that build an
+application themselves are taken; the others start a server with a model from a hub.
+
 The tests are taken from vLLM's source distribution, which pip's indexes provide. Some of them need
 an image model from a hub, or a GPU, and fail with vLLM's class. For another release than the
 installed one see scripts/matrix.sh.
@@ -37,6 +41,19 @@ TESTS = (
     "tests/v1/core/test_scheduler.py",
     "tests/v1/core/test_priority_scheduler_random.py",
     "tests/v1/core/test_async_scheduler.py",
+)
+DOOR = "door"
+DOOR_TESTS = (
+    "tests/entrypoints/serve/middleware/test_authentication_middleware.py",
+    "tests/entrypoints/serve/middleware/test_cors_middleware.py",
+    "tests/entrypoints/serve/exception_handling/test_http_status_metrics.py",
+    "tests/entrypoints/serve/test_profile_api_router.py",
+    "tests/entrypoints/serve/tokenize/test_serving_tokenization.py",
+    "tests/entrypoints/scale_out/test_factories.py",
+    "tests/entrypoints/generate/structured_decisions/test_strategies.py",
+    "tests/entrypoints/rl/state_transitions/test_sleep.py",
+    "tests/entrypoints/rl/return_routed_experts/test_route_request_bodies.py",
+    "tests/entrypoints/anthropic/test_anthropic_messages_conversion.py",
 )
 # The models that the tests name. All get the shape of the first, because most tests read only the
 # shape; tests of images fail with vLLM's class.
@@ -92,7 +109,7 @@ def run_tests(
     """Runs the tests of a vLLM and returns their outcomes by name.
 
     Args:
-        base: base policy of our class; None runs them with vLLM's class.
+        base: base policy of our class, or `DOOR`; None runs them with vLLM's classes.
         report: JUnit file to write; the output goes to a file beside it.
         tests: files.
         chosen: names of the tests to run; empty: all.
@@ -119,7 +136,9 @@ def run_tests(
     log = report.with_suffix(".log")
     report.unlink(missing_ok=True)
     with log.open("w") as out, tempfile.TemporaryDirectory() as own:
-        if base is not None:
+        if base == DOOR:
+            environment["CONFORMANCE_DOOR"] = "1"
+        elif base is not None:
             policy = Path(own) / f"{base}.yaml"
             policy.write_text(POLICY.format(base=base))
             environment["SEMSCHED_POLICY"] = str(policy)
@@ -159,11 +178,7 @@ def record(version: str, outcomes: dict[str, Outcome]) -> None:
 
 
 def recorded(version: str) -> list[str]:
-    """The tests that pass with vLLM's class, as stored by `record`.
-
-    Raises:
-        SystemExit: nothing is stored for this release.
-    """
+    """The tests that pass with vLLM's class, as stored by `record`; SystemExit if none are."""
     file = RECORDS / f"{version}.txt"
     if not file.exists():
         raise SystemExit(f"no list of tests for vLLM {version}: make one with --record")
@@ -171,10 +186,10 @@ def recorded(version: str) -> list[str]:
 
 
 def required(version: str, base: str) -> list[str]:
-    """The tests that must pass under a base policy: those recorded, except for tests that depend
-    on vLLM's order, which only `fcfs` keeps."""
-    names = recorded(version)
-    if base == "fcfs":
+    """The tests that must pass under a base policy or at the `DOOR`: those recorded, except for
+    tests that depend on vLLM's order, which only `fcfs` keeps."""
+    names = recorded(f"{version}-{DOOR}" if base == DOOR else version)
+    if base in ("fcfs", DOOR):
         return names
     ordered = yaml.safe_load((RECORDS / "order.yaml").read_text())
     left_out = ordered["all"] | ordered.get(base, {})
@@ -184,16 +199,12 @@ def required(version: str, base: str) -> list[str]:
 def lost_tests(
     base: str, folder: Path, names: Collection[str] = (), workers: int = 2
 ) -> dict[str, str]:
-    """Runs the tests that must pass under a base policy; those that do not, and why.
-
-    Args:
-        folder: gets the report.
-        names: of the tests; all by default.
-        workers: see `run_tests`.
-    """
+    """Runs the tests that must pass under a base policy, or those named; those that do not, and
+    why. `folder` gets the report; `workers`: see `run_tests`."""
     names = names or required(installed_release(), base)
     report = folder / f"{installed_release()}-{base}.xml"
-    outcomes = run_tests(base, report, chosen=names, workers=workers)
+    tests = DOOR_TESTS if base == DOOR else TESTS
+    outcomes = run_tests(base, report, tests, chosen=names, workers=workers)
     missing = Outcome("missing")
     ours = {name: outcomes.get(name, missing) for name in names}
     return {name: f"{end.result}: {end.reason}" for name, end in ours.items() if not end.passed}
@@ -205,7 +216,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("bases", nargs="*", help=f"base policies (default: {', '.join(BASES)})")
+    parser.add_argument(
+        "bases", nargs="*", help=f"base policies, or {DOOR} (default: {', '.join(BASES)}, {DOOR})"
+    )
     parser.add_argument(
         "--output", type=Path, default=ROOT / "conformance-output", help="folder for the results"
     )
@@ -213,17 +226,19 @@ def main() -> int:
         "--record", action="store_true", help="store first what passes with vLLM's class"
     )
     args = parser.parse_args()
-    if unknown := set(args.bases) - set(BASES):
+    if unknown := set(args.bases) - {*BASES, DOOR}:
         parser.error(f"unknown base policy: {', '.join(unknown)}")
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     version = installed_release()
     if args.record:
-        outcomes = run_tests(None, output / f"{version}-vllm.xml")
-        record(version, outcomes)
-        print(f"vLLM {version}: {len(recorded(version))} of {len(outcomes)} tests pass", flush=True)
+        for name, tests in ((version, TESTS), (f"{version}-{DOOR}", DOOR_TESTS)):
+            outcomes = run_tests(None, output / f"{name}-vllm.xml", tests)
+            record(name, outcomes)
+            print(f"vLLM {name}: {len(recorded(name))} of {len(outcomes)} tests pass", flush=True)
     result = {}
-    for base in args.bases or BASES:
+    listed = (RECORDS / f"{version}-{DOOR}.txt").exists()
+    for base in args.bases or (*BASES, *[DOOR] * listed):
         begin = time.monotonic()
         lost = lost_tests(base, output)
         count = len(required(version, base))

@@ -4,7 +4,7 @@ set -uo pipefail
 
 usage() {
     cat <<'USAGE'
-Usage: scripts/gpu_check.sh [--output DIR] [--model DIR] [--requests N]
+Usage: scripts/gpu_check.sh [--torch-only] [--output DIR] [--model DIR] [--requests N]
 
 Run it in an environment that has vLLM and this project with the extras lab and test.
 Under ten minutes on a data-centre GPU; without one the same steps run on the CPU engine. Steps:
@@ -16,6 +16,9 @@ Under ten minutes on a data-centre GPU; without one the same steps run on the CP
   swap          preempted requests get the same answers, saved, loaded and partly recomputed
   decisions     holds and preemptions of the engine are those of the simulator's policy code
   comparison    schedulers under one load, KV swapped, greedy outputs compared
+
+  --torch-only   needs torch and this project, but no vLLM: KV copies beside the computation, and
+                 measured products and copies against the derived profile's figures
 
 A failed step does not stop the others; the exit status is 1 if one failed.
 
@@ -29,9 +32,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 output=$root/gpu-check
 model=
 requests=120
+torch_only=
 while (($#)); do
     case "$1" in
         -h | --help) usage; exit 0 ;;
+        --torch-only) torch_only=1; shift ;;
         --output) output=$(realpath -m -- "${2:?--output needs a folder}"); shift 2 ;;
         --model) model=$(realpath -- "${2:?--model needs a folder}"); shift 2 ;;
         --requests) requests=${2:?--requests needs a number}; shift 2 ;;
@@ -102,6 +107,22 @@ PYTHON
     printf '# vllm-semantic-sched on this machine\n\n'
     printf '| step | result | seconds |\n|---|---|---|\n'
 } >"$report"
+summarize() {
+    for log in "$@"; do
+        printf '\n## %s\n\n```\n' "$log"
+        # Without the engine's own log and torch's warnings.
+        grep -Ev '^\(|Warning|^\[W|^ +(if hasattr|wrapper =)|^$' "$output/$log.log" | tail -n 30
+        printf '```\n'
+    done >>"$report"
+    echo "report: $report"
+    exit $failed
+}
+
+if [[ -n $torch_only ]]; then
+    step versions versions
+    step torch "$python" scripts/studies/torch_check.py
+    summarize versions torch
+fi
 if [[ -z $model ]]; then
     model=$root/build/tiny-model
     "${semsched[@]}" bench make-model "$model" >/dev/null || exit 1
@@ -120,11 +141,4 @@ step decisions "$python" -m pytest -q -n 0 tests/parity -k "not every_kind"
 step comparison "${semsched[@]}" bench run --model "$model" --output "$output/comparison" --quiet \
     --schedulers fcfs,priority,semantic-true --mix even --requests "$requests" --max-output 128 \
     --repeats 0 --quick --host-gib 0.5 --check-outputs
-for log in versions measured copies comparison; do
-    printf '\n## %s\n\n```\n' "$log"
-    # Without the engine's own log and torch's warnings.
-    grep -Ev '^\(|Warning|^\[W|^ +(if hasattr|wrapper =)|^$' "$output/$log.log" | tail -n 30
-    printf '```\n'
-done >>"$report"
-echo "report: $report"
-exit $failed
+summarize versions measured copies comparison

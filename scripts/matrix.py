@@ -49,11 +49,7 @@ def run(at: Environment, log: Path, *arguments: str | Path) -> int:
 
 
 def run_tests(at: Environment, report: Path, selected: str) -> Outcome:
-    """Runs tests of this project.
-
-    Args:
-        selected: expression of markers.
-    """
+    """Runs the tests of this project that an expression of markers selects."""
     report.unlink(missing_ok=True)
     command = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     command += ["-m", f"({selected}) and not study", "-p", "no:cacheprovider"]

@@ -41,11 +41,7 @@ MORE_TESTS = [
 
 
 def series(version: str) -> list[Path]:
-    """The patches for a release, in order.
-
-    Raises:
-        SystemExit: there are none.
-    """
+    """The patches for a release, in order; SystemExit if there are none."""
     patches = sorted(PATCHES.glob(f"vllm-{version}/*.patch"))
     if not patches:
         known = ", ".join(sorted(folder.name for folder in PATCHES.glob("vllm-*")))
@@ -105,11 +101,7 @@ def copy_files(source: Path, names: list[str], target: Path) -> None:
 
 
 def apply_to_copy(source: Path, patches: list[Path], target: Path, *options: str) -> Path:
-    """Applies patches to a copy of what they touch.
-
-    Raises:
-        SystemExit: one does not fit.
-    """
+    """Applies patches to a copy of what they touch; SystemExit if one does not fit."""
     copy_files(source, touched_files(patches), target)
     for patch in patches:
         if problem := git_apply(patch, target, *options):
@@ -139,11 +131,8 @@ def overlay(at: Environment, version: str, source: Path, changed: Path, target: 
 
 
 def check(version: str, quick: bool) -> bool:
-    """Checks the series for a release; whether all is well.
-
-    Args:
-        quick: only whether the patches apply.
-    """
+    """Checks the series for a release, or with `quick` only whether it applies; whether all is
+    well."""
     from conformance import TESTS, run_tests
 
     patches, source, work = series(version), unpack_source(version), WORK / version
@@ -184,13 +173,8 @@ def check(version: str, quick: bool) -> bool:
 
 @dataclass(frozen=True)
 class Installed:
-    """A vLLM in a virtual environment.
-
-    Attributes:
-        packages: the folder with `vllm/`.
-        version: without its local part.
-        hashes: SHA-256 of the files as installed, by path, in the encoding of wheels.
-    """
+    """A vLLM (version without its local part) in a virtual environment: the folder with `vllm/`,
+    and the SHA-256 of the files as installed, by path, in the encoding of wheels."""
 
     packages: Path
     version: str
@@ -217,11 +201,7 @@ def read_installed(packages: Path) -> Installed | None:
 
 
 def installed_in(venv: Path) -> Installed:
-    """The vLLM of a virtual environment.
-
-    Raises:
-        SystemExit: there is none.
-    """
+    """The vLLM of a virtual environment; SystemExit if there is none."""
     ask = "import json, sysconfig; print(json.dumps(sysconfig.get_path('purelib')))"
     try:
         told = subprocess.run(
@@ -236,11 +216,8 @@ def installed_in(venv: Path) -> Installed:
 
 
 def patch_installed(venv: Path, back: bool) -> None:
-    """Applies the series for the installed release to it, or takes it off.
-
-    Raises:
-        SystemExit: the files are neither as installed nor as patched.
-    """
+    """Applies the series for the installed release to it, or takes it off. SystemExit if the files
+    are neither as installed nor as patched."""
     vllm = installed_in(venv)
     patches = series(vllm.version)
     files = [file for file in touched_files(patches) if file.startswith("vllm/")]

@@ -38,12 +38,8 @@ KEYS, PAGE = _ROOT / "configs" / "policy-keys.yaml", _ROOT / "docs" / "reference
 
 
 class Effect(NamedTuple):
-    """Where operators see the effect of a policy key.
-
-    Attributes:
-        codes: of the requests that the key can refuse.
-        metrics: names without the prefix `semsched:`.
-    """
+    """Where operators see the effect of a policy key: codes of the requests that it can refuse, and
+    metrics, without the prefix `semsched:`."""
 
     codes: tuple[Code, ...]
     metrics: tuple[str, ...]
@@ -65,11 +61,8 @@ def _effects() -> dict[str, Effect]:
 
 
 def effect_of(key: str) -> Effect:
-    """The effect of a key, or of the smallest group of it that reference.yaml lists.
-
-    Raises:
-        KeyError: reference.yaml lists neither.
-    """
+    """The effect of a key, or of the smallest group of it that reference.yaml lists; KeyError if it
+    lists neither."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         group = ".".join(parts[:end])

@@ -5,12 +5,17 @@ set -euo pipefail
 
 usage() {
     cat <<'USAGE'
-Usage: scripts/setup.sh [--force]
+Usage: scripts/setup.sh [--force | --lock]
 
 Creates .venv in the project's root and installs vLLM for CPU, this project (editable) and
 what its tests, benchmarks and training need. Takes about a minute; a second run takes none.
 
+On Python 3.11, all packages come from scripts/requirements.lock, each in the version and with a
+hash that stand there, whatever index it is from; other Pythons, releases of vLLM and extras
+resolve anew.
+
   --force   install again even if nothing has changed
+  --lock    write scripts/requirements.lock anew, from .venv's Python 3.11
 
 Environment:
   PYTHON                python to use (default: the first of python3.11 to 3.14 that works)
@@ -24,8 +29,9 @@ Environment:
 USAGE
 }
 
-force=
+force= lock=
 case "${1:-}" in
+    --lock) lock=1 ;;
     -h | --help) usage; exit 0 ;;
     --force) force=1 ;;
     "") ;;
@@ -42,7 +48,9 @@ vllm=${SEMSCHED_VLLM:-0.32.0}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${SEMSCHED_VENV:-$root/.venv}
 shown=${venv#"$root"/}
-extras=${SEMSCHED_EXTRAS:-cpu,test,lab,conformance}
+all_extras=cpu,test,lab,conformance
+extras=${SEMSCHED_EXTRAS:-$all_extras}
+locked=scripts/requirements.lock
 log=$venv/setup.log
 stamp=$venv/setup.stamp
 cd "$root"
@@ -52,7 +60,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 # A hash of all inputs, and of the folder, because .venv cannot be moved.
 fingerprint() {
-    { echo "$root" "$venv" "$vllm" "$extras"; cat pyproject.toml scripts/{setup.sh,uv_install.py} scripts/vllm-metadata/*; } |
+    { echo "$root" "$venv" "$vllm" "$extras"; cat pyproject.toml scripts/{setup.sh,uv_install.py,requirements.lock} scripts/vllm-metadata/*; } |
         sha256sum | cut -d' ' -f1
 }
 
@@ -64,7 +72,7 @@ if command -v flock >/dev/null && ! flock -n 9; then
     echo "setup: another setup is running here, waiting for it"
     flock 9
 fi
-if [[ -z $force ]] && is_current; then exit 0; fi
+if [[ -z $force$lock ]] && is_current; then exit 0; fi
 
 check_platform() {
     [[ $(uname -s) == Linux && $(uname -m) == x86_64 ]] ||
@@ -151,7 +159,41 @@ find_torch() {
 # torchvision::nms does not exist").
 cuda_extras=(torchvision torchaudio torchcodec)
 
+# What the lock holds, besides this project's extras: the installer, and what builds the project.
+write_lock() {
+    pip install --quiet 'uv>=0.13,<0.14'
+    printf '%s\n' "torch==$torch+cpu" 'uv>=0.13,<0.14' editables >"$venv/more.txt"
+    printf '%s\n' "${cuda_extras[@]}" >"$venv/excluded.txt"
+    # shellcheck disable=SC2046
+    "$venv/bin/python" scripts/uv_install.py compile --quiet --no-header --no-annotate --upgrade \
+        --generate-hashes --no-emit-index-url --no-emit-find-links "${torch_from[@]}" \
+        --excludes "$venv/excluded.txt" $(printf ' --extra %s' ${all_extras//,/ }) \
+        --output-file "$locked" pyproject.toml "$venv/more.txt"
+}
+
+# Whether the lock is for what is to be installed.
+has_lock() {
+    [[ -f $locked && -z ${SEMSCHED_VLLM:-} && $extras == "$all_extras" ]] &&
+        "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'
+}
+
+install_locked() {
+    local from_lock=(--require-hashes --no-deps "${torch_from[@]}" --requirement "$locked")
+    local project=(--no-deps --no-build-isolation "${packages[@]:1}")
+    if [[ $1 == uv ]]; then
+        # uv alone first, by its hash.
+        awk '/^[^ ]/ { keep = /^uv==/ } keep' "$locked" >"$venv/uv.txt"
+        try_step "uv" pip install --quiet --require-hashes --requirement "$venv/uv.txt" || return
+        try_step "packages of the lock" "$venv/bin/python" scripts/uv_install.py "${from_lock[@]}" &&
+            try_step "this project" "$venv/bin/python" scripts/uv_install.py "${project[@]}"
+    else
+        step "packages of the lock" pip install --no-compile "${from_lock[@]}"
+        step "this project" pip install --no-compile "${project[@]}"
+    fi
+}
+
 install_with_uv() {
+    if has_lock; then install_locked uv; return; fi
     try_step "uv" pip install --quiet 'uv>=0.13,<0.14' || return
     printf '%s\n' "${cuda_extras[@]}" >"$venv/excluded.txt"
     try_step "torch, vLLM for CPU and this project" \
@@ -160,6 +202,7 @@ install_with_uv() {
 }
 
 install_with_pip() {
+    if has_lock; then install_locked pip; return; fi
     step "torch $torch (CPU)" pip install --no-compile "${torch_from[@]}" "torch==$torch+cpu"
     # Without the index of torch: it also has old builds of other packages.
     step "vLLM for CPU and this project" pip install --no-compile "${packages[@]}"
@@ -201,6 +244,7 @@ packages=(
     "$venv/vllm-metadata"
 )
 find_torch
+if [[ -n $lock ]]; then write_lock; exit; fi
 case "${SEMSCHED_INSTALLER:-}" in
     pip) install_with_pip ;;
     uv) install_with_uv || die "uv failed; its output is in $log" ;;
@@ -211,7 +255,9 @@ case "${SEMSCHED_INSTALLER:-}" in
         fi
         ;;
 esac
-step "remove CUDA-only companions of torch" pip uninstall --yes "${cuda_extras[@]}"
+if ! has_lock; then
+    step "remove CUDA-only companions of torch" pip uninstall --yes "${cuda_extras[@]}"
+fi
 step "check that vLLM starts" check_engine
 fingerprint >"$stamp"
 echo "setup: ready in $SECONDS s; use $shown/bin/semsched, $shown/bin/vllm or activate $shown"

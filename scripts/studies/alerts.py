@@ -26,7 +26,7 @@ import yaml
 from common import main
 
 from vllm_semantic_sched.cli.comparison import print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, print_table
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, free_port
 
 FOLDER = Path(__file__).parents[2] / "configs" / "deploy" / "monitoring"
@@ -51,21 +51,13 @@ def panel_queries() -> Iterator[tuple[str, str]]:
 
 
 class Prometheus:
-    """A running Prometheus.
-
-    Args:
-        url: base address without a trailing slash.
-    """
+    """A running Prometheus, by its base address without a trailing slash."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def query(self, promql: str) -> list[dict[str, Any]]:
-        """Return the series of an instant query.
-
-        Raises:
-            ValueError: Prometheus refused the query.
-        """
+        """Return the series of an instant query; ValueError if Prometheus refused it."""
         found = self._get("query", query=promql)["result"]
         return found if isinstance(found, list) else []
 
@@ -85,10 +77,7 @@ class Prometheus:
 @contextmanager
 def prometheus(target: str, output: Path) -> Iterator[Prometheus]:
     """Run a Prometheus with the shipped rules that scrapes `target` (host:port) every second.
-
-    Raises:
-        RuntimeError: it does not start within 30 s.
-    """
+    RuntimeError if it does not start within 30 s."""
     config = output / "prometheus.yaml"
     document = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -173,15 +162,10 @@ def run(args: argparse.Namespace) -> int:
     for rule in rules:
         if rule["health"] != "ok":
             problems.append(f"alert {rule['name']}: {rule['lastError']}")
+    rows = ((name, ", ".join(sorted(had)) or "inactive") for name, had in seen.items())
+    print_table("states of the alerts during the run", ("alert", "states"), rows)
+    print_table("series of each panel of the dashboard", ("panel", "series"), series.items())
     console = make_console()
-    table = make_table("states of the alerts during the run", "alert", "states")
-    for name, had in seen.items():
-        table.add_row(name, ", ".join(sorted(had)) or "inactive")
-    console.print(table)
-    table = make_table("series of each panel of the dashboard", "panel", "series")
-    for name, count in series.items():
-        table.add_row(name, str(count))
-    console.print(table)
     queries = len(list(panel_queries()))
     console.print(f"{len(rules)} rules and {queries} queries of the dashboard evaluated")
     return print_problems(console, [*problems, *report.problems])

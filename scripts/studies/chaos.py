@@ -28,7 +28,9 @@ from common import main
 from vllm_semantic_sched.lab.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, VllmServer
 from vllm_semantic_sched.lab.bench.texts import write_message
+from vllm_semantic_sched.operate.audit import verify
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.why import NOT_RECORDED, summarize
 from vllm_semantic_sched.policy.config import load_policy
 
 BASE_POLICY = """\
@@ -89,13 +91,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Visit:
-    """One request of the disturbed run.
-
-    Attributes:
-        case: index of the distinct request.
-        extras: its `vllm_xargs`.
-        leaves_after: seconds after which the client disconnects; None if it waits.
-    """
+    """One request of the disturbed run: which distinct request it is, its `vllm_xargs`, and the
+    seconds after which the client disconnects (None if it waits)."""
 
     case: int
     stream: bool
@@ -137,11 +134,8 @@ def make_cases(count: int, seed: int = 0) -> list[Case]:
 
 
 def make_visits(count: int, cases: int, seed: int = 0) -> list[Visit]:
-    """Draw the requests of the disturbed run.
-
-    A third states a level, a tenth an invalid one, and a tenth shares a `dedup_key` with others;
-    one in six clients disconnects early.
-    """
+    """Draw the requests of the disturbed run. A third states a level, a tenth an invalid one, and a
+    tenth shares a `dedup_key` with others; one in six clients disconnects early."""
     draw = random.Random(seed + 1)
     visits = []
     for _ in range(count):
@@ -191,12 +185,8 @@ class Chaos:
     async def run(
         self, cases: Sequence[Case], visits: Sequence[Visit], at_a_time: int, pace: float = 1.0
     ) -> Report:
-        """Run the undisturbed and the disturbed run.
-
-        Args:
-            at_a_time: concurrent requests in the disturbed run.
-            pace: multiplies the pauses between disturbances.
-        """
+        """Run the undisturbed and the disturbed run, with so many concurrent requests in the
+        latter. `pace` multiplies the pauses between disturbances."""
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             self._url, connector=connector, headers=self._headers
@@ -224,11 +214,7 @@ class Chaos:
         return self.report
 
     async def settle(self, values: Callable[[], dict[str, float]], seconds: float = 30.0) -> None:
-        """Resume the server and wait until nothing is left on it.
-
-        Args:
-            values: returns what must become zero, by name.
-        """
+        """Resume the server and wait until nothing is left on it: all named `values` are zero."""
         await self._admin_call("/resume")
         deadline = asyncio.get_running_loop().time() + seconds
         while left := {name: value for name, value in values().items() if value}:
@@ -379,14 +365,8 @@ def disturb(
     pace: float = 1.0,
     api_key: str | None = None,
 ) -> Report:
-    """Run both runs against a running server, and check what is left on it.
-
-    Args:
-        policy: the server's policy file, with the part that stays.
-        requests: of the disturbed run.
-        cases: number of distinct requests.
-        at_a_time, pace: see `Chaos.run`.
-    """
+    """Run both runs against a running server, and check what is left on it. `policy` is the
+    server's policy file, with the part that stays; `requests` are those of the disturbed run."""
     base = policy.read_text()
     chaos = Chaos(
         server.url,
@@ -415,6 +395,14 @@ def disturb(
         chaos.report.problems.append(f"{errors:g} guarded errors; see {server.config.log}")
     chaos.report.problems += overspent(chaos.report.hold_costs, load_policy(policy).protect.price)
     return chaos.report
+
+
+def doubts(log: Path) -> list[str]:
+    """What is wrong with the event log: waits without a cause, lines that do not follow."""
+    unexplained = summarize([log], level=None, last=None).counts[NOT_RECORDED]
+    problems = [f"the causes of {unexplained} waits do not add up to them"] if unexplained else []
+    found = [finding for finding in verify(log).findings if finding.kind != "note"]
+    return problems + [f"{finding.where}: {finding.text}" for finding in found]
 
 
 def overspent(hold_costs: Sequence[float], price: float) -> list[str]:
@@ -504,6 +492,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with VllmServer(config) as server:
         report = disturb(server, policy, args.requests, args.cases, args.at_a_time, args.seed)
+    report.problems += doubts(log)
     print("\n".join(summary(report)))
     return 1 if report.problems else 0
 

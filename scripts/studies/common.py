@@ -43,12 +43,8 @@ def main(
 def serve(
     args: argparse.Namespace, spec: SchedulerSpec, max_output: int
 ) -> Iterator[tuple[VllmServer, LoadClient]]:
-    """Start a server with this scheduler and a client for it; stop it at the end of the block.
-
-    Args:
-        args: with the options of `add_server_arguments`.
-        max_output: tokens of the longest answer.
-    """
+    """Start a server with this scheduler and the options of `add_server_arguments`, and a client
+    for it; stop it at the end of the block. `max_output`: tokens of the longest answer."""
     progress = show_progress(args.quiet)
     progress.message(f"starting the server: {spec.name}")
     prefer_client(args.nice)
@@ -66,11 +62,8 @@ def serve(
 
 
 def capacity(client: LoadClient, sample: Sequence[BenchRequest]) -> float:
-    """Return the requests per second that the server answers when all of `sample` arrive at once.
-
-    Raises:
-        RuntimeError: no request was answered.
-    """
+    """Return the requests per second that the server answers when all of `sample` arrive at once;
+    RuntimeError if it answers none."""
     done = client.send_together(sample, "capacity")
     seconds = duration(done)
     if not seconds:

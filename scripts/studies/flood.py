@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from common import (
-    arriving_at,
-    capacity,
-    main,
-    percentiles,
-    refusal_code,
-    serve,
-    write_json,
-)
+from common import arriving_at, capacity, main, percentiles, refusal_code, serve, write_json
 
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, print_table
 from vllm_semantic_sched.lab.bench.compare import OTHER_SEED
 from vllm_semantic_sched.lab.bench.metrics import latest_send
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
@@ -44,24 +36,19 @@ _WORST = 3.0  # largest TTFT beside the flood relative to that alone
 _CAPACITY_ROUNDS = 4
 
 
-@dataclass(frozen=True)
-class TenantExtras:
-    """Adds the tenant to a request: the first `quiet` indices are the quiet tenant's."""
+def tenant_extras(quiet: int) -> Callable[[BenchRequest], Mapping[str, object]]:
+    """Return what adds the tenant to a request: the first `quiet` ones are the quiet tenant's."""
 
-    quiet: int
-
-    def __call__(self, request: BenchRequest) -> Mapping[str, object]:
-        """Return the further fields of the request's body."""
-        tenant = "quiet" if request.index < self.quiet else "flood"
+    def extras(request: BenchRequest) -> Mapping[str, object]:
+        tenant = "quiet" if request.index < quiet else "flood"
         return {"vllm_xargs": {"urgency": request.level, "tenant": tenant}}
+
+    return extras
 
 
 def make_load(args: argparse.Namespace, rate: float) -> tuple[list[BenchRequest], int]:
     """Return the requests of both tenants, and how many of the first ones are the quiet tenant's.
-
-    Args:
-        rate: of the flood, in requests per second.
-    """
+    `rate`: of the flood, in requests per second."""
     total = args.alone + args.flood + args.after
     times = [number / args.rate for number in range(int(total * args.rate))]
     quiet = _requests(args, times, args.quiet_tokens, seed=1)
@@ -85,12 +72,8 @@ def evaluate(
     rate: float,
     memory_growth: int,
 ) -> dict[str, Any]:
-    """Return the contents of `flood.json`.
-
-    Args:
-        rate: of the flood, in requests per second.
-        memory_growth: of the server, in bytes.
-    """
+    """Return the contents of `flood.json`. `rate`: of the flood, in requests per second;
+    `memory_growth`: of the server, in bytes."""
     end = args.alone + args.flood
     phases = {
         "alone": [one for one in quiet if one.arrival < args.alone],
@@ -138,15 +121,15 @@ def problems_of(result: Mapping[str, Any]) -> list[str]:
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the quiet tenant's phases and what happened to the flood."""
     columns = ("", "sent", "answered", "TTFT p50, s", "TTFT p99, s", "p99 vs alone")
-    table = make_table("the quiet tenant", *columns)
     alone = result["quiet"]["alone"]["ttft_p99"]
-    for name, phase in result["quiet"].items():
-        table.add_row(
-            *(name, str(phase["sent"]), str(phase["answered"])),
-            *(f"{phase['ttft_p50']:.3f}", f"{phase['ttft_p99']:.3f}"),
-            f"{phase['ttft_p99'] / alone:.2f}x",
+    rows = (
+        (
+            *(name, phase["sent"], phase["answered"], f"{phase['ttft_p50']:.3f}"),
+            *(f"{phase['ttft_p99']:.3f}", f"{phase['ttft_p99'] / alone:.2f}x"),
         )
-    console.print(table)
+        for name, phase in result["quiet"].items()
+    )
+    print_table("the quiet tenant", columns, rows)
     flood = result["flood"]
     refused = ", ".join(f"{count} {code}" for code, count in flood["refused"].items()) or "none"
     console.print(
@@ -186,10 +169,10 @@ def run(args: argparse.Namespace) -> int:
     with serve(args, spec, max(args.flood_tokens, args.quiet_tokens)) as (server, client):
         count = _CAPACITY_ROUNDS * args.seats
         sample = _requests(args, [0.0] * count, args.flood_tokens, seed=OTHER_SEED)
-        client = replace(client, extras=TenantExtras(count))
+        client = replace(client, extras=tenant_extras(count))
         rate = args.overload * capacity(client, sample)
         requests, quiet = make_load(args, rate)
-        client = replace(client, extras=TenantExtras(quiet))
+        client = replace(client, extras=tenant_extras(quiet))
         memory = memory_bytes(server)
         records = client.send(requests, "flood")
         server.check()

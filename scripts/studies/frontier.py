@@ -15,7 +15,7 @@ from typing import Any
 
 from common import main
 
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import load_scenarios
 
@@ -76,15 +76,14 @@ def draw(figures: Mapping[str, Mapping[str, float]], path: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write frontier.json and frontier.png."""
     figures = measure(args.requests, args.workers)
-    table = make_table(
+    print_table(
         "prompts of 1,500 tokens, 1.5 times the capacity; mean latency, s",
-        "policy", "tokens/s, of FCFS", "level 0", "level 1", "level 4",
-    )  # fmt: skip
-    for name, one in figures.items():
-        table.add_row(
-            name, f"{one['tokens']:.3f}", *(f"{one[f'level {n}']:.1f}" for n in (0, 1, 4))
-        )
-    make_console().print(table)
+        ("policy", "tokens/s, of FCFS", "level 0", "level 1", "level 4"),
+        (
+            (name, f"{one['tokens']:.3f}", *(f"{one[f'level {n}']:.1f}" for n in (0, 1, 4)))
+            for name, one in figures.items()
+        ),
+    )
     (args.output / "frontier.json").write_text(json.dumps(figures, indent=1) + "\n")
     draw(figures, args.output / "frontier.png")
     return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from common import main
 
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend
 from vllm_semantic_sched.lab.bench.server import has_gpu
 
@@ -32,22 +32,13 @@ class Shape:
 
 
 def measure(shape: Shape, repeats: int) -> tuple[int, dict[str, float]]:
-    """Copy scattered blocks with the backend and the same bytes as one piece per layer with torch.
-
-    Returns:
-        Bytes of a copy, and GB/s by kind of copy.
-    """
+    """Copy scattered blocks with the backend and the same bytes as one piece per layer with torch;
+    bytes of a copy, and GB/s by kind of copy."""
     dtype = getattr(torch, shape.dtype)
     count = -(-shape.tokens // shape.block_size)
     total = 3 * count
-    caches = [
-        torch.zeros(
-            (total, shape.heads, shape.block_size, 2 * shape.head_size),
-            dtype=dtype,
-            device=shape.device,
-        )
-        for _ in range(shape.layers)
-    ]
+    form = (total, shape.heads, shape.block_size, 2 * shape.head_size)
+    caches = [torch.zeros(form, dtype=dtype, device=shape.device) for _ in range(shape.layers)]
     backend = make_backend(block_regions(caches, total), slots=count)
     pinned = shape.device == "cuda"
     plain = [
@@ -106,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Print GB/s of saves, loads and plain copies; 1 if a target is missed."""
     device = args.device if args.device != "auto" else ("cuda" if has_gpu() else "cpu")
     columns = ("tokens", "MB", "plain, out", "save", "plain, back", "load")
-    table = make_table(f"KV copies on {device}, GB/s (share of a plain copy)", *columns, words=0)
-    worst = float("inf")
+    rows, worst = [], float("inf")
     for tokens in map(int, args.tokens.split(",")):
         shape = Shape(
             args.layers, args.heads, args.head_size, args.block_size, tokens, args.dtype, device
@@ -115,15 +105,14 @@ def run(args: argparse.Namespace) -> int:
         size, speeds = measure(shape, args.repeats)
         shares = (speeds["save"] / speeds["plain out"], speeds["load"] / speeds["plain back"])
         worst = min(worst, *shares)
-        table.add_row(
-            str(tokens),
-            f"{size / 1e6:.1f}",
-            f"{speeds['plain out']:.1f}",
-            f"{speeds['save']:.1f} ({shares[0]:.2f})",
-            f"{speeds['plain back']:.1f}",
-            f"{speeds['load']:.1f} ({shares[1]:.2f})",
+        rows.append(
+            (
+                *(tokens, f"{size / 1e6:.1f}"),
+                *(f"{speeds['plain out']:.1f}", f"{speeds['save']:.1f} ({shares[0]:.2f})"),
+                *(f"{speeds['plain back']:.1f}", f"{speeds['load']:.1f} ({shares[1]:.2f})"),
+            )
         )
-    make_console().print(table)
+    print_table(f"KV copies on {device}, GB/s (share of a plain copy)", columns, rows, words=0)
     print(f"least share of a plain copy: {worst:.2f} (required: {_REQUIRED})")
     return int(args.assert_targets and worst < _REQUIRED)
 

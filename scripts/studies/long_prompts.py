@@ -19,7 +19,8 @@ import yaml
 from common import main, percentiles, serve, write_json
 
 from vllm_semantic_sched.cli.comparison import add_server_arguments
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.bench.metrics import METRICS
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.texts import write_context, write_message
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
@@ -54,40 +55,27 @@ def make_load(args: argparse.Namespace) -> list[BenchRequest]:
     """Return the long prompts and the urgent messages, in order of arrival."""
     rng = np.random.default_rng(args.seed)
     pieces = max(1, round(args.tokens / _CONTEXT))
-    long = [
-        BenchRequest(
-            number, 0.0, 4, " ".join(write_context(rng) for _ in range(pieces)), _LONG_ANSWER
-        )
-        for number in range(args.long)
-    ]
-    urgent = [
-        BenchRequest(
-            args.long + number,
-            _FIRST_URGENT + number * args.gap,
-            0,
-            write_message(0, rng),
-            args.answer,
-        )
-        for number in range(args.urgent)
-    ]
-    return [*long, *urgent]
+    load = []
+    for number in range(args.long):
+        text = " ".join(write_context(rng) for _ in range(pieces))
+        load.append(BenchRequest(number, 0.0, 4, text, _LONG_ANSWER))
+    for number in range(args.urgent):
+        time, text = _FIRST_URGENT + number * args.gap, write_message(0, rng)
+        load.append(BenchRequest(len(load), time, 0, text, args.answer))
+    return load
 
 
 def summarize(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of one scheduler, times in seconds."""
     urgent = [one for one in records if one.level == 0]
     long = [one for one in records if one.level == 4]
-    ttft = percentiles([one.ttft for one in urgent if one.ttft is not None])
-    tpot = percentiles(
-        [
-            (one.finish - one.first_token) / (one.output_tokens - 1)
-            for one in urgent
-            if one.finish is not None and one.first_token is not None and one.output_tokens > 1
-        ]
-    )
+    metrics = {one.key: one.value for one in METRICS}
+    found = {
+        name: [value for one in urgent if (value := metrics[name](one, None)) is not None]
+        for name in ("ttft", "tpot")
+    }
     return {
-        "ttft": ttft,
-        "tpot": tpot,
+        **{name: percentiles(values) for name, values in found.items()},
         "long_ttft": [one.ttft for one in long],
         "prompt_tokens": max(one.prompt_tokens for one in long),
         "failed": sum(not one.ok for one in records),
@@ -119,18 +107,18 @@ def run(args: argparse.Namespace) -> int:
             )
             server.check()
     write_json(args.output / "long-prompts.json", rows)
-    console = make_console()
     heads = ("TTFT p50, s", "p99", "per token p50, ms", "p99", "long prompts: TTFT mean, s", "last")
-    table = make_table("urgent messages beside long prompts", "scheduler", *heads)
+    shown = []
     for name, row in rows.items():
         long = [time for time in row["long_ttft"] if time is not None]
-        table.add_row(
-            *(name, f"{row['ttft'][0]:.2f}", f"{row['ttft'][1]:.2f}"),
-            *(f"{1e3 * row['tpot'][0]:.0f}", f"{1e3 * row['tpot'][1]:.0f}"),
-            *(f"{sum(long) / max(1, len(long)):.1f}", f"{max(long, default=float('nan')):.1f}"),
+        ttft, tpot = (
+            (f"{time:.2f}" for time in row["ttft"]),
+            (f"{1e3 * s:.0f}" for s in row["tpot"]),
         )
-    console.print(table)
-    console.print(f"longest prompt: {max(row['prompt_tokens'] for row in rows.values())} tokens")
+        last = (sum(long) / max(1, len(long)), max(long, default=float("nan")))
+        shown.append((name, *ttft, *tpot, *(f"{time:.1f}" for time in last)))
+    print_table("urgent messages beside long prompts", ("scheduler", *heads), shown)
+    print(f"longest prompt: {max(row['prompt_tokens'] for row in rows.values())} tokens")
     return 1 if any(row["failed"] for row in rows.values()) else 0
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from common import main, write_json
 
 from vllm_semantic_sched.cli.comparison import show_progress
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.bench.workload import (
     LEVELS,
     MIXES,
@@ -103,11 +103,8 @@ class _Shortages:
 def simulated(
     policy: Policy, workload: Workload, predictions: Predictions, known: bool = False
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Metrics by level (`sim.metrics.METRICS`), and preemptions under KV pressure.
-
-    Args:
-        known: requests state their level; `predictions` then hold their exact lengths.
-    """
+    """Metrics by level (`sim.metrics.METRICS`), and preemptions under KV pressure. If `known`,
+    requests state their level; `predictions` then hold their exact lengths."""
     from vllm_semantic_sched.sim.metrics import Recorder
     from vllm_semantic_sched.sim.scenario import parse_scenarios
     from vllm_semantic_sched.sim.simulation import simulate
@@ -208,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.predict.model import TextPredictor
     from vllm_semantic_sched.sim.predictor import GivenPredictions
 
-    predictor, console, written = TextPredictor.load(), make_console(), []
+    predictor, written = TextPredictor.load(), []
     assert predictor.length_buckets is not None
     bar = show_progress(args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
     found: dict[tuple[str, float], list[dict[str, Row]]] = {}
@@ -217,23 +214,23 @@ def run(args: argparse.Namespace) -> int:
             for seed in range(args.seeds):
                 config = WorkloadConfig(requests=args.requests, mix=mix, seed=seed)
                 requests = make_workload(config).requests
-                rows = predictor.predict([one.text for one in requests])
-                read = GivenPredictions(rows, predictor.length_buckets)
+                readings = predictor.predict([one.text for one in requests])
+                read = GivenPredictions(readings, predictor.length_buckets)
                 for overload in args.overload:
                     rows_of = found.setdefault((mix, overload), [])
                     rows_of.append(compare(load_of(requests, overload), read))
                     advance()
     for (mix, overload), runs in found.items():
         columns = ("policy", "gain", "throughput", "KV shortages", *map(str, range(LEVELS)))
-        table = make_table(f"{mix} mix, overload {overload:g}; ms per token by level", *columns)
-        for name in runs[0]:
-            row = mean_of([one[name] for one in runs])
-            levels = (f"{value:.0f}" for value in row.levels)
-            table.add_row(
-                name, f"{row.gain:.2f}", f"{row.throughput:.2f}", f"{row.shortages:.0f}", *levels
-            )
-            written.append({"mix": mix, "overload": overload, "policy": name} | asdict(row))
-        console.print(table)
+        means = {name: mean_of([one[name] for one in runs]) for name in runs[0]}
+        rows = (
+            (name, f"{row.gain:.2f}", f"{row.throughput:.2f}", f"{row.shortages:.0f}",
+             *(f"{value:.0f}" for value in row.levels))
+            for name, row in means.items()
+        )  # fmt: skip
+        print_table(f"{mix} mix, overload {overload:g}; ms per token by level", columns, rows)
+        head = {"mix": mix, "overload": overload}
+        written += [head | {"policy": name} | asdict(row) for name, row in means.items()]
     write_json(args.output / "order.json", written)
     print(f"written: {args.output / 'order.json'}")
     return 0

@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,20 +87,10 @@ class Costs:
 
 def fit_costs(base: EngineProfile, steps: Sequence[Step], arrivals: Sequence[float]) -> Costs:
     """Fit measured steps and arrivals; `base` gives the costs that were not measured."""
-    from vllm_semantic_sched.lab.profiling.fit import fit_steps
+    from vllm_semantic_sched.lab.profiling.fit import fit_profile
 
-    fit = fit_steps(steps)
-    fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
-    costs = Costs(base.model_copy(update=fields), float(np.mean(arrivals)))
-    # The fit is robust and hardly counts slow steps, but they are part of a load.
-    decoding = [step for step in steps if not step.batch.prefills]
-    costs = costs.times(costs.pace(decoding))
-    prefilling = [step for step in steps if step.batch.prefills]
-    missing = sum(one.seconds for one in prefilling) - costs.seconds(prefilling)
-    more = missing / sum(step.batch.prefills for step in prefilling)
-    terms = costs.profile.batch_terms
-    terms = terms.model_copy(update={"per_prefill": max(0.0, terms.per_prefill + more)})
-    return Costs(costs.profile.model_copy(update={"batch": terms}), costs.arrival)
+    profile, pace = fit_profile(base, steps)
+    return Costs(profile, pace * float(np.mean(arrivals)))
 
 
 class PacedEngine:
@@ -108,6 +100,7 @@ class PacedEngine:
         options: of `vllm serve`: a model, then engine options.
         policy, profile: files of the SemanticScheduler.
         unit: see `SteadyClock`.
+        logs: the policy has an event log, which goes by this engine's clock; prefixes are cached.
 
     Attributes:
         base: the profile as given.
@@ -115,7 +108,7 @@ class PacedEngine:
     """
 
     def __init__(
-        self, options: Sequence[str], policy: str, profile: str, unit: float | None
+        self, options: Sequence[str], policy: str, profile: str, unit: float | None, logs: bool
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm.engine.arg_utils import EngineArgs
@@ -131,7 +124,7 @@ class PacedEngine:
         arguments.scheduler_cls = "vllm_semantic_sched.SemanticScheduler"
         arguments.additional_config = {"semantic_sched": {"policy": policy, "profile": profile}}
         arguments.disable_log_stats = True
-        arguments.enable_prefix_caching = False  # prompts are random; the simulator has none
+        arguments.enable_prefix_caching = logs  # else prompts are random
         self._engine = LLMEngine.from_engine_args(arguments)
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
         self.base = load_profile(profile)
@@ -141,6 +134,9 @@ class PacedEngine:
         self._batches: list[Any] = []
         self._preempted = 0
         self._watch()
+        self._logs = logs
+        if logs:
+            self._log_by_this_clock()
 
     @property
     def shape(self) -> dict[str, int]:
@@ -180,6 +176,8 @@ class PacedEngine:
         """
         steps: list[Step] = []
         self._preempted = 0
+        if self._logs:
+            self._end_log()
         begin = self.clock.now()
 
         def passed() -> float:
@@ -193,8 +191,14 @@ class PacedEngine:
             while place < len(requests) and requests[place]["arrival"] <= passed():
                 request = requests[place]
                 name = self._add(
-                    request["prompt_tokens"], request["output_tokens"], request["level"]
+                    request["prompt_tokens"],
+                    request["output_tokens"],
+                    request["level"],
+                    request.get("prefix", (0, 0)),
                 )
+                if self._logs:  # vLLM's input thread sees it while a step runs
+                    job = next(reversed(self._scheduler.jobs.values()))
+                    job.came = begin + request["arrival"]
                 names[name] = place
                 place += 1
             if not self._engine.has_unfinished_requests():
@@ -202,6 +206,8 @@ class PacedEngine:
                 continue
             outputs, step = self._step()
             steps += step
+            if self._logs:
+                self._scheduler.gauges()
             for output in outputs:
                 index = names[output.request_id]
                 first.setdefault(index, passed())
@@ -211,7 +217,30 @@ class PacedEngine:
             Served(request["arrival"], first[index], finish[index])
             for index, request in enumerate(requests)
         ]
+        if self._logs:
+            self._end_log()
         return Service(served, steps, self._preempted)
+
+    def _log_by_this_clock(self) -> None:
+        """Let the scheduler and its event log read this engine's clock."""
+        from vllm_semantic_sched.engine import scheduler
+        from vllm_semantic_sched.engine.metrics import event_log
+
+        now = self.clock.now
+        read = SimpleNamespace(time=now, monotonic=now, perf_counter=now)
+        vars(scheduler)["time"] = vars(event_log)["time"] = read
+        self._scheduler.clock.seconds = now
+
+    def _end_log(self) -> None:
+        """Wait until the log has all lines so far, and rename its file to PATH.1."""
+        from vllm_semantic_sched.engine.metrics.gauges import describe
+
+        log = self._scheduler._event_log
+        log.engine(lambda: describe(self._scheduler), float("inf"))
+        while log._events:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        log.file.doRollover()
 
     def _step(self) -> tuple[list[Any], list[Step]]:
         """Run a step of the engine; returns its output and, if it computed anything, its cost."""
@@ -225,7 +254,18 @@ class PacedEngine:
         computed = self._batches and self._batches[0].sequences
         return outputs, [Step(self._batches[0], seconds)] if computed else []
 
-    def _add(self, prompt_tokens: int, output_tokens: int, level: int) -> str:
+    def _add(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        level: int,
+        prefix: tuple[int, int] = (0, 0),
+    ) -> str:
+        """Send a request.
+
+        Args:
+            prefix: the prompt begins with so many tokens (second) of this beginning (first).
+        """
         from vllm import SamplingParams
 
         self._sequence += 1
@@ -236,7 +276,9 @@ class PacedEngine:
             detokenize=False,
             extra_args={"urgency": level},
         )
-        tokens = self._random.integers(10, 200, prompt_tokens).tolist()
+        which, shared = prefix
+        tokens = np.random.default_rng(which).integers(10, 200, shared).tolist()
+        tokens += self._random.integers(10, 200, prompt_tokens - shared).tolist()
         name = str(self._sequence)
         self._engine.add_request(name, {"prompt_token_ids": tokens}, params)
         return name
@@ -260,12 +302,14 @@ class PacedEngine:
         scheduler._preempt_request = watched_preempt
 
 
-def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def serve_load(
+    engine: PacedEngine, requests: Sequence[dict[str, Any]], unit: float | None = None
+) -> dict[str, Any]:
     """Serve a load between two calibrations.
 
     Args:
-        requests: as for `PacedEngine.serve`, but arrivals are in units of the time that the engine
-            needs for all of them.
+        requests: as for `PacedEngine.serve`, but arrivals are in units of `unit` seconds.
+        unit: by default the time that the engine needs for all of them.
 
     Returns:
         The engine's shape, the requests with arrivals in seconds, their times, preemptions, and
@@ -273,7 +317,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
         multiplied by the load's `pace` (1 if its steps took as long as those before and after).
     """
     steps, arrivals = engine.calibrate()
-    needed = _seconds_needed(engine, fit_costs(engine.base, steps, arrivals), requests)
+    needed = unit or _seconds_needed(engine, fit_costs(engine.base, steps, arrivals), requests)
     timed = [request | {"arrival": request["arrival"] * needed} for request in requests]
     service = engine.serve(timed)
     more_steps, more_arrivals = engine.calibrate()
@@ -285,6 +329,7 @@ def serve_load(engine: PacedEngine, requests: Sequence[dict[str, Any]]) -> dict[
         "profile": costs.profile.model_dump(mode="json"),
         "seconds_per_arrival": costs.arrival,
         "pace": pace,
+        "unit": needed,
         "requests": timed,
         "served": [[one.arrival, one.first_token, one.finish] for one in service.served],
         "preemptions": service.preemptions,
@@ -313,7 +358,7 @@ class PacedProcess:
     """A `PacedEngine` in another process; runs as long as a `with` block lasts.
 
     Args:
-        options, policy, profile, unit: as for `PacedEngine`.
+        options, policy, profile, unit, logs: as for `PacedEngine`.
 
     Attributes:
         unit: of its clock.
@@ -323,9 +368,15 @@ class PacedProcess:
     """
 
     def __init__(
-        self, options: Sequence[str], policy: str, profile: str, unit: float | None
+        self,
+        options: Sequence[str],
+        policy: str,
+        profile: str,
+        unit: float | None,
+        logs: bool = False,
     ) -> None:
-        self._command = [sys.executable, __file__, policy, profile, json.dumps(unit), *options]
+        settings = [policy, profile, json.dumps(unit), json.dumps(logs)]
+        self._command = [sys.executable, __file__, *settings, *options]
 
     def __enter__(self) -> PacedProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
@@ -349,11 +400,13 @@ class PacedProcess:
         self._process.communicate()
         self._log.close()
 
-    def serve(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def serve(
+        self, requests: Sequence[dict[str, Any]], unit: float | None = None
+    ) -> dict[str, Any]:
         """See `serve_load`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the missing answer is reported below
-            self._process.stdin.write(json.dumps(requests) + "\n")
+            self._process.stdin.write(json.dumps([requests, unit]) + "\n")
             self._process.stdin.flush()
         return self._answer()
 
@@ -375,8 +428,8 @@ def main() -> None:
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # anything else that is printed goes to the log
-    policy, profile, unit, *options = sys.argv[1:]
-    engine = PacedEngine(options, policy, profile, json.loads(unit))
+    policy, profile, unit, logs, *options = sys.argv[1:]
+    engine = PacedEngine(options, policy, profile, json.loads(unit), json.loads(logs))
     engine.calibrate()  # the first steps are slower
     answer: dict[str, Any] = {"unit": engine.clock.unit}
     while True:
@@ -385,7 +438,7 @@ def main() -> None:
         line = sys.stdin.readline()
         if not line:
             return
-        answer = serve_load(engine, json.loads(line))
+        answer = serve_load(engine, *json.loads(line))
 
 
 if __name__ == "__main__":

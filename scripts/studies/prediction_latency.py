@@ -45,6 +45,7 @@ class Variant:
     max_batch: int
     max_wait: float
     added_latency: float
+    instant: bool = True
 
     @property
     def name(self) -> str:
@@ -58,6 +59,7 @@ class Variant:
             PolicyError: the policy does not exist, or a value is out of range.
         """
         document = load_policy(base).model_dump(mode="json")
+        document["predictor"]["instant"]["enabled"] = self.instant
         document["predictor"] |= {
             "mode": self.mode,
             "max_batch": self.max_batch,
@@ -83,10 +85,10 @@ def _variants(args: argparse.Namespace) -> Iterator[Variant]:
     for mode in _MODES:
         if args.vary in ("latency", "both"):
             for latency in latencies:
-                yield Variant(mode, args.batch, args.max_wait, latency)
+                yield Variant(mode, args.batch, args.max_wait, latency, not args.no_instant)
         if args.vary in ("batch", "both"):
             for batch in batches:
-                yield Variant(mode, batch, args.max_wait, args.latency)
+                yield Variant(mode, batch, args.max_wait, args.latency, not args.no_instant)
 
 
 def _write_policy(variant: Variant, base: str, folder: Path) -> Path:
@@ -223,6 +225,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=64, help="table 1: largest batch (%(default)s)")
     add("--batches", default="4,16,32,64", help="table 2: largest batches (%(default)s)")
     add("--latency", type=float, default=0.01, help="table 2: seconds added (%(default)s)")
+    add(
+        "--no-instant",
+        action="store_true",
+        help="without the instant reader, as in the paper: requests wait for the predictor",
+    )
     add(
         "--max-wait",
         type=float,

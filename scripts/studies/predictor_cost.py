@@ -24,7 +24,7 @@ from vllm_semantic_sched.cli.comparison import (
     print_problems,
     show_progress,
 )
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, make_table, print_table
 from vllm_semantic_sched.cli.report import print_targets
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
@@ -88,11 +88,8 @@ def measure_latency(predictor: TextPredictor, wordpieces: int, repeats: int) -> 
 
 
 def measure_throughput(path: str | None, threads: int, seconds: float) -> Throughput:
-    """Predict full batches for at least `seconds`.
-
-    Args:
-        path: as for `TextPredictor.load`, which also sets the thread count of this process.
-    """
+    """Predict full batches for at least `seconds`. Loading the predictor also sets the thread count
+    of this process."""
     predictor = TextPredictor.load(path, threads=threads)
     texts = [text_of(BATCH_WORDPIECES)] * BATCH
     predictor.predict(texts)
@@ -186,16 +183,16 @@ def _print_cost(
     throughputs: Sequence[Throughput],
     size: int | None,
 ) -> None:
-    table = make_table("one text at a time, one thread", "wordpieces", "p50, ms", "p99, ms")
-    for latency in latencies:
-        cells = (f"{1e3 * seconds:.2f}" for seconds in (latency.p50, latency.p99))
-        table.add_row(str(latency.wordpieces), *cells)
-    console.print(table)
-    title = f"batches of {BATCH} texts of {BATCH_WORDPIECES} wordpieces"
-    table = make_table(title, "threads", "predictions/s")
-    for throughput in throughputs:
-        table.add_row(str(throughput.threads), f"{throughput.requests_per_second:.0f}")
-    console.print(table)
+    print_table(
+        "one text at a time, one thread",
+        ("wordpieces", "p50, ms", "p99, ms"),
+        ((one.wordpieces, f"{1e3 * one.p50:.2f}", f"{1e3 * one.p99:.2f}") for one in latencies),
+    )
+    print_table(
+        f"batches of {BATCH} texts of {BATCH_WORDPIECES} wordpieces",
+        ("threads", "predictions/s"),
+        ((one.threads, f"{one.requests_per_second:.0f}") for one in throughputs),
+    )
     if size is not None:
         console.print(f"weights and tokenizer: {size / 1e6:.1f} MB")
 

@@ -32,11 +32,8 @@ _NOISE = 0.02
 
 
 def schedulers(args: argparse.Namespace, modes: Sequence[str]) -> list[SchedulerSpec]:
-    """Return FCFS, and the policy in each mode with host memory; levels come as hints.
-
-    Raises:
-        PolicyError: no such policy or mode.
-    """
+    """Return FCFS, and the policy in each mode with host memory; levels come as hints. PolicyError
+    if there is no such policy or mode."""
     extra = swap_arguments(args.host_gib)
     return [
         SchedulerSpec(_FCFS, "fcfs"),
@@ -91,11 +88,8 @@ def describe(rows: dict[str, MixResult]) -> list[str]:
 
 def added_latency(base: MixResult, other: MixResult) -> dict[str, tuple[float, int]]:
     """Compare the E2E latency of levels 1 to 4, which pay for preemptions, with that under `base`,
-    in the best rounds.
-
-    Returns:
-        Mean added seconds and number of requests, by band of prompt and output tokens.
-    """
+    in the best rounds: mean added seconds and number of requests, by band of prompt and output
+    tokens."""
     before = {record.index: record for record in base.records if record.ok}
     bands: dict[str, list[float]] = {}
     for record in other.records:

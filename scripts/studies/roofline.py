@@ -34,13 +34,10 @@ from typing import Any, NamedTuple
 from common import main
 
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, TinyModelConfig, make_model
+from vllm_semantic_sched.policy.profile.devices import Device, device_named
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
-from vllm_semantic_sched.policy.profile.roofline import (
-    Device,
-    ModelShape,
-    Roofline,
-    device_named,
-)
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 from vllm_semantic_sched.sim.datasets import data_root
 
 # Kernels of a layer, and how often each of them runs.

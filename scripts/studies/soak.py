@@ -24,7 +24,7 @@ import psutil
 from common import main, write_json
 
 from vllm_semantic_sched.cli.comparison import print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, print_table
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, process_title
 from vllm_semantic_sched.operate.client import AdminClient
 
@@ -60,11 +60,8 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample]) -> list[Growth]:
-    """Return the change of each figure; one that a sample lacks was 0 then.
-
-    Raises:
-        ValueError: fewer than 8 samples.
-    """
+    """Return the change of each figure; one that a sample lacks was 0 then. ValueError with fewer
+    than 8 samples."""
     if len(samples) < _LEAST_SAMPLES:
         raise ValueError(f"{len(samples)} samples do not tell: at least {_LEAST_SAMPLES}")
     steady = samples[int(_WARM_UP * len(samples)) :]
@@ -169,13 +166,11 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(args.pause)
     found = growth(samples)
     console = make_console()
-    table = make_table(
-        f"{len(samples)} rounds in {hours[-1]:.2f} h", "figure", "first third", "last", "allowed"
+    print_table(
+        f"{len(samples)} rounds in {hours[-1]:.2f} h",
+        ("figure", "first third", "last", "allowed"),
+        ((one.name, *map(round, (one.first, one.last, one.allowed))) for one in found),
     )
-    for one in found:
-        numbers = (f"{number:.0f}" for number in (one.first, one.last, one.allowed))
-        table.add_row(one.name, *numbers)
-    console.print(table)
     console.print(", ".join(f"{count} {name}" for name, count in sorted(outcomes.items())))
     draw(samples, hours, args.output / "soak.png")
     problems += [

@@ -77,13 +77,8 @@ class StepTimes:
 
 
 def measure_step_times(plan: StepTimePlan, progress: Progress) -> dict[str, StepTimes]:
-    """Start the server, run all phases, and pool them by condition.
-
-    Raises:
-        ServerFailed: the server did not start or ended by itself.
-        RuntimeError: a request was refused.
-        ValueError: the plan is empty.
-    """
+    """Start the server, run all phases, and pool them by condition. RuntimeError if the server
+    fails or refuses a request; ValueError if the plan is empty."""
     if plan.rate < _CALLS_PER_SECOND or plan.phase_seconds <= 0 or plan.cycles < 1:
         raise ValueError(f"needs a rate of at least {_CALLS_PER_SECOND}/s, a phase and a cycle")
     spec = SchedulerSpec("semantic", "semantic", plan.policy)
@@ -243,11 +238,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def pool_phases(phases: Sequence[Phase]) -> StepTimes:
-    """Pool the phases of one condition.
-
-    Raises:
-        RuntimeError: no token arrived.
-    """
+    """Pool the phases of one condition; RuntimeError if no token arrived."""
     gaps = [gap for phase in phases for gap in phase.gaps]
     if not gaps:
         raise RuntimeError("no token arrived in a whole phase")

@@ -19,7 +19,7 @@ import yaml
 from common import capacity, main, percentiles, refusal_code, serve, write_json
 
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console, print_table
 from vllm_semantic_sched.lab.bench.compare import CAPACITY_ROUNDS, OTHER_SEED
 from vllm_semantic_sched.lab.bench.metrics import latest_send
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
@@ -52,12 +52,9 @@ _AGING_INTERVAL = 10.0
 
 @dataclass(frozen=True)
 class TierRow:
-    """One tier under one scheduler. Times in seconds.
-
-    Attributes:
-        kept: share of all requests sent whose first token came in time; None without a promise.
-        longest_wait: for a first token, including requests that still waited at the end.
-    """
+    """One tier under one scheduler. Times in seconds; `kept`: share of all requests sent whose
+    first token came in time, None without a promise; `longest_wait`: for a first token, including
+    requests that still waited at the end."""
 
     scheduler: str
     tier: str
@@ -74,13 +71,8 @@ class TierRow:
 def tier_row(
     scheduler: str, level: int, promise: float | None, records: Sequence[Record], horizon: float
 ) -> TierRow:
-    """Evaluate one tier.
-
-    Args:
-        promise: seconds to the first token, None if none is promised.
-        records: of all tiers.
-        horizon: seconds after which requests were given up.
-    """
+    """Evaluate one tier, of the records of all. `promise`: seconds to the first token, None if none
+    is promised; `horizon`: seconds after which requests were given up."""
     mine = [record for record in records if record.level == level]
     ttfts = [one.ttft for one in mine if one.ttft is not None]
     refused = Counter(code for one in mine if (code := refusal_code(one)) is not None)
@@ -110,11 +102,7 @@ def tier_row(
 def totals_of(
     scheduler: str, records: Sequence[Record], preemptions: float, horizon: float
 ) -> dict[str, Any]:
-    """Summarize all tiers under one scheduler; `failed` counts requests that failed without a code.
-
-    Args:
-        horizon: see `tier_row`.
-    """
+    """Summarize all tiers under one scheduler; `failed`: requests that failed without a code."""
     end = max((one.finish for one in records if one.finish), default=horizon)
     return {
         "scheduler": scheduler,
@@ -130,11 +118,9 @@ def totals_of(
 def compare_with_aging_bound(
     aging: Aging, level: int, records: Sequence[Record], horizon: float
 ) -> dict[str, float] | None:
-    """Compare the waits of a level with the bound of `Aging.wait_bound`; None if there is none.
-
-    The bound's q and T are those of the run: the number of older requests that waited on arrival,
-    and the longest time between two first tokens.
-    """
+    """Compare the waits of a level with the bound of `Aging.wait_bound`; None if there is none. The
+    bound's q and T are those of the run: the number of older requests that waited on arrival, and
+    the longest time between two first tokens."""
     if not aging.enabled:
         return None
     starts = sorted(one.first_token for one in records if one.first_token is not None)
@@ -264,30 +250,33 @@ def print_tables(
     facts: Mapping[str, float],
 ) -> None:
     """Print the tiers, the totals and what was measured on the idle engine."""
-    table = make_table(
+    print_table(
         "tiers under overload",
-        "scheduler", "tier", "sent", "answered", "refused", "unanswered", "TTFT p50, s",
-        "TTFT p99, s", "in time", "longest wait, s",
+        ("scheduler", "tier", "sent", "answered", "refused", "unanswered", "TTFT p50, s",
+         "TTFT p99, s", "in time", "longest wait, s"),
+        (
+            (
+                *(row.scheduler, row.tier, row.sent, row.answered),
+                ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0",
+                *(row.unanswered, f"{row.ttft_p50:.3f}", f"{row.ttft_p99:.3f}"),
+                *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
+            )
+            for row in rows
+        ),
         words=2,
     )  # fmt: skip
-    for row in rows:
-        refused = ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0"
-        table.add_row(
-            *(row.scheduler, row.tier, str(row.sent), str(row.answered), refused),
-            *(str(row.unanswered), f"{row.ttft_p50:.3f}", f"{row.ttft_p99:.3f}"),
-            *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
-        )
-    console.print(table)
-    columns = ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s")
-    table = make_table("totals", *columns)
-    first = totals[0]["output_tokens_per_second"]
-    for total in totals:
-        speed = total["output_tokens_per_second"]
-        table.add_row(
-            *(total["scheduler"], f"{speed:.0f}", f"{speed / first:.3f}"),
-            *(f"{total['preemptions_per_minute']:.0f}", f"{total['latest_send']:.2f}"),
-        )
-    console.print(table)
+    speeds = [total["output_tokens_per_second"] for total in totals]
+    print_table(
+        "totals",
+        ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s"),
+        (
+            (
+                *(total["scheduler"], f"{speed:.0f}", f"{speed / speeds[0]:.3f}"),
+                *(f"{total['preemptions_per_minute']:.0f}", f"{total['latest_send']:.2f}"),
+            )
+            for total, speed in zip(totals, speeds, strict=True)
+        ),
+    )
     console.print(
         f"idle TTFT {facts['idle_ttft']:.3f} s; in time: share of the requests sent whose first "
         f"token came within {facts['promised_ttft']:.3f} s (premium) or "

@@ -3,14 +3,19 @@
 Runs four loads under three schedulers on the real engine and in the simulator, prints the error of
 the simulator for each metric and level, and writes `validation.json`.
 
-example:
+With --whatif: records three other loads with an engine that only observes, predicts from its event
+log what two policies would do (`semsched whatif`), runs the same arrivals under both, and compares.
+
+examples:
   python scripts/studies/validation.py --output validation -- MODEL --max-num-seqs 8
+  python scripts/studies/validation.py --whatif --output whatif -- MODEL --max-num-seqs 8
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -55,7 +60,8 @@ METRICS = ("e2e_mean", "normalized_waiting")
 TARGET = 0.15
 # A smaller difference between two schedulers counts as none.
 _DISTINCT = 0.10
-_COMMON = {"predictor": {"enabled": False}, "correct_profile": False}
+_UNREAD = {"predictor": {"enabled": False}}
+_COMMON = {**_UNREAD, "correct_profile": False}
 _LENGTHS = {
     "prompt": {"kind": "uniform", "low": 16, "high": 120},
     "output": {"kind": "uniform", "low": 8, "high": 64},
@@ -156,6 +162,131 @@ def validate(
                 runs[name, scheduler] = run
                 progress()
     return Validation(comparisons, runs)
+
+
+def _bursts(count: int, random: np.random.Generator) -> list[dict[str, Any]]:
+    """Bursts of up to 24 requests; a load of 0.9."""
+    loads = prepare_load("spiky", count)
+    return [one | {"arrival": one["arrival"] * 0.8 / 0.9} for one in loads]
+
+
+def _azure(count: int, random: np.random.Generator) -> list[dict[str, Any]]:
+    """Production arrivals and lengths (Azure 2023, conversations) at a load of 1.1; lengths are
+    divided by 8, for a small model."""
+    from vllm_semantic_sched.sim.sections import WorkloadModel
+    from vllm_semantic_sched.sim.workload import draw_workload
+
+    model = WorkloadModel(arrivals="azure", path="conv", requests=count)
+    trace = draw_workload(model, 5, random)
+    arrivals = trace.arrivals / trace.arrivals[-1] / 1.1
+    prompts, outputs = (np.clip(each // 8, 4, 300) for each in (trace.prompts, trace.outputs))
+    columns = zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    return [
+        {"arrival": arrival, "prompt_tokens": prompt, "output_tokens": output}
+        for arrival, prompt, output in columns
+    ]
+
+
+def _prefixes(count: int, random: np.random.Generator) -> list[dict[str, Any]]:
+    """Five long system prompts, and short questions after them; without the prefix cache the load
+    would be 1.6."""
+    arrivals = np.cumsum(random.exponential(1 / (1.6 * count), count))
+    shared = random.integers(100, 260, 5)
+    which = random.integers(0, 5, count)
+    return [
+        {
+            "arrival": float(arrival),
+            "prompt_tokens": int(shared[which[index]] + random.integers(8, 60)),
+            "output_tokens": int(random.integers(8, 64)),
+            "prefix": [int(which[index]) + 1, int(shared[which[index]])],
+        }
+        for index, arrival in enumerate(arrivals)
+    ]
+
+
+WHATIF_LOADS: dict[str, Callable[[int, np.random.Generator], list[dict[str, Any]]]] = {
+    "bursts": _bursts,
+    "azure": _azure,
+    "prefixes": _prefixes,
+}
+WHATIF_POLICIES = ("ems", "tiers")
+_OBSERVED = "observed"
+
+
+def validate_whatif(
+    options: Sequence[str], requests: int, folder: Path, progress: Callable[[], object]
+) -> list[Comparison]:
+    """Record loads while observing, predict `WHATIF_POLICIES`, run them, and compare.
+
+    Args and raises: as for `validate`.
+    """
+    from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
+    from vllm_semantic_sched.policy.config import load_policy, parse_policy
+    from vllm_semantic_sched.policy.facts.files import read_config
+
+    folder = folder.absolute()
+    found: list[Comparison] = []
+    unit: float | None = None
+    with ExitStack() as stack:
+        engines = {}
+        for name in (_OBSERVED, *WHATIF_POLICIES):
+            policy: dict[str, Any] = {"observe": True}
+            if name != _OBSERVED:
+                policy, _ = read_config(name, kind="policy")
+            log = folder / f"{name}.jsonl"
+            policy |= _UNREAD | {"events": {"path": str(log)}}
+            file = folder / f"policy-{name}.yaml"
+            file.write_text(yaml.safe_dump(policy))
+            engine = stack.enter_context(PacedProcess(options, str(file), PROFILE, unit, logs=True))
+            engines[name], unit = engine, engine.unit
+        for load, draw in WHATIF_LOADS.items():
+            random = np.random.default_rng([11, len(load)])
+            drawn = draw(requests, random)
+            for one in drawn:
+                one["level"] = int(random.choice(3, p=[1 / 6, 2 / 6, 3 / 6]))
+            needed: float | None = None
+            logs = {}
+            for name, engine in engines.items():
+                result = engine.serve(drawn, needed)
+                needed = result["unit"]
+                copy = folder / f"{load}-{name}.jsonl"
+                shutil.copy(folder / f"{name}.jsonl.1", copy)
+                logs[name] = read_log(copy)[0]
+                progress()
+            policies = {
+                name: parse_policy(load_policy(name).model_dump(exclude_unset=True) | _UNREAD)
+                for name in WHATIF_POLICIES
+            }
+            predicted = replay(logs[_OBSERVED], policies).cells
+            for cell in predicted[1:]:
+                name = cell.scheduler if cell.scheduler in logs else _OBSERVED
+                measured = replay(logs[name], {}).cells[0].levels
+                found += [
+                    Comparison(load, name, level, metric, row[metric], cell.levels[level][metric])
+                    for level, row in measured.items()
+                    for metric in METRICS
+                ]
+    return found
+
+
+def print_whatif(found: Sequence[Comparison]) -> None:
+    """Print a row per load and policy, and the errors in total."""
+    console = make_console()
+    levels = list(dict.fromkeys(one.level for one in found))
+    rows = dict.fromkeys((one.load, one.scheduler, one.metric) for one in found)
+    table = make_table("measured s, error", "load", "policy", "metric", *levels, words=3)
+    for key in rows:
+        row = {one.level: one for one in found if (one.load, one.scheduler, one.metric) == key}
+        cells = (f"{row[at].real:.3g} {row[at].error:+.0%}" if at in row else "-" for at in levels)
+        table.add_row(*key, *cells)
+    console.print(table)
+    for metric in dict.fromkeys(one.metric for one in found):
+        errors = [abs(one.error) for one in found if one.metric == metric]
+        within = sum(error <= TARGET for error in errors)
+        console.print(
+            f"{metric}: median {np.median(errors):.1%}, {within} of {len(errors)} within "
+            f"{TARGET:.0%}, largest {max(errors):.1%}"
+        )
 
 
 def compare(
@@ -288,6 +419,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", required=True, type=Path, help="folder for traces, profiles and results")
     add("--requests", type=int, default=80, metavar="N", help="per load (default: %(default)s)")
+    add("--whatif", action="store_true", help="validate `semsched whatif` instead")
     add("--quiet", action="store_true", help="no progress bar")
     add(
         "engine_options",
@@ -301,6 +433,14 @@ def run(args: argparse.Namespace) -> int:
     """Validate, print and write `validation.json`; always 0."""
     if args.requests < 1:
         raise ValueError("--requests must be at least 1")
+    if args.whatif:
+        runs = len(WHATIF_LOADS) * (1 + len(WHATIF_POLICIES))
+        with show_progress(args.quiet).bar("validating", runs) as advance:
+            errors = validate_whatif(args.engine_options, args.requests, args.output, advance)
+        print_whatif(errors)
+        document = [asdict(one) | {"error": one.error} for one in errors]
+        write_json(args.output / "whatif.json", document)
+        return 0
     bar = show_progress(args.quiet).bar("validating", len(LOADS) * len(SCHEDULERS))
     with bar as advance:
         found = validate(args.engine_options, args.requests, args.output, list(LOADS), advance)
