@@ -42,7 +42,7 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"model", "serve"} & set(getattr(item, "fixturenames", ())):
+        if {"model", "slim_model", "serve"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("model")
 
 
@@ -82,10 +82,31 @@ def offline_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def nursery():
+    """Forks servers from a process with their imports."""
+    from nursery import Nursery
+
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A small random-weight model with a real tokenizer."""
     from vllm_semantic_sched.lab.bench.tiny_model import make_model
 
     folder = tmp_path_factory.mktemp("model")
     make_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def slim_model(tmp_path_factory) -> Path:
+    """A smaller one, where neither time nor the size of a copy decides anything."""
+    from vllm_semantic_sched.lab.bench.tiny_model import TinyModelConfig, make_model
+
+    folder = tmp_path_factory.mktemp("slim")
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_heads": 3, "num_kv_heads": 1}
+    make_model(folder, TinyModelConfig(num_layers=2, init_std=0.07, **shape))
     return folder

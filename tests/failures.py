@@ -24,6 +24,14 @@ MAY_FAIL = (
 )
 """As paths from the scheduler."""
 
+COPIES_MAY_FAIL = (
+    *(f"scheduler.connector.ledger.{name}" for name in ("loadable", "admitted", "take_orders")),
+    *(f"scheduler.connector.ledger.{name}" for name in ("load_finished", "release")),
+    *(f"worker.backend.{name}" for name in ("save", "load", "load_beside")),
+    *(f"worker.backend.{name}" for name in ("finished", "take_seconds")),
+)
+"""As paths from an engine with the worker in reach."""
+
 
 def method_of(scheduler: Any, path: str) -> tuple[Any, str]:
     """The object and the name of the method at the end of a path."""

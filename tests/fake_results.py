@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.idle import idle_sample
+from vllm_semantic_sched.lab.bench.compare import idle_sample
 from vllm_semantic_sched.lab.bench.results import Comparison
 from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, parse_schedulers

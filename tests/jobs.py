@@ -49,5 +49,8 @@ class FreeingView:
     def freeable_blocks(self, job: Job) -> int | None:
         return self._blocks
 
+    def observe(self, job: Job) -> None:
+        pass
+
     def preemption_seconds(self, job: Job) -> float:
         return 0.0

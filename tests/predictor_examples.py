@@ -1,6 +1,12 @@
-"""A coded visit and a predictor of two levels, for tests of training and evaluation."""
+"""A coded visit, a predictor of two levels and corrections, for tests of training and
+evaluation."""
 
+import random
+
+from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.predict.corrections import Correction
 from vllm_semantic_sched.sim.datasets import TriageVisit
 
 VISIT = TriageVisit(
@@ -33,3 +39,15 @@ class TwoLevels:
             )
             for text in texts
         ]
+
+
+def corrections(count: int, seed: int, shift: float) -> list[Correction]:
+    """Requests whose expected level is that of their true level, and `shift` more."""
+    rng, made = random.Random(seed), []
+    for _ in range(count):
+        true = rng.randrange(5)
+        center = min(4.0, max(0.0, true * 0.6 + shift + rng.gauss(0, 0.25)))
+        weights = [2.0 ** -(abs(level - center) ** 2) for level in range(5)]
+        row = tuple(weight / sum(weights) for weight in weights)
+        made.append(Correction(0.0, row, decide_level(row, Decision()), true, True))
+    return made

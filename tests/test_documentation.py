@@ -1,10 +1,12 @@
 """Links, commands, policy keys, metrics and code names in the documentation exist."""
 
+import io
 import json
 import re
+import runpy
 import shlex
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,7 +135,8 @@ def test_figures_of_the_policies_match_the_measurements() -> None:
     chosen = re.findall(
         r"^\| `(\w+)` \| .+? \| ([\d./ |]+) \|$", text_of(DOCS / "policies.md"), re.MULTILINE
     )
-    assert {name for name, _ in chosen} == set(shipped_names("policy")) == set(rows)
+    scenario = yaml.safe_load(text_of(ROOT / "configs/scenarios/presets.yaml"))
+    assert {name for name, _ in chosen} == set(scenario["schedulers"]) == set(rows)
     for name, cells in chosen:
         assert set(numbers_in(cells)) <= set(numbers_in(rows[name])), name
 
@@ -167,13 +170,21 @@ def test_semsched_commands_parse(page: Path, capsys) -> None:
 
 @cache
 def help_of(*command: str) -> str | None:
-    """What a command prints for --help; None if there is no such command."""
-    if command[0] == "semsched":
-        command = ("-c", "from vllm_semantic_sched.cli import main; main()", *command[1:])
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout if done.returncode == 0 else None
+    """What a command prints for --help; None if there is no such command. In this process: a new
+    one would import the same modules again for each command."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(printed),
+        redirect_stderr(io.StringIO()),
+        pytest.raises(SystemExit) as ended,
+    ):
+        if command[0] == "semsched":
+            parse([*command[1:], "--help"])
+        else:
+            patch.setattr(sys, "argv", [*command, "--help"])
+            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    return None if ended.value.code else printed.getvalue()
 
 
 @every_page

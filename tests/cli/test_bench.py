@@ -15,7 +15,6 @@ from fake_results import (
 from rich.console import Console
 
 from vllm_semantic_sched.cli import comparison, main, report
-from vllm_semantic_sched.lab.bench.results import DecodeStep
 from vllm_semantic_sched.lab.bench.rounds import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.targets import Target, check_targets
@@ -38,7 +37,7 @@ def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
     report.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert all(f"urgency {level}" in text for level in range(5))
-    assert text.count("Semantic (text)") == 9  # rounds, totals, five levels, all, misread
+    assert text.count("Semantic (text)") == 10  # rounds, totals, order, five levels, all, misread
 
 
 def test_tables_fit_100_columns(screen):
@@ -84,12 +83,6 @@ def test_misread_requests_are_printed(screen):
     text = screen.file.getvalue()
     assert "1 of urgency 0 read as less urgent" in text
     assert f"read as 3: {WORKLOAD.requests[urgent.index].text[:40]}" in text
-
-
-def test_decode_step_is_printed(screen):
-    report.print_decode_step(screen, None)
-    report.print_decode_step(screen, DecodeStep(16, 0.005, 0.006))
-    assert screen.file.getvalue().endswith("6.0 ms with 16; step(16) / step(1) = 1.20\n")
 
 
 def test_targets_have_a_verdict(screen):

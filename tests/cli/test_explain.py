@@ -78,3 +78,28 @@ def test_the_shipped_model_is_explained(capsys) -> None:
     answer = json.loads(capsys.readouterr().out)
     assert answer["level"] <= 1 and len(answer["words"]) == 7
     assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(("certain", "raises_to"), [(0.89, 0), (0.95, None)])
+def test_second_look_shows_what_it_read_and_what_raised_the_level(
+    alarm, capsys, monkeypatch, tmp_path, certain, raises_to
+) -> None:
+    text = f"{'calm words ' * 60} big fire {'calm words ' * 60}"
+    monkeypatch.setattr(Alarm, "_one", lambda self, words: reading(words, text.split()))
+    policy = tmp_path / "mine.yaml"
+    policy.write_text(f"predictor: {{second_look: {{certain: {certain}}}}}\n")
+    arguments = ["explain", text, "--policy", str(policy)]
+    assert main([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = [part for part in answer["second_look"] if "big fire" in part["text"]]
+    assert {part["raises_to"] for part in found} == {raises_to}
+    assert answer["level"] == (1 if raises_to is None else raises_to)
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert f"urgency level {answer['level']}" in printed and "second look" in printed
+
+
+def reading(words: list[str], whole: list[str]) -> Prediction:
+    """The fire is lost in the whole text."""
+    urgent = 0.9 if "fire" in words and len(words) < len(whole) // 2 else 0.0
+    return Prediction((urgent, 1 - urgent), (0.5, 0.5))

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from vllm_semantic_sched import cli
+from vllm_semantic_sched.policy.profile.devices import device_named
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.policy.profile.roofline import ModelShape, Roofline, device_named
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 from vllm_semantic_sched.sim.scenario import load_scenarios
 
 CONFIG = {

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +68,27 @@ def test_size_of_the_pool(free, options, size) -> None:
 
 def test_no_pool_on_demand() -> None:
     assert "--kv-transfer-config" not in launch(host_gib=0.0).command
+
+
+def test_observing_server_logs_and_keeps_no_kv_on_the_host(no_gpu, capsys, tmp_path) -> None:
+    no_gpu(False)
+    assert main(["serve", "--dry-run", "--observe", "my/model", "--port", "8001"]) == 0
+    out, err = capsys.readouterr()
+    command = shlex.split(out)
+    log = str(Path("semsched-events.jsonl").absolute())
+    config = {"semantic_sched": {"observe": True, "events": log}}
+    assert json.loads(value(command, "--additional-config")) == config
+    assert "--kv-transfer-config" not in command and "observing" in err and log in err
+    policy = tmp_path / "mine.yaml"
+    policy.write_text("observe: true\nevents: {path: mine.jsonl}\n")
+    assert main(["serve", "my/model", "--dry-run", "--policy", str(policy)]) == 0
+    out, err = capsys.readouterr()
+    assert "--kv-transfer-config" not in out and "mine.jsonl" in err
+
+
+def test_observing_needs_a_policy_that_reads(capsys) -> None:
+    assert main(["serve", "my/model", "--dry-run", "--observe", "--policy", "fcfs"]) == 1
+    assert "not base: fcfs" in capsys.readouterr().err
 
 
 def test_policy_and_profile_join_other_settings() -> None:

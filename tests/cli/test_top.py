@@ -90,6 +90,14 @@ def test_paused_server_is_shown_as_paused(server, capsys) -> None:
     assert row(frame(capsys, "--server", server.url), name_of(server))[1] == "paused"
 
 
+def test_observing_and_canary_are_shown(server, capsys) -> None:
+    server.page.set("observing", 1)
+    server.page.set("canary", 1)
+    text = frame(capsys, "--server", server.url)
+    assert row(text, name_of(server))[1] == "observes" and "v2 + canary" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_json_holds_the_figures_of_the_frame(server, gone, capsys) -> None:
     shown = json.loads(frame(capsys, "--json", "--server", server.url, "--server", gone))
     first, second = shown["servers"]

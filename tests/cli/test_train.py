@@ -46,14 +46,17 @@ def write_data(root):
     (root / "ktas" / "ktas_half.csv").write_text(columns + "abd pain,0,3,40,1,2,1,4,1\n" * 4)
 
 
-def test_trains_and_stores_a_model_that_loads(tmp_path, capsys):
+def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
+    from vllm_semantic_sched.lab.training import languages
     from vllm_semantic_sched.predict.model import TextPredictor
 
+    # The encoder learns each in the same way, from a large file of words.
+    monkeypatch.setattr(languages, "LANGUAGES", ("en", "ja"))
     write_data(tmp_path / "data")
     options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
     options += ("--scale", 0.0005)
     assert run("all", *options) == 0
-    assert "NHAMCS visits" in capsys.readouterr().out
+    assert "thresholds on the expected level" in capsys.readouterr().out
     predictor = TextPredictor.load(str(tmp_path / "model"))
     (prediction,) = predictor.predict(["hello"])
     assert len(prediction.urgency) == 5
@@ -154,8 +157,8 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
     model = tmp_path / "model"
     source = ("--from-server", server, "--prompts", tmp_path / "prompts.txt")
     assert run("length", *source, "--output", model, "--epochs", 8) == 0
-    error = capsys.readouterr().err
-    assert "1 prompts failed" in error
+    said, error = capsys.readouterr()
+    assert "unseen prompts: " in said and "1 prompts failed" in error
     assert "1 answers reached --max-tokens" in error
     with (model / "lengths.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 100
@@ -168,6 +171,24 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
     before = TextPredictor.load().predict(["she is not breathing"])[0].urgency
     after = predictor.predict(["she is not breathing"])[0].urgency
     assert after[0] == pytest.approx(before[0], abs=0.2)
+
+
+def test_worse_lengths_leave_the_model_as_it_was(tmp_path, capsys):
+    model = tmp_path / "model"
+    rows = [
+        (f"{'explain' if n % 2 else 'say'} matter {n}", 300 if n % 2 else 10) for n in range(80)
+    ]
+    table = write_csv(tmp_path / "lengths.csv", ("text", "output_tokens"), rows)
+    assert run("length", "--csv", table, "--output", model, "--epochs", 8) == 0
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    # The same prompts, and nothing in them says how long their answers are.
+    even = [(text, 10 + 290 * (n // 2 % 2)) for n, (text, _) in enumerate(rows)]
+    tests = write_csv(tmp_path / "tests.csv", ("text", "output_tokens"), rows)
+    noise = write_csv(tmp_path / "noise.csv", ("text", "output_tokens"), even)
+    again = ("--base", model, "--output", model, "--epochs", 8, "--test", tests)
+    assert run("length", "--csv", noise, *again) == 1
+    assert "is as it was" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
 def test_missing_server_fails_with_a_message(tmp_path, capsys):

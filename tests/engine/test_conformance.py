@@ -6,7 +6,7 @@ Here those that touch what we override; scripts/matrix.sh runs all, under all ba
 import re
 
 import pytest
-from conformance import installed_release, lost_tests, required
+from conformance import DOOR, RECORDS, installed_release, lost_tests, required
 
 pytestmark = pytest.mark.engine
 
@@ -22,3 +22,14 @@ def test_no_test_of_vllm_is_lost(tmp_path) -> None:
     chosen += [name for name in names if "blast[preemption-1" in name]
     assert len(chosen) > 90
     assert lost_tests("semantic", tmp_path, chosen, workers=0) == {}
+
+
+def test_no_test_of_the_http_server_is_lost(tmp_path) -> None:
+    """Those of authentication, CORS and statuses, with our middleware around each application."""
+    release = installed_release()
+    if not (RECORDS / f"{release}-{DOOR}.txt").exists():
+        return
+    about = re.compile("authentication|cors|http_status")
+    chosen = [name for name in required(release, DOOR) if about.search(name)]
+    assert len(chosen) > 20
+    assert lost_tests(DOOR, tmp_path, chosen, workers=0) == {}

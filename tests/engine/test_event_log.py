@@ -13,9 +13,11 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
+from vllm_semantic_sched.operate.audit import verify
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Transition
 
@@ -35,7 +37,16 @@ def transition(number: int, state=JobState.RUNNING) -> Transition:
 
 
 def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    """Lines about requests, without their hashes."""
+    found = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert all(len(line.pop("chain")) == 32 for line in found)
+    return [line for line in found if "log" not in line]
+
+
+def about(path) -> list[str]:
+    """Lines about the log itself."""
+    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [line["log"] for line in found if "log" in line]
 
 
 def counts(log) -> Counters:
@@ -63,6 +74,7 @@ def test_lines_contain_request_time_states_and_reason(tmp_path) -> None:
         "reason": "why",
         "prompt_tokens": 100,
         "output_tokens": 0,
+        "max_tokens": 1000,
     }
 
 
@@ -72,9 +84,10 @@ def test_rotated_files_hold_all_lines_in_order(tmp_path) -> None:
     for number in range(1000):
         log.moved(transition(number))
     log.close()
-    parts = sorted(tmp_path.glob("events.jsonl.*"), key=lambda p: -int(p.suffix[1:]))
+    parts = sorted(tmp_path.glob("events.jsonl.[0-9]*"), key=lambda p: -int(p.suffix[1:]))
     assert len(parts) > 3
     assert all(part.stat().st_size <= 20_000 for part in parts)
+    assert [about(part)[0] for part in parts[1:]] == ["continued"] * (len(parts) - 1)
     names = [line["request"] for part in [*parts, path] for line in lines(part)]
     assert names == [f"r{number}" for number in range(1000)]
 
@@ -93,7 +106,7 @@ def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> N
     log = make_log(tmp_path / "events.jsonl")
     hang = threading.Event()
     write = log.file.write
-    monkeypatch.setattr(log.file, "write", lambda text: (hang.wait(30), write(text)))
+    monkeypatch.setattr(log.file, "write", lambda text: (hang.wait(30), write(text))[1])
     for number in range(2000):  # while the disk hangs
         log.moved(transition(number))
     assert counts(log).total("event_log_dropped", "queue_full") >= 1000
@@ -103,6 +116,9 @@ def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> N
     written = len(lines(tmp_path / "events.jsonl"))
     assert written == counters.total("event_log_lines")
     assert written + counters.total("event_log_dropped") == 2000
+    assert "lost" in about(tmp_path / "events.jsonl")
+    audit = verify(tmp_path / "events.jsonl")
+    assert audit.whole and any("lost" in finding.text for finding in audit.findings)
 
 
 def test_full_disk_is_counted_and_does_not_stop_the_log(caplog) -> None:
@@ -128,19 +144,24 @@ def test_failed_writes_are_not_kept_in_memory() -> None:
 def test_log_continues_when_space_is_free_again(tmp_path, monkeypatch) -> None:
     path = tmp_path / "events.jsonl"
     log = make_log(path)
-    emit = log.file.emit
+    write = log.file.write
 
-    def half(record) -> None:
+    def half(text: str) -> None:
         with path.open("a") as file:
             file.write('{"half": "a li')
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log.file, "emit", half)
-    log.write([])
-    monkeypatch.setattr(log.file, "emit", emit)
+    log.write([Event.of(transition(6), time.time())])
+    monkeypatch.setattr(log.file, "write", half)
+    log.write([Event.of(transition(0), time.time())])
+    monkeypatch.setattr(log.file, "write", write)
     log.moved(transition(7))
     log.close()
-    assert json.loads(path.read_text().splitlines()[-1])["request"] == "r7"
+    requests = [json.loads(line).get("request") for line in path.read_text().splitlines()[-3:]]
+    assert requests == [None, "r7", None] and about(path) == ["started", "resumed", "closed"]
+    audit = verify(path)
+    assert audit.whole
+    assert {finding.kind for finding in audit.findings} == {"gap", "note"}
 
 
 def test_unwritable_path_stops_the_start(tmp_path) -> None:
@@ -165,7 +186,8 @@ def test_scheduler_logs_each_request_once_with_legal_transitions(tmp_path) -> No
     log = lines(path)
 
     def states(name: str) -> list[tuple]:
-        return [(e["state"], e.get("reason"), e.get("plan")) for e in log if e["request"] == name]
+        mine = [e for e in log if e["request"] == name and e["from"] != e["state"]]
+        return [(e["state"], e.get("reason"), e.get("plan")) for e in mine]
 
     assert states("urgent") == [
         ("queued", None, None),
@@ -181,3 +203,17 @@ def test_scheduler_logs_each_request_once_with_legal_transitions(tmp_path) -> No
     ]
     assert [e["output_tokens"] for e in log if e["state"] == "completed"] == [5, 30]
     assert all(e["first_token"] <= e["time"] for e in log if e["state"] == "completed")
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_end_has_the_newest_reading(tmp_path, read) -> None:
+    """The instant reader's, if the request ended before the predictor answered."""
+    log = make_log(tmp_path / "events.jsonl")
+    end = transition(2, JobState.COMPLETED)
+    end.job.prediction = Prediction((0.1, 0.7, 0.2), (0.25, 0.75))
+    end.job.read_at = 0.5 if read else None
+    log.moved(end)
+    log.close()
+    line = next(one for one in lines(tmp_path / "events.jsonl") if one.get("request") == "r2")
+    assert (line["urgency"], line["length"]) == ([0.1, 0.7, 0.2], [0.25, 0.75])
+    assert line.get("read_after") == (0.5 if read else None)

@@ -1,7 +1,8 @@
 """Aging, shares, tenants and reservations in vLLM's scheduler, without a model."""
 
+import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 import yaml
@@ -18,7 +19,9 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
+from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
 
@@ -147,12 +150,12 @@ def test_flood_of_one_tenant_leaves_the_next_seat_to_another(build) -> None:
 
 
 def test_tenants_are_capped_at_their_share_of_the_top_level(build) -> None:
-    top = {"share": 0.1, "allowance": 2}
+    top = {"share": 0.1}
     scheduler = build({"tenants": {"top": top}}, max_num_seqs=8)
-    add(scheduler, *"abcde", urgency=0, tenant="greedy")
-    add(scheduler, "f", urgency=0, tenant="modest")
+    add(scheduler, *"abcdefgh", urgency=0, tenant="greedy")
+    add(scheduler, "modest", urgency=0, tenant="modest")
     levels = {name: job.level for name, job in scheduler.jobs.items()}
-    assert levels == dict.fromkeys("abf", 0) | dict.fromkeys("cde", 1)
+    assert levels == dict.fromkeys([*"abcde", "modest"], 0) | dict.fromkeys("fgh", 1)
     run_step(scheduler)
     assert scheduler.gauges()
     assert scheduler.counters.total("capped_requests") == 3
@@ -224,3 +227,52 @@ def test_random_traffic_with_all_features_frees_everything(tmp_path_factory, eve
     while in_flight:
         scheduler.update_from_output(*in_flight.popleft())
     finish_all(scheduler)
+
+
+def test_shares_converge_and_only_pressure_refuses(tmp_path) -> None:
+    """The shipped policy `shares`: each tier keeps as many requests in flight as its share allows,
+    then background far more."""
+    keys = read_config("shares", kind="policy")[0]
+    path = tmp_path / "policy.yaml"
+    path.write_text(yaml.safe_dump(keys | {"fair_share": keys["fair_share"] | {"window": 3}}))
+    scheduler = build_scheduler(
+        SemanticScheduler, semantic_sched={"policy": str(path)}, max_num_seqs=3
+    )
+    now, number = 0.0, itertools.count()
+    scheduler.clock.seconds = lambda: now
+    ended: Counter = Counter()
+
+    def run(in_flight: tuple[int, int, int], steps: int) -> None:
+        nonlocal now
+        for _ in range(steps):
+            now += 0.02
+            waiting = Counter(job.level for job in scheduler.jobs.values())
+            for tier, most in enumerate(in_flight):
+                for _ in range(most - waiting[tier]):
+                    name = f"{tier} {next(number)}"
+                    scheduler.add_request(make_request(name, urgency=tier, output_tokens=20))
+            arranged = scheduler.schedule()
+            outputs = scheduler.update_from_output(arranged, model_output(scheduler, arranged))
+            for output in (one for each in outputs.values() for one in each.outputs):
+                if output.finish_reason is not None:
+                    refusal = Refusal.from_text(output.stop_reason)
+                    tier = int(output.request_id.split()[0])
+                    ended[tier, refusal and refusal.code] += 1
+
+    run((0, 0, 2), steps=200)  # background has all of the work, and the engine is not full
+    assert set(ended) == {(2, None)} and not scheduler.gauges()["pressure"]
+    run((10, 7, 3), steps=300)
+    ended.clear()
+    run((10, 7, 3), steps=1500)
+    served = [ended[tier, None] for tier in range(3)]
+    shares = [count / sum(served) for count in served]
+    assert shares == pytest.approx([0.5, 0.35, 0.15], abs=0.04)
+    ended.clear()
+    run((2, 2, 14), steps=100)
+    assert scheduler.gauges()["pressure"] == 2
+    assert ended[2, Code.TIER_OVER_SHARE] > 0 and not ended[0, Code.TIER_OVER_SHARE]
+    run((0, 0, 2), steps=400)
+    ended.clear()
+    run((0, 0, 2), steps=200)
+    assert set(ended) == {(2, None)}
+    assert scheduler.counters.total("policy_errors") == 0

@@ -4,13 +4,17 @@ import json
 import os
 import threading
 import time
+import urllib.error
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 from metrics_page import page_value, wait_until
 
 from vllm_semantic_sched.operate.client import AdminClient
+from vllm_semantic_sched.policy.facts.files import read_config
 
 pytestmark = pytest.mark.engine
 
@@ -144,6 +148,75 @@ def test_changed_policy_is_reloaded_without_a_command(server, folder) -> None:
     write_policy(folder, "..3", POLICY + "base: sjf\n")
     wait_until(lambda: policy()["result"] == "refused", seconds=60)
     assert policy()["version"] == 2
+
+
+def attempt(server, urgency: int) -> str:
+    """Send a request; returns the code of its refusal, empty if it was answered."""
+    try:
+        complete(server, urgency=urgency, max_tokens=10)
+    except urllib.error.HTTPError as error:
+        assert error.code == 429 and int(error.headers["retry-after"]) >= 1
+        return json.load(error)["error"]["code"]
+    return ""
+
+
+def served_and_refused(server, clients: tuple[int, ...], enough):
+    """Let each tier's clients send one request after another until `enough(served)`; returns the
+    tiers of the answered requests, in order, and the refusals by tier and code."""
+    stop, served, refused = threading.Event(), [], Counter()
+
+    def send(tier: int) -> None:
+        while not stop.is_set():
+            if code := attempt(server, tier):
+                refused[tier, code] += 1
+                time.sleep(0.1)
+            else:
+                served.append(tier)
+
+    tiers = [tier for tier, count in enumerate(clients) for _ in range(count)]
+    with ThreadPoolExecutor(len(tiers)) as pool:
+        futures = [pool.submit(send, tier) for tier in tiers]
+        try:
+            wait_until(lambda: enough(served), seconds=120)
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
+    return served, refused
+
+
+def as_shared(served: list[int]) -> bool:
+    """Whether each tier has about its share of the answered requests."""
+    shares = [served.count(tier) / len(served) for tier in range(3)]
+    return shares == pytest.approx([0.5, 0.35, 0.15], abs=0.1)
+
+
+def test_shares_converge_and_only_pressure_refuses(server, folder) -> None:
+    keys = read_config("shares", kind="policy")[0]
+    keys["tenants"] = {"fair": True}  # as the server was started
+    keys["fair_share"]["window"] = 3
+    version = AdminClient(server.url).status()[0]["policy"]["version"]
+    write_policy(folder, "..4", yaml.safe_dump(keys))
+    wait_until(
+        lambda: AdminClient(server.url).status()[0]["policy"]["version"] > version, seconds=60
+    )
+    # One request after the other: no pressure, though background has all of the work.
+    wait_until(lambda: not metric(server, "semsched:pressure"))
+    assert [attempt(server, 2) for _ in range(10)] == [""] * 10
+    # Every tier has as much work as its share allows.
+    served_and_refused(
+        server, (10, 7, 3), lambda served: len(served) > 240 and as_shared(served[-120:])
+    )
+    served, _ = served_and_refused(server, (10, 7, 3), lambda served: len(served) >= 160)
+    assert as_shared(served), Counter(served)
+    # Background has far more than its share.
+    _, refused = served_and_refused(server, (2, 2, 14), lambda served: len(served) > 60)
+    assert metric(server, "semsched:refused_total", code="tier_over_share") > 0
+    assert refused[2, "tier_over_share"] > 0 and not refused[0, "tier_over_share"]
+    assert {code for _, code in refused} == {"tier_over_share"}
+    wait_until(lambda: not metric(server, "semsched:pressure"))
+    assert attempt(server, 2) == ""
+    assert metric(server, "semsched:policy_errors_total") == 0
 
 
 def test_server_is_ready(server) -> None:

@@ -130,7 +130,7 @@ def test_pressure_shedding_and_promises_are_reported(build) -> None:
 
 CHAOS = {
     "preemption": {"min_level_gap": 1},
-    "admission": {"queue": {"requests": 3, "tokens": 400, "timeout": 5.0}},
+    "admission": {"queue": {"requests": 3, "timeout": 5.0}},
     "dedup": {"enabled": True, "running": "end"},
     "shedding": {"enabled": True, "waiting": "end"},
     "tiers": [

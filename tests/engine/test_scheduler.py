@@ -26,6 +26,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.predict.second_look import SecondLooks
 
 pytestmark = pytest.mark.engine
 
@@ -259,6 +260,8 @@ class StubService:
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
         self.submitted: list[tuple] = []
+        self.second_looks = SecondLooks()
+        self.again: list[tuple] = []
 
     def drain(self) -> list:
         answers, self.answers = self.answers, []
@@ -270,6 +273,9 @@ class StubService:
 
     def cancel(self, request_id) -> None:
         pass
+
+    def look_again(self, request_id, level, key, text) -> None:
+        self.again.append((request_id, level, key[0], text()))
 
 
 def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
@@ -290,11 +296,12 @@ def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
 class StubTokenizer:
     """Decodes every prompt to one text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, most: int = 512) -> None:
         self.text = text
+        self.most = most
 
     def decode(self, token_ids) -> str:
-        assert len(token_ids) <= 512
+        assert len(token_ids) <= self.most
         return self.text
 
 
@@ -338,6 +345,33 @@ def test_provisional_level_gives_a_seat_at_once_until_it_is_corrected(policy, mo
     assert_clean(scheduler)
 
 
+def test_second_look_at_a_long_prompt_gives_it_a_seat(policy) -> None:
+    scheduler = build(policy(), max_num_seqs=1)
+    feed = scheduler.predictions
+    service = feed.service = StubService()
+    feed.tokenizer = StubTokenizer("words", most=4096)
+    add(scheduler, "calm", output_tokens=50)
+    add(scheduler, "hidden", output_tokens=50, prompt_tokens=600)
+    add(scheduler, "hinted", output_tokens=50, prompt_tokens=600, urgency=4)
+    run_step(scheduler)
+    not_urgent = Prediction((0.0, 0.0, 0.0, 0.0, 1.0))
+    service.answers = [("calm", not_urgent), ("hidden", not_urgent)]
+    run_step(scheduler)
+    assert service.again == [("hidden", 4, False, "words")]  # all of "calm" was seen
+    urgent = Prediction((1.0, 0.0, 0.0, 0.0, 0.0), again=True)
+    service.answers = [("hidden", urgent), ("hinted", urgent), ("gone", urgent)]
+    service.second_looks.ended[True] = 1
+    run_step(scheduler)
+    assert running(scheduler) == ["hidden"]
+    assert scheduler.jobs["hidden"].level_source.value == "second_look"
+    assert scheduler.jobs["hinted"].level == 4
+    scheduler.gauges()
+    assert scheduler.counters.total("second_looks", "yes") == 1
+    assert scheduler.counters.total("failed_predictions") == 0
+    finish_all(scheduler)
+    assert_clean(scheduler)
+
+
 def test_prediction_service_counts_are_published(policy) -> None:
     scheduler = build(policy())
     service = scheduler.predictions.service = StubService()
@@ -345,6 +379,7 @@ def test_prediction_service_counts_are_published(policy) -> None:
         run_step(scheduler)
     service.cached = 5
     run_step(scheduler)
+    scheduler.gauges()
     assert scheduler.counters.total("cached_predictions") == 5
     assert scheduler.counters.total("predictor_restarts") == 2
     assert {"cached_predictions", "predictor_restarts"} <= set(COUNTERS)
@@ -412,13 +447,13 @@ def test_unsupported_vllm_version_is_named(version, monkeypatch, caplog) -> None
     assert f"vLLM {version} is installed" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["SemanticScheduler", "Middleware"])
+@pytest.mark.parametrize("name", ["SemanticScheduler", "Middleware", "engine.kv_swap"])
 def test_unsupported_vllm_is_named_before_any_of_it_is_imported(name) -> None:
     code = (
-        "import importlib.metadata as found, sys, vllm_semantic_sched\n"
+        "import importlib.metadata as found, pkgutil, sys\n"
         "found.packages_distributions = lambda: {'vllm': ['vllm']}\n"
         "found.version = lambda name: '0.40.0'\n"
-        f"try: vllm_semantic_sched.{name}\n"
+        f"try: pkgutil.resolve_name('vllm_semantic_sched.{name}')\n"
         "except RuntimeError as error: print(error, 'vllm' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

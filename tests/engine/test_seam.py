@@ -46,7 +46,7 @@ def foreign_private_names(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
             continue
-        if node.attr.startswith("__") or node.attr == "_replace":  # of Python and of NamedTuple
+        if node.attr.startswith("__") or node.attr in ("_asdict", "_replace"):  # NamedTuple
             continue
         of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         if (of_self and node.attr in own) or (path.name, node.attr) in ALLOWED:

@@ -21,6 +21,7 @@ def test_dockerfile_is_clean_and_copies_what_exists(path: Path) -> None:
         [program, "--ignore", "DL3008", path], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout
+    assert re.findall(r"^USER (.+)$", path.read_text(), re.MULTILINE)[-1] == "1000:1000"
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()]
     assert "configs" in names and all((ROOT / name).exists() for name in names)
@@ -33,6 +34,9 @@ def test_compose_file_mounts_what_exists() -> None:
     } == {path.name for path in DOCKERFILES}
     mounted = [volume.split(":") for one in services.values() for volume in one["volumes"]]
     files = {inside: DOCKER / outside for outside, inside, *_ in mounted if outside[0] == "."}
+    home = "/cache"  # of the user of the images
+    assert all(f"HOME={home} " in path.read_text() for path in DOCKERFILES)
+    assert any(inside.startswith(f"{home}/") for _, inside, *_ in mounted)
     assert len(files) == 5 and all(path.is_file() for path in files.values())
     prometheus = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())
     assert set(prometheus["rule_files"]) <= set(files)

@@ -161,6 +161,15 @@ def test_server_watches_its_policy_and_keeps_kv_on_the_host(command, overlay) ->
     assert '"host_gib": 16.0' in words[words.index("--kv-transfer-config") + 1]
 
 
+def test_component_observe_lets_vllm_order(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_semantic_sched.cli.serve.serves_on_cpu", lambda: False)
+    (patch,) = yaml.safe_load((FOLDER / "observe" / "kustomization.yaml").read_text())["patches"]
+    added = [step["value"] for step in yaml.safe_load(patch["patch"])]
+    assert main(["serve", "MODEL", "--host-gib=1", *added, "--dry-run"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert '"observe": true' in words[words.index("--additional-config") + 1]
+
+
 @pytest.mark.engine
 @every_overlay
 def test_vllm_takes_the_options(command, overlay) -> None:

@@ -2,13 +2,17 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 TESTS = Path(__file__).resolve().parents[1]
 SCRIPTS = TESTS.parent / "scripts"
@@ -77,7 +81,6 @@ install.trusted-host='a.example'
         "UV_FIND_LINKS": "/wheels,https://c.example/wheels",
         "UV_HTTP_TIMEOUT": "15",
         "UV_INDEX": "https://a.example/simple file:///b/simple",
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_INSECURE_HOST": "a.example",
     }
 
@@ -106,3 +109,43 @@ def test_skipped_test_passes_otherwise(tmp_path: Path):
     shutil.copy(TESTS / "conftest.py", tmp_path)
     (tmp_path / "test_skip.py").write_text("import pytest\ndef test_absent(): pytest.skip()\n")
     assert run(sys.executable, "-m", "pytest", "-n", 0, tmp_path).returncode == 0
+
+
+def test_all_studies_of_this_machine_are_measured():
+    listed = run(SCRIPTS / "measure_all.sh", "--list").stdout
+    # Of the rest, these need other hardware, programs or a server, and those are parts of others.
+    elsewhere = {"alerts", "ray_serve", "roofline", "step_time", "long_prompts", "torch_check"}
+    elsewhere |= {"reading_on"}
+    parts = {"common", "latest", "steady_clock", "paced_engine"}
+    studies = {path.stem for path in (SCRIPTS / "studies").glob("*.py")} - elsewhere - parts
+    assert {name for name in studies if f"studies/{name}.py" not in listed} == set()
+
+
+def test_measurements_are_written_to_a_page_that_keeps_other_sections(tmp_path):
+    page = tmp_path / "latest.md"
+    page.write_text("# Old\n\n## tiers\n\nearlier figures\n")
+    command = ["--only", "on-device", "--output", tmp_path / "out", "--page", page]
+    first = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
+    assert first.returncode == 0 and "on-device" in first.stdout, first.stderr
+    text = page.read_text()
+    assert "vLLM priority" in text and "## tiers\n\nearlier figures" in text
+    again = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
+    assert "no figure has changed" in again.stdout and page.read_text() == text
+
+
+def test_lock_has_hashes_and_each_direct_dependency():
+    lock = (SCRIPTS / "requirements.lock").read_text()
+    entries = re.findall(r"^(\S+?)==(\S+)(.*?)(?=^\S|\Z)", lock, re.MULTILINE | re.DOTALL)
+    assert len(entries) > 150
+    assert all("--hash=sha256:" in hashes for _, _, hashes in entries)
+    assert "://" not in lock and " @ " not in lock  # no index, no file
+    versions = {name: version for name, version, _ in entries}
+    project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], "torch==2.13.0+cpu", "uv", "editables"]
+    for extra in ("cpu", "test", "lab", "conformance"):
+        wanted += extras[extra]
+    for line in wanted:
+        one = Requirement(line)
+        version = versions[canonicalize_name(one.name)]
+        assert one.specifier.contains(version, prereleases=True), line

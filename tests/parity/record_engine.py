@@ -30,7 +30,7 @@ SWAP = {
     "kv_connector": "SemanticSwapConnector",
     "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host_gib": 0.02},
+    "kv_connector_extra_config": {"host_gib": 0.005},
 }
 
 

@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.order.stage import StageLimits
+from vllm_semantic_sched.predict.second_look import SecondLooks
 
 BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
 
@@ -102,7 +103,7 @@ class DecisionLog:
         self._decisions: list[Decision] = []
 
     def moved(self, transition: Transition) -> None:
-        job, before, state, _, reason, plan = transition
+        job, before, state, _, reason, plan = transition[:6]
         was = before.value if before is not None else None
         self._decisions.append(("moved", job.request_id, was, state.value, reason, plan))
 
@@ -156,11 +157,15 @@ class ScriptedPredictor:
     """Stands for `PredictionService`: answers each text a few steps later, some with None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.second_looks = SecondLooks()
         self._random = random.Random(7)
         self._due: list[tuple[int, str]] = []
         self._calls = 0
         self.pending = self.cached = self.restarts = 0
         self.up = True
+
+    def look_again(self, *args: Any) -> None:
+        """No second looks."""
 
     def start(self, known: LengthBuckets | None = None) -> LengthBuckets:
         return BUCKETS
@@ -317,7 +322,7 @@ def record(scheduler: Any, policy: str) -> Recording:
 
     def finish(inner: Any, job: Job, *args: Any) -> None:
         if isinstance(events[-1], Output):
-            events[-1].ended.append((job.request_id, job.generated, args))
+            events[-1].ended.append((job.request_id, job.generated, args[:3]))
         inner(job, *args)
 
     wrap(core, "arrive", arrive)

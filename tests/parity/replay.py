@@ -162,7 +162,7 @@ class ReplayEngine(Engine):
 
     # Orders: what they free counts as free
 
-    def preempt(self, job: Job, reason: str) -> None:
+    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         self._give_back(job)
         super().preempt(job, reason)
 

@@ -51,7 +51,7 @@ REPLAYED = [*POLICIES, *DISTURBED]
 
 
 @pytest.fixture(scope="module")
-def recordings(model, tmp_path_factory, offline_environment) -> dict[str, Recording]:
+def recordings(slim_model, tmp_path_factory, offline_environment) -> dict[str, Recording]:
     """By shipped policy, or by disturbing policy and mode."""
     folder = tmp_path_factory.mktemp("parity")
     out, profile = folder / "recordings.pickle", folder / "profile.yaml"
@@ -65,7 +65,7 @@ def recordings(model, tmp_path_factory, offline_environment) -> dict[str, Record
             policy.write_text(text.replace("PROFILE", str(profile)))
             policies.append(str(policy))
         engines.append({"asynchronous": asynchronous, "swap": swap, "policies": policies})
-    arguments = [str(model), str(out), json.dumps(engines)]
+    arguments = [str(slim_model), str(out), json.dumps(engines)]
     command = [sys.executable, "-m", "parity.record_engine", *arguments]
     done = subprocess.run(
         command, env=offline_environment, capture_output=True, text=True, timeout=500
@@ -87,7 +87,7 @@ def test_simulator_decides_as_the_engine_did(recordings, name) -> None:
 @pytest.mark.parametrize("name", REPLAYED)
 def test_answers_equal_those_of_vllm_alone(recordings, name) -> None:
     answers, expected = recordings[name].answers, recordings["fcfs"].answers
-    assert len(answers) > 32
+    assert len(answers) > 20  # some policies refuse
     assert answers == {request: expected[request] for request in answers}
 
 

@@ -55,7 +55,8 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             jobs.append(arrive(core, str(number), hinted, unread=pick % 3 == 0))
         elif action == "predict" and jobs:
             job = jobs[pick % len(jobs)]
-            core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3]))
+            again = pick % 5 == 0
+            core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3], again=again))
         elif action == "admit" and waiting:
             best = min(waiting, key=lambda job: list(core.waiting.ordered()).index(job))
             assert core.waiting.peek() is best
@@ -262,7 +263,7 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
 
 
 def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
-    core = make_core(weighted_levels={"factor": 4, "strict_level": 1}, preemption={"shorter": 2})
+    core = make_core(weighted_levels={"factor": 4}, preemption={"shorter": 2})
     running = of_length(core, "running", 400, urgency=4)
     seat(core, running)
     unread, routine = arrive(core, "unread", unread=True), of_length(core, "routine", 3, urgency=2)
@@ -382,19 +383,18 @@ def test_provisional_level_preempts_as_far_as_it_is_probable(
 
 
 def test_cap_on_top_levels_counts_a_corrected_request_once() -> None:
-    cap = {"tenants": {"top": {"share": 0.01, "allowance": 2}}}
+    cap = {"tenants": {"top": {"share": 0.01}}}
     core = make_core(**cap)
-    first = glance(core, "a", SURE, tenant="acme")
-    second = glance(core, "b", CALM, tenant="acme")
-    core.predicted(first, SURE)
-    core.predicted(second, SURE)
-    assert (first.level, second.level) == (0, 0)
-    third = glance(core, "c", SURE, tenant="acme")
-    assert third.level == 1  # two have the top level
+    for name in "abcde":
+        job = glance(core, name, SURE if name == "a" else CALM, tenant="acme")
+        core.predicted(job, SURE)
+        assert job.level == 0
+    third = glance(core, "f", SURE, tenant="acme")
+    assert third.level == 1  # five have the top level
     core.predicted(third, SURE)
     assert third.level == 1 and core.seating.top_levels.count == 1
     core = make_core(**cap)
-    for name in "abcd":  # misread ones give their place back
+    for name in "abcdefgh":  # misread ones give their place back
         job = glance(core, name, SURE, tenant="acme")
         assert job.level == 0
         core.predicted(job, CALM)

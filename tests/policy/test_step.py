@@ -1,5 +1,7 @@
 """The sequence of a scheduling step, over the simulated engine as its view."""
 
+from operator import attrgetter
+
 import pytest
 from drive import PROFILE, drive
 
@@ -64,7 +66,7 @@ def test_parts_run_in_order_and_an_error_skips_only_its_part(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "question", ["is_quiet", "repeats", "_has_nothing_to_decide", "_watches_holds"]
+    "question", ["is_quiet", "repeats", "_has_nothing_to_decide", "_holds.watched"]
 )
 def test_asking_about_a_step_changes_nothing(question) -> None:
     core, engine = make_world({"protect": {"level": 0}}, seats=1)
@@ -74,10 +76,8 @@ def test_asking_about_a_step_changes_nothing(question) -> None:
     step = engine.step
     before = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
     for _ in range(2):
-        answer = getattr(step, question)
-        if question == "_watches_holds":
-            answer()
-        elif question != "is_quiet":
+        answer = attrgetter(question)(step)
+        if callable(answer):
             answer(engine)
     after = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
     assert after == before
@@ -102,7 +102,7 @@ def test_prediction_is_applied_before_room_is_made() -> None:
     engine.begin_step(0.0)
     engine.end_step(0.01)
     unread = arrive(core, engine, 1, prediction=Prediction((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 0.0)))
-    core.set_level(unread.job, 4)  # at the default level it would not preempt
+    core.levels.change(unread.job, 4)  # at the default level it would not preempt
     engine.predicted(unread)
     assert unread.job.level == 4
     engine.begin_step(0.02)
@@ -130,11 +130,11 @@ def test_simulation_drops_requests_of_a_tier_with_drop() -> None:
         "levels": 2,
         "default_level": 0,
         "tiers": tiers,
-        "preemption": {"max_per_request": 99},
+        "preemption": {"max_per_request": 999},
         "predictor": {"enabled": False},
     }
-    requests = [SimRequest(0, 0.0, 1, 400, 300)]
-    requests += [SimRequest(n, n * 0.08, 0, 10, 2) for n in range(1, 30)]
+    requests = [SimRequest(0, 0.0, 1, 4000, 300)]
+    requests += [SimRequest(n, n * 0.5, 0, 10, 2) for n in range(1, 100)]
     runs = drive(policy, requests, seats=1)
     assert runs[0].refused == "dropped" and runs[0].finish is None
     assert all(run.finish is not None for run in runs[1:])

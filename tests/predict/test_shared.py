@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import textwrap
-import time
 
 import psutil
 import pytest
+from metrics_page import wait_until
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.predict import shared
@@ -73,13 +73,6 @@ def start(monkeypatch, tmp_path, starts):
 
 def started(starts) -> list[int]:
     return [int(line) for line in starts.read_text().split()] if starts.exists() else []
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def read(service: PredictionService, texts: list[str]) -> dict[str, float | None]:

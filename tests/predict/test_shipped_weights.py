@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.policy.config import Policy
@@ -37,8 +38,23 @@ NO_MESSAGES = {
 }
 
 
+def every_other(name: str, folder: Path) -> Path:
+    """A copy of a test set with half of the emergencies, framed texts and chats: `semsched evaluate
+    --all` reads all of them."""
+    (folder / name).mkdir()
+    for path in (DATA / name).glob("*.yaml"):
+        texts = yaml.safe_load(path.read_text("utf-8"))
+        if isinstance(texts, list):
+            texts = texts[::2]
+        else:
+            texts = {key: rows if key == "joiners" else rows[::2] for key, rows in texts.items()}
+        (folder / name / path.name).write_text(yaml.safe_dump(texts), "utf-8")
+    return folder / name
+
+
 def test_shipped_weights_reach_their_bars(tmp_path, capsys):
-    texts = ("--data", str(DATA / "urgency"), "--output", str(tmp_path))
+    composed = (every_other(name, tmp_path) for name in ("compositions", "conversations"))
+    texts = ("--data", *map(str, (DATA / "urgency", *composed)), "--output", str(tmp_path / "out"))
     bars = ("--no-baselines", "--bars", str(DATA / "predictor_bars.yaml"))
     status = main(["evaluate", *texts, *bars])
     assert status == 0, capsys.readouterr().err

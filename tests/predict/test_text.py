@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
-from vllm_semantic_sched.predict.text import WindowTokenizer, opening_of
+from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.window import clean
 
 START, PAD, END = 0, 1, 2
@@ -57,23 +57,3 @@ def test_padding_is_masked(shipped):
 def test_a_window_without_room_is_refused(shipped):
     with pytest.raises(ValueError, match="window of 3"):
         WindowTokenizer(shipped, window=3)
-
-
-@pytest.mark.parametrize(
-    ("text", "opening"),
-    [
-        ("He is not breathing! Write a poem about rain.", "He is not breathing!"),
-        ("She fell off the roof\nSummarize this in one line", "She fell off the roof"),
-        (
-            "彼は息をしていません、助けてください。何をすればいいですか？",
-            "彼は息をしていません、助けてください。",
-        ),
-        ("He is not breathing!", None),
-        ("Hello. He is not breathing!", None),  # too short to stand alone
-        ("one two three", None),
-        ("", None),
-        (" ".join(map(str, range(10, 30))), " ".join(map(str, range(10, 20)))),
-    ],
-)
-def test_opening_is_the_first_sentence_of_several(text, opening) -> None:
-    assert opening_of(text) == opening

@@ -1,5 +1,7 @@
 """The stored form: int8 and back, and a whole network through a folder."""
 
+import json
+
 import pytest
 import torch
 from transformers import DistilBertConfig
@@ -63,6 +65,35 @@ def test_a_network_survives_its_folder(tiny_network, tmp_path):
         after = loaded(ids, torch.ones_like(ids))
     for old, new in zip(before, after, strict=True):
         assert torch.allclose(old, new, atol=0.02)
+
+
+def test_calibration_survives_its_folder(tiny_network, tmp_path):
+    tiny_network.config.temperature = tiny_network.config.length_temperature = 1.3
+    save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path)
+    save_network(load_network(tmp_path), tmp_path, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert (settings["temperature"], settings["length_temperature"]) == (1.3, 1.3)
+
+
+def test_urgency_head_weighs_tokens_by_itself(tiny_network, tmp_path):
+    ids = torch.tensor([[0, 9, 8, 2], [0, 7, 2, 1]])
+    mask = (ids != 1).long()
+    with torch.inference_mode():
+        mean = tiny_network(ids, mask)
+        tiny_network.add_attention()
+        for new, old in zip(tiny_network(ids, mask), mean, strict=True):
+            assert torch.allclose(new, old, atol=1e-6)  # all the same at first
+        tiny_network.token_weight.weight += torch.randn(1, 16)
+        tiny_network.add_attention()  # keeps what is there
+        urgency, length = tiny_network(ids, mask)
+        assert (urgency - mean[0]).abs().max() > 1e-5
+        assert torch.equal(length, mean[1])
+        save_network(tiny_network, SHIPPED_WEIGHTS, tmp_path, "fp16")
+        again, _ = load_network(tmp_path)(ids, mask)
+        padded = torch.nn.functional.pad(ids, (0, 3), value=1)
+        longer, _ = tiny_network(padded, (padded != 1).long())
+    assert torch.allclose(urgency, again, atol=1e-4)
+    assert torch.allclose(urgency, longer, atol=1e-6)
 
 
 def test_a_stored_folder_can_be_configured_as_model(tiny_network, tmp_path):

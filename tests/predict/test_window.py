@@ -47,18 +47,18 @@ DEEPSEEK = (
     ids=["chatml", "llama", "gemma", "mistral", "plain", "log", "harmony"],
 )  # fmt: skip
 def test_the_newest_turn_of_the_user_comes_first(prompt) -> None:
-    assert cut_text(prompt, 100) == "no, she does not answer my mother fell"
+    assert cut_text(prompt, 100) == "no, she does not answer ■ my mother fell"
 
 
 def test_what_precedes_a_first_turn_is_read_last() -> None:
-    assert cut_text(DEEPSEEK, 100) == "no, she does not answer my mother fell Be brief."
+    assert cut_text(DEEPSEEK, 100) == "no, she does not answer ■ my mother fell ■ Be brief."
     pasted = "Summarize this chat.\nUser: he fell\nAssistant: who?"
-    assert cut_text(pasted, 100) == "he fell Summarize this chat."
+    assert cut_text(pasted, 100) == "he fell ■ Summarize this chat."
 
 
 @pytest.mark.parametrize("text", ["he fell", "the user: none", "a user\nwrote", "1: user", ""])
 def test_other_texts_are_read_as_they_are(text) -> None:
-    assert cut_text(text, 100) in (" ".join(text.split()), "none the")
+    assert cut_text(text, 100) in (" ".join(text.split()), "none ■ the")
 
 
 def test_chat_without_a_user_is_read_whole() -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from metrics_page import page_value, wait_until
@@ -84,14 +83,21 @@ def test_nested_messages_do_not_stop_the_server(server) -> None:
     assert post(server)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/invocations"])
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+BODIES = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 4},
+    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 4},
+    "/v1/messages": CHAT,
+    "/invocations": CHAT,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_gateway_names_the_tenant_on_every_route(server, log, path) -> None:
-    body = {
-        "model": "bench",
-        "max_tokens": 4,
-        "messages": [{"role": "user", "content": "hello"}],
-        "vllm_xargs": {"tenant": "hospital-a"},
-    }
+    """Of those in test_routes.py, all that need neither sound, labels nor an option."""
+    body = {"model": "bench", "vllm_xargs": {"tenant": "hospital-a"}} | BODIES[path]
     status, text = post(server, path, body, X_Semsched_Tenant=f"mallory{path}")
     assert status == 200, text
 
@@ -152,14 +158,12 @@ def test_pause_shows_and_ends_by_itself(server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_maintenance_that_is_killed_resumes_the_server(server, number) -> None:
-    pending = Path("/proc")  # a request that runs for long keeps the pause waiting
-    assert pending.exists()
     body = {"model": "bench", "prompt": "hi", "max_tokens": 400, "ignore_eos": True}
-    from threading import Thread
-
-    long = [Thread(target=post, args=(server,), kwargs={"body": body}) for _ in range(8)]
-    for thread in long:
-        thread.start()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    # Requests that run for long keep the pause waiting.
+    long = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=120) for _ in range(8)]
+    for connection in long:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
     wait_until(lambda: page_value(server, "vllm:num_requests_running") > 0)
     command = maintenance(server, "--action", "reload-weights")
     wait_until(lambda: ready(server) == 503 or command.poll() is not None)
@@ -167,8 +171,8 @@ def test_maintenance_that_is_killed_resumes_the_server(server, number) -> None:
         os.kill(command.pid, number)
     command.wait(60)
     wait_until(lambda: ready(server) == 200)
-    for thread in long:
-        thread.join()
+    for connection in long:
+        connection.close()
     deadline = time.monotonic() + 30
     while post(server)[0] != 200:
         assert time.monotonic() < deadline

@@ -52,7 +52,7 @@ def random_policy(rng: random.Random, levels: int, seats: int) -> dict[str, Any]
         "stage": {"mode": rng.choice(["gate", "off"])},
         "tenants": {"fair": rng.random() < 0.5},
         "fair_share": {"enabled": rng.random() < 0.3, "max_levels": rng.choice([1.0, 3.0])},
-        "deadlines": {"enabled": rng.random() < 0.3, "levels": rng.choice([0.5, 2.0])},
+        "deadlines": {"enabled": rng.random() < 0.3},
     }
 
 

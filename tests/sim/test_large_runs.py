@@ -1,4 +1,4 @@
-"""Large runs: bounded memory, linear time, metrics of a stream of requests."""
+"""Large runs: little memory, linear time, metrics of a stream of requests."""
 
 import cProfile
 import pstats
@@ -27,17 +27,11 @@ def _percentiles(e2e: np.ndarray, levels: int) -> dict[str, tuple[float, float]]
     return {name: (row["e2e_p50"], row["e2e_p99"]) for name, row in rows}
 
 
-def test_percentiles_are_exact_in_small_runs_and_close_in_large_ones() -> None:
-    values = np.random.default_rng(0).lognormal(0, 2, 300_000)
-    small = _percentiles(values[:5000], levels=2)
-    for name, part in (("0", values[:5000:2]), ("1", values[1:5000:2]), ("all", values[:5000])):
-        assert small[name] == pytest.approx(tuple(np.percentile(part, [50, 99])), rel=1e-12)
-    large = _percentiles(values, levels=2)  # each level is beyond exactness too
-    for name, part in (("0", values[::2]), ("all", values)):
-        assert large[name] == pytest.approx(tuple(np.percentile(part, [50, 99])), rel=1.1e-3)
-    mixed = _percentiles(values, levels=3)  # the levels are exact, their sum is not
-    assert mixed["0"] == pytest.approx(tuple(np.percentile(values[::3], [50, 99])), rel=1e-12)
-    assert mixed["all"] == pytest.approx(tuple(np.percentile(values, [50, 99])), rel=1.1e-3)
+def test_percentiles_are_those_of_all_requests() -> None:
+    values = np.random.default_rng(0).lognormal(0, 2, 100_000)  # several blocks
+    found = _percentiles(values, levels=2)
+    for name, part in (("0", values[::2]), ("1", values[1::2]), ("all", values)):
+        assert found[name] == pytest.approx(tuple(np.percentile(part, [50, 99])), rel=1e-12)
 
 
 def test_recorder_matches_the_requests(scenario) -> None:

@@ -11,6 +11,7 @@ import pytest
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.files import read_config, shipped_names
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -60,6 +61,30 @@ def wave(levels: int) -> Workload:
     )
 
 
+def waves(levels: int) -> Workload:
+    """Requests of level 1 that come in waves and take the seats of unimportant ones of all
+    lengths."""
+    low, high, times = 20, 16, 4
+    return load_of(
+        [0.0] * low + np.repeat(1.0 + 3 * np.arange(times), high).tolist(),
+        [levels - 1] * low + [1] * high * times,
+        np.linspace(10, 200, low + high * times).astype(int).tolist(),
+        np.linspace(100, 900, low).astype(int).tolist()
+        + np.linspace(20, 400, high * times).astype(int).tolist(),
+    )
+
+
+def slow_answers(levels: int) -> Workload:
+    """Answers of level 1 that come too slowly, ten and then thirty of them; some time after each,
+    an unimportant request."""
+    return load_of(
+        [0.0] * 10 + [10.0] + [60.0] * 30 + [80.0],
+        [1] * 10 + [levels - 1] + [1] * 30 + [levels - 1],
+        [10] * 42,
+        [20] * 42,
+    )
+
+
 def one_by_one(levels: int) -> Workload:
     """Urgent requests that come one after the other beside a long unimportant one."""
     urgent = 8
@@ -88,7 +113,18 @@ LOADS: dict[str, tuple[Callable[[int], Workload], Keys, bool]] = {
     "one seat": (one_by_one, {"seats": 1, "batch": SLOW | {"step": 0.1}}, True),
     "little KV": (one_by_one, {"kv_blocks": 45, "batch": SLOW | {"step": 0.1}}, True),
     "claims": (lambda levels: mixed(levels, 150, 10.0, 200, 80, urgent=0.7), {}, True),
+    "slow answers": (
+        slow_answers,
+        {"seats": 40, "kv_blocks": 2000, "batch": SLOW | {"step": 0.1}},
+        True,
+    ),
     "wave": (wave, {"seats": 20, "kv_blocks": 600}, True),
+    "waves": (waves, {"seats": 20, "kv_blocks": 2000, "batch": SLOW | {"step": 0.02}}, True),
+    "waves and swap": (
+        waves,
+        {"seats": 20, "kv_blocks": 2000, "swap": True, "batch": SLOW | {"step": 0.02}},
+        True,
+    ),
     "unhinted": (lambda levels: mixed(levels, 80, 5.0, 200, 80), {}, False),
     "slow": (lambda levels: mixed(levels, 150, 300.0, 300, 60), {"batch": SLOW}, True),
     "left behind": (left_behind, {"batch": SLOW}, True),
@@ -100,6 +136,11 @@ LOADS: dict[str, tuple[Callable[[int], Workload], Keys, bool]] = {
     "unimportant crowd": (
         lambda levels: load_of([0.0] * 600, [levels - 1] * 600, [10] * 600, [2] * 600),
         {"seats": 32},
+        True,
+    ),
+    "one tier": (
+        lambda levels: load_of([0.0] * 30 + [1.0] * 30, [levels - 1] * 60, [10] * 60, [20] * 60),
+        {"batch": SLOW},
         True,
     ),
     "crowd": (lambda levels: mixed(levels, 3200, 0.1, 20, 4, urgent=0.05), {"seats": 64}, True),
@@ -118,14 +159,17 @@ def simulated(keys: Keys, load: str) -> list[tuple[Any, ...]]:
     levels = scenario.policies["it"].levels
     workload, rng = make(levels), np.random.default_rng(1)
     predictions = draw_predictions(scenario.settings.predictor, workload, levels, rng)
-    runs = simulate(scenario, "it", given=(workload, predictions)).runs
+    try:
+        runs = simulate(scenario, "it", given=(workload, predictions)).runs
+    except PolicyError as error:  # an engine that is too small for the reservations
+        return [(str(error),)]
     return [(run.refused, run.started, run.first_token, run.finish) for run in runs]
 
 
 def facts(keys: Keys) -> Any:
-    """Names, and whether a text is read."""
+    """Names, whether a text is read, and the level of a request without a hint."""
     policy = parse_policy(keys)
-    return policy.tier_names, policy.reads(hinted=False)
+    return policy.tier_names, policy.reads(hinted=False), policy.default_level
 
 
 def engine_parts(keys: Keys) -> tuple[SchedulingCore, OverloadControl]:
@@ -140,7 +184,8 @@ def engine_parts(keys: Keys) -> tuple[SchedulingCore, OverloadControl]:
 def measured_promises(keys: Keys) -> Any:
     """Compliance and headroom of each tier, as the server reports them."""
     measured = []
-    for wait, per_token in ((0.5, 0.0), (0.0, 0.01)):  # most seconds by these times 39
+    # The longest wait is 39 times as long.
+    for wait, per_token, tokens in ((0.5, 0.0, 2), (0.0, 0.01, 2), (0.0, 0.01, 201)):
         core, control = engine_parts(keys)
         now = 0.0
         core.lifecycle.clock = lambda: now  # noqa: B023 - the present value
@@ -154,28 +199,43 @@ def measured_promises(keys: Keys) -> Any:
             now = 0.0
             job.generated = 1
             core.first_token(job)
-            now = per_token * delay
-            job.generated = 2
+            now = per_token * delay * (tokens - 1)
+            job.generated = tokens
             core.finish(job, AnswerEnd.STOPPED)
         slo = control.load.slo
         measured += [(slo.compliance(n), slo.headroom(n)) for n in range(core.policy.levels)]
     return measured
 
 
+def plans(keys: Keys) -> Any:
+    """Plans for victims of several lengths, with room on the host for each."""
+    core, _ = engine_parts(keys)
+    found = []
+    for tokens in (20, 200, 2000):
+        hint = core.read_hints({"urgency": core.policy.levels - 1}, 0)
+        job = core.arrive(core.draft(str(tokens), tokens, 100, hint, False), 0.0)
+        job.computed = tokens
+        found.append(core.plan_preemption(job, HostRoom(16, 1000)))
+    return found
+
+
 def superseded(keys: Keys) -> Any:
-    """Requests that end when one with the same key arrives."""
+    """Requests, waiting and running, that end when one with the same key arrives."""
     core, control = engine_parts(keys)
     ended = []
-    for name in ("older", "newer"):
+    for name in ("older", "newer", "newest"):
         job = core.arrive(core.draft(name, 10, 100, core.read_hints({}, 0), False), 0.0)
         core.enqueue(job, core.waiting)
         key = "page 7" if core.policy.dedup.enabled else None  # as the engine reads it
         ended += control.admit(job, 0.0, lambda: 0, key, name)
+        if name == "newer":
+            core.take(job, core.waiting)
+            core.start(job)
     return [(job.request_id, refusal.code) for job, refusal in ended]
 
 
 def _probes() -> Iterator[Callable[[Keys], Any]]:
-    yield from (facts, superseded, measured_promises)
+    yield from (facts, plans, superseded, measured_promises)
     for load in LOADS:
         yield lambda keys, load=load: simulated(keys, load)
 

@@ -45,7 +45,9 @@ def test_policies_differ_only_in_the_predictor():
     assert policy.model_copy(update={"predictor": base.predictor}) == base
     changed = (policy.predictor.mode, policy.predictor.max_batch, policy.predictor.max_wait)
     assert changed == ("full_batching", 32, 0.5)
-    assert policy.predictor.extra_latency == 0.1
+    assert policy.predictor.extra_latency == 0.1 and policy.predictor.instant.enabled
+    paper = variants(arguments("--no-instant", "--vary", "both"))
+    assert not any(parse_policy(one.policy("ems")).predictor.instant.enabled for one in paper)
 
 
 def test_invalid_settings_raise():

@@ -6,8 +6,9 @@ import statistics
 import pytest
 import roofline as study
 
+from vllm_semantic_sched.policy.profile.devices import device_named
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.policy.profile.roofline import Roofline, device_named
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 from vllm_semantic_sched.sim.datasets import data_root
 
 

@@ -22,7 +22,7 @@ from vllm_semantic_sched.operate.client import AdminClient, AdminError
 pytestmark = pytest.mark.engine
 
 KEY = "open-sesame"
-CROWD = 10
+CROWD = 8
 STORY_TOKENS = 250
 SHORT_STORY_TOKENS = 150
 # One that may wait however long a slow machine takes: in BASE_POLICY the lesser ones are refused.
@@ -46,8 +46,10 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(serve, weights, policy):
+    """With its engine spawned, as by vLLM itself: it gets signals."""
     arguments = (*server_arguments(policy), "--api-key", KEY)
-    return serve(*arguments, seats=3, num_blocks=40, model=weights.parent)
+    spawned = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return serve(*arguments, seats=3, num_blocks=40, model=weights.parent, environment=spawned)
 
 
 def complete(server, prompt="hello", max_tokens=8, model="bench", urgency=LEVEL) -> str:
@@ -89,6 +91,39 @@ def test_reload_applies_a_valid_file_and_rejects_a_bad_one(server, policy, capsy
         assert time.monotonic() < deadline
     refused = 'semsched:policy_reloads_total{engine="0",result="refused"} 2.0'
     assert refused in server.get_text("/metrics")
+    policy.write_text(text)
+    assert command(server, "policy", "reload") == 0
+
+
+def test_canary_runs_beside_the_policy_and_is_kept_if_told_so(
+    server, policy, tmp_path, capsys
+) -> None:
+    def canary() -> dict:
+        complete(server)  # an idle engine waits for the next request
+        return admin(server).call("GET", "/canary")["engines"][0]
+
+    text = policy.read_text()
+    kept_by_nobody = "share: 0.3, slo: {ttft: 1.0e-6}"
+    policy.write_text(text.replace("share: 0.3", kept_by_nobody))
+    assert command(server, "policy", "reload") == 0
+    new = tmp_path / "new.yaml"
+    new.write_text(policy.read_text() + "preemption: {max_per_request: 1}\n")
+    start = ("canary", "start", "--policy", str(new), "--share", "0.9", "--period", "10")
+    assert command(server, *start, "--until-broken", "e2e") == 0
+    wait_until(lambda: canary()["tallies"]["new"][LEVEL]["e2e"][0] >= 3, 60)
+    assert 'semsched:canary{engine="0"} 1.0' in server.get_text("/metrics")
+    capsys.readouterr()
+    assert command(server, "canary", "status") == 0
+    out = capsys.readouterr().out
+    assert "engine 0: both in turn, now the " in out and "urgent" in out and "ttft" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert command(server, *start) == 1
+    assert "stop it first" in capsys.readouterr().err
+    assert command(server, "canary", "stop", "--keep") == 0
+    assert "engine 0: kept" in capsys.readouterr().out
+    new.write_text(policy.read_text() + "base: sjf\n")
+    assert command(server, *start) == 1
+    assert "base: 'semantic' -> 'sjf' needs a restart" in capsys.readouterr().err
     policy.write_text(text)
     assert command(server, "policy", "reload") == 0
 

@@ -16,6 +16,7 @@ from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.startup import policy_file
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
+from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token, own_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unhooked")]
@@ -100,6 +101,37 @@ def test_only_local_requests_are_answered(host, headers, status) -> None:
     assert reply.status_code == status
 
 
+READING = {"probabilities": [0.1, 0.2, 0.7], "level": 2}
+
+
+def test_correction_is_recorded_without_id_or_text(tmp_path) -> None:
+    server = client("127.0.0.1", None, READING)  # the second engine had the request
+    body = {"id": "cmpl-7", "level": 0}
+    path = "/v1/semsched/correct"
+    assert server.post(path, json=body).status_code == 409  # no event log
+    events = Events(path=str(tmp_path / "events.jsonl"))
+    policy = SimpleNamespace(events=events)
+    state_of(server.app).rules = SimpleNamespace(policy=policy)
+    assert server.get("/v1/semsched/corrections").json() == {"corrections": []}
+    assert server.post(path, json=body).json() == {"level": 2, "corrected": 0}
+    assert server.app.state.engine_client.engine_core.calls[-1] == "reading cmpl-7"
+    assert server.post(path, json=body | {"sampled": True}).status_code == 200
+    assert server.post(path, json=body | {"level": 3}).status_code == 422
+    assert server.post(path, json=body | {"level": -1}).status_code == 422
+    assert server.post(path, json=body | {"id": "x" * 513}).status_code == 422
+    found = server.get("/v1/semsched/corrections").json()["corrections"]
+    assert [one["sampled"] for one in found] == [False, True]
+    wanted = {"time", "probabilities", "level", "corrected", "sampled"}
+    assert set(found[0]) == wanted and found[0]["probabilities"] == READING["probabilities"]
+    assert "cmpl-7" not in (tmp_path / "corrections.jsonl").read_text()
+
+    unknown = client("127.0.0.1", None)
+    state_of(unknown.app).rules = SimpleNamespace(policy=policy)
+    assert unknown.post(path, json=body).status_code == 404
+    assert client("10.0.0.7", READING).post(path, json=body).status_code == 403
+    assert client("127.0.0.1", READING, token=None).post(path, json=body).status_code == 403
+
+
 def test_token_is_readable_by_its_user_only() -> None:
     assert TOKEN is not None and len(TOKEN) == 64 and admin_token(PORT) == TOKEN
     folder = own_folder()
@@ -128,7 +160,7 @@ def test_reload_is_rejected_if_any_engine_rejects_it() -> None:
     refused = {"result": "refused", "reason": "levels: 5 -> 4 needs a restart", "version": 1}
     good = client("::1", fine, fine)
     assert good.post("/v1/semsched/policy/reload").json() == {"engines": [fine, fine]}
-    assert good.app.state.engine_client.engine_core.calls == ["load_policy", "adopt_policy"]
+    assert good.app.state.engine_client.engine_core.calls[:2] == ["load_policy", "adopt_policy"]
     bad = client("::1", fine, refused).post("/v1/semsched/policy/reload")
     assert bad.status_code == 422 and "levels: 5 -> 4" in bad.text
 

@@ -315,3 +315,19 @@ def test_generate_of_vllm_has_the_arguments_that_are_used() -> None:
 
     names = list(inspect.signature(AsyncLLM.generate).parameters)
     assert names[2] == "sampling_params" and RANK in names
+
+
+def test_sessions_of_a_canary_go_to_its_engines() -> None:
+    async def case():
+        server = Server()
+        server.state.semsched.canaries = 1
+        server.finish.set()
+        for number in range(60):
+            await server.post(user=f"caller {number % 20}")
+        assert server.ranks[:20] == server.ranks[20:40] == server.ranks[40:]
+        assert 4 <= server.ranks[:20].count(0) <= 16
+        observing = Server(rules=False)
+        observing.state.semsched = ServerState(canaries=1)
+        assert (await observing.start())[1] in (0, 1)
+
+    run(case)

@@ -18,8 +18,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from async_engine import schedule_asynchronously
+from failures import COPIES_MAY_FAIL, MAY_FAIL, method_of
 
 POISON = 1.0e4
+TOKENS = 40
 WORDS = [f"{a}{b}" for a in ("river", "stone", "green", "door") for b in ("a", "b", "way", "less")]
 
 
@@ -34,7 +36,7 @@ class SwapEngine:
             "kv_connector": "SemanticSwapConnector",
             "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"host_gib": 0.05},
+            "kv_connector_extra_config": {"host_gib": 0.0125},
         }
         if options.pop("inside_multi_connector", False):
             connector = {
@@ -70,6 +72,7 @@ class SwapEngine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.caching = self.scheduler.kv_cache_manager.enable_caching
         self.block_total = self.pool.get_num_free_blocks()
+        self.injected = 0.0  # errors that the engine counted because of `broken`
         chance = random.Random(7)
         shared = " ".join(chance.choice(WORDS) for _ in range(40)) if self.caching else ""
         self.prompts = [
@@ -84,7 +87,7 @@ class SwapEngine:
             for prompt in self.prompts
         ]
 
-    def params(self, tokens: int = 40, **more):
+    def params(self, tokens: int = TOKENS, **more):
         from vllm import SamplingParams
 
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
@@ -96,28 +99,47 @@ class SwapEngine:
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
         core.policy = core.policy.model_copy(update={"retention": retention})
-        assert self.ledger.pool.used == 0
-        self.ledger.pool = HostPool(host_blocks or self.swap.slots)
+        slots = host_blocks or self.swap.slots
+        if self.ledger.pool.slots != slots:  # else a slot that is not given back stays visible
+            assert self.ledger.pool.used == 0
+            self.ledger.pool = HostPool(slots)
 
-    def chaos(self, every: int = 3, seed: int = 0, also=lambda step, names: None) -> dict:
-        """Answer all prompts at once, and preempt a random running request every few steps."""
+    def chaos(
+        self,
+        every: int = 3,
+        seed: int = 0,
+        also=lambda step, names: None,
+        prompts: int = 0,
+        tokens: int = TOKENS,
+    ) -> dict:
+        """Answer the prompts at once, and preempt a random running request every few steps.
+
+        Args:
+            prompts: only the first so many, of which the last is urgent and late; 0: all at once.
+            tokens: of each answer.
+        """
         from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler.counters
         scheduler.preemptions.gauges()  # takes over what the workers measured
         before = counters.totals()
-        names = [f"{seed}-{index}" for index in range(len(self.prompts))]
-        for name, prompt in zip(names, self.prompts, strict=True):
-            self.engine.add_request(name, prompt, self.params())
+        names = [f"{seed}-{index}" for index in range(prompts or len(self.prompts))]
+        together = names[:-1] if prompts else names
+        for name, prompt in zip(together, self.prompts, strict=False):
+            self.engine.add_request(name, prompt, self.params(tokens))
         answers: dict[str, list[int]] = {}
         step = forced = 0
         while self.engine.has_unfinished_requests():
             step += 1
             assert step < 5000, "the engine makes no progress"
+            if prompts and step == 4:
+                urgent = self.params(tokens, extra_args={"urgency": 0})
+                self.engine.add_request(names[-1], self.prompts[prompts - 1], urgent)
             running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
             if step % every == 0 and running:
-                scheduler.preemptions.evict(chance.choice(running), "urgent")
+                with scheduler.guard("forcing a preemption"):
+                    scheduler.preemptions.evict(chance.choice(running), "urgent")
                 forced += 1
             also(step, names)
             for output in self.engine.step():
@@ -164,7 +186,7 @@ class SwapEngine:
     # Scenarios
 
     def alone(self) -> dict:
-        answers = self.answer_alone()
+        answers = self.right
         return {"answers": answers, "distinct": len({t for answer in answers for t in answer})}
 
     def recompute(self) -> dict:
@@ -197,7 +219,7 @@ class SwapEngine:
         cancelled: list[str] = []
 
         def abort(step: int, names: list[str]) -> None:
-            away = self.ledger.held if step % 20 else self.ledger.loading
+            away = self.ledger.saved if step % 20 else self.ledger.loading
             if step % 10 == 0 and away and len(cancelled) < 6:
                 self.engine.abort_request([away[0]], internal=True)
                 cancelled.append(away[0])
@@ -222,6 +244,60 @@ class SwapEngine:
                 assert len(self.ledger) == 0
 
         return self.chaos(seed=8, also=reset) | {"lost": sum(lost)}
+
+    def broken(self, prompts: int = 10, rounds: int = 1, tokens: int = TOKENS // 2) -> dict:
+        """Each method that may fail does, first at once and then now and then, one by one."""
+        chance, count = random.Random(9), self.scheduler.counters.total
+        errors = count("policy_errors")
+        wrong, unharmed, requests = {}, [], 0
+        right = [answer[:tokens] for answer in self.right[:prompts]]
+        paths = [*(f"scheduler.{path}" for path in MAY_FAIL), *COPIES_MAY_FAIL]
+        for number, path in enumerate(paths * rounds):
+            beside = path.endswith(("load_beside", "finished")) or (
+                number % 2 == 1 and not path.endswith(".load")
+            )
+            self.set("swap", max_stall=0.0 if beside else 1e9)
+            owner, name = method_of(self, path)
+            method, failures = getattr(owner, name), []
+
+            def failing(*args, method=method, failures=failures, **kwargs):
+                if not failures or chance.random() < 0.3:
+                    failures.append(1)
+                    raise RuntimeError("injected")
+                return method(*args, **kwargs)
+
+            with patch.object(owner, name, failing):
+                report = self.chaos(seed=1000 + number, prompts=prompts, tokens=tokens)
+            requests += len(report["answers"])
+            wrong |= {path: report["answers"]} if report["answers"] != right else {}
+            unharmed += [] if failures else [path]
+        self.scheduler.preemptions.gauges()
+        errors, before = count("policy_errors") - errors, errors
+        self.injected += errors
+        after = self.chaos(seed=99)
+        return after | {
+            "requests": requests,
+            "wrong": wrong,
+            "unharmed": unharmed,
+            "errors": errors,
+            "later_errors": count("policy_errors") - before - errors,
+            "first": self.first_of_late_urgent(),
+        }
+
+    def thousand_broken(self) -> dict:
+        return self.broken(prompts=14, rounds=3, tokens=TOKENS)
+
+    def first_of_late_urgent(self) -> bool:
+        """Whether an urgent request that comes to full seats ends before those that waited."""
+        for number in range(12):
+            self.engine.add_request(f"filler {number}", self.prompts[0], self.params())
+        self.engine.step()
+        urgent = self.params(extra_args={"urgency": 0})
+        self.engine.add_request("urgent", self.prompts[1], urgent)
+        ended: list[str] = []
+        while self.engine.has_unfinished_requests():
+            ended += [output.request_id for output in self.engine.step() if output.finished]
+        return ended.index("urgent") < 8  # seats
 
     def without_loading(self) -> dict:
         """Negative control."""
@@ -294,6 +370,7 @@ def main() -> None:
 def run(model: str, policy: str, options: dict, report: Path, scenarios: list[str]) -> None:
     engine = SwapEngine(model, policy, options)
     results = {}
+    engine.right = engine.answer_alone()
     with engine.poisoning():
         for scenario in scenarios:
             results[scenario] = getattr(engine, scenario)()
@@ -304,7 +381,7 @@ def run(model: str, policy: str, options: dict, report: Path, scenarios: list[st
         "asynchronous": engine.scheduler.vllm_config.scheduler_config.async_scheduling,
         "groups": len(engine.scheduler.kv_cache_config.kv_cache_groups),
         "connector": type(engine.scheduler.connector).__name__,
-        "policy_errors": engine.scheduler.counters.total("policy_errors"),
+        "policy_errors": engine.scheduler.counters.total("policy_errors") - engine.injected,
     }
     report.write_text(json.dumps(results))
 

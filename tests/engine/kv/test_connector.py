@@ -28,12 +28,13 @@ PLAIN = [
     "recompute",
     "aborts",
     "resets",
+    "broken",
     "without_loading",
     "saving_too_late",
     "logprobs",
 ]
 CACHING = ["alone", "sync", "beside", "partial", "aborts", "resets"]
-ASYNCHRONOUS = [*PLAIN[1:6], "aborts", "resets"]
+ASYNCHRONOUS = [*PLAIN[1:6], "aborts", "resets", "broken"]
 UNHARMED = [
     *(("plain", name) for name in PLAIN[1:7]),
     *(("caching", name) for name in CACHING[1:4]),
@@ -42,27 +43,28 @@ UNHARMED = [
 
 
 @pytest.fixture(scope="module")
-def reports(model, tmp_path_factory, offline_environment) -> dict[str, dict]:
+def reports(slim_model, tmp_path_factory, offline_environment) -> dict[str, dict]:
     """What came out of three engines: one without a prefix cache, one with it, where the connector
     is one of a MultiConnector, and one with two steps in flight, as on a GPU."""
-    folder = tmp_path_factory.mktemp("swap")
-    policy = folder / "policy.yaml"
-    profile = folder / "profile.yaml"
-    profile.write_text(CHEAP_COPIES)
-    policy.write_text(POLICY.replace("PROFILE", str(profile)))
     engines = {
         "plain": ({"enable_prefix_caching": False}, PLAIN),
         "caching": ({"enable_prefix_caching": True, "inside_multi_connector": True}, CACHING),
         "asynchronous": ({"enable_prefix_caching": False, "asynchronous": True}, ASYNCHRONOUS),
     }
-    command = [sys.executable, SCRIPT, model, policy, folder, json.dumps(engines)]
-    result = subprocess.run(
-        command, env=offline_environment, capture_output=True, text=True, timeout=500
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in engines}
+    reports = run_engines(slim_model, tmp_path_factory.mktemp("swap"), offline_environment, engines)
     reports["asynchronous"]["alone"] = reports["plain"]["alone"]  # the same prompts
     return reports
+
+
+def run_engines(model, folder, environment, engines) -> dict[str, dict]:
+    policy = folder / "policy.yaml"
+    profile = folder / "profile.yaml"
+    profile.write_text(CHEAP_COPIES)
+    policy.write_text(POLICY.replace("PROFILE", str(profile)))
+    command = [sys.executable, SCRIPT, model, policy, folder, json.dumps(engines)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in engines}
 
 
 def test_engines_have_the_expected_configuration(reports) -> None:
@@ -137,6 +139,46 @@ def test_cache_reset_loses_copies_but_not_answers(reports, engine) -> None:
     assert run["counters"]["recomputed_tokens"] > 0
     assert run["answers"] == reports[engine]["alone"]["answers"]
     assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
+
+
+# Four prompts leave seats free, so that nothing is preempted for a waiting one.
+OF_FULL_SEATS = {
+    "scheduler.core.eviction.victims_for",
+    "scheduler.core.eviction.worth_preempting",
+    "scheduler.predictions.reads",
+    "scheduler.view.needed_blocks",
+    "worker.backend.load_beside",
+}
+
+
+def check_broken(report: dict, alone: list) -> None:
+    run = report["broken" if "broken" in report else "thousand_broken"]
+    assert run["wrong"] == {} and run["answers"] == alone
+    unharmed = set(run["unharmed"]) - (OF_FULL_SEATS if "broken" in report else set())
+    assert run["errors"] > 0 and not unharmed, unharmed
+    assert run["later_errors"] == 0 and run["first"]
+    assert (run["host_blocks_left"], run["device_blocks_left"], run["jobs_left"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("engine", ["plain", "asynchronous"])
+def test_answers_stay_whatever_method_fails(reports, engine) -> None:
+    check_broken(reports[engine], reports["plain"]["alone"]["answers"])
+
+
+@pytest.mark.study
+def test_answers_of_a_thousand_requests_stay_whatever_method_fails(
+    slim_model, tmp_path, offline_environment
+) -> None:
+    engines = {
+        name: ({"asynchronous": ahead, "enable_prefix_caching": ahead}, scenarios)
+        for name, ahead, scenarios in (
+            ("plain", False, ["alone", "thousand_broken"]),
+            ("asynchronous", True, ["alone", "thousand_broken"]),
+        )
+    }
+    for report in run_engines(slim_model, tmp_path, offline_environment, engines).values():
+        assert report["thousand_broken"]["requests"] >= 1000
+        check_broken(report, report["alone"]["answers"])
 
 
 @pytest.mark.parametrize("control", ["without_loading", "saving_too_late"])

@@ -14,7 +14,7 @@ def test_slots_are_allocated_once_and_all_freed(slots, actions) -> None:
     held: list[list[range]] = []
     for take, number in actions:
         if take:
-            taken = pool.take(number)
+            taken = pool.allocate(number)
             assert (taken is None) == (number > slots - sum(map(len, _slots(held))))
             if taken is not None:
                 assert sum(map(len, taken)) == number
@@ -28,7 +28,7 @@ def test_slots_are_allocated_once_and_all_freed(slots, actions) -> None:
     for taken in held:
         pool.give_back(taken)
     assert (pool.free, pool.fragmentation) == (slots, 0.0)
-    assert pool.take(slots) == ([range(slots)] if slots else [])
+    assert pool.allocate(slots) == ([range(slots)] if slots else [])
 
 
 def _slots(held: list[list[range]]) -> list[list[int]]:
@@ -37,13 +37,13 @@ def _slots(held: list[list[range]]) -> list[list[int]]:
 
 def test_shortest_sufficient_run_is_preferred_to_several_runs() -> None:
     pool = HostPool(20)
-    first, second, third = pool.take(4), pool.take(6), pool.take(8)
+    first, second, third = pool.allocate(4), pool.allocate(6), pool.allocate(8)
     assert (first, second, third) == ([range(4)], [range(4, 10)], [range(10, 18)])
     pool.give_back(second)  # free: 4 to 9 and 18 to 19
     assert pool.fragmentation == 0.25
-    assert pool.take(2) == [range(18, 20)]
+    assert pool.allocate(2) == [range(18, 20)]
     pool.give_back(first)  # free: 0 to 9
-    assert pool.take(3) == [range(3)]
+    assert pool.allocate(3) == [range(3)]
     pool.give_back(third)
-    assert pool.take(15) == [range(3, 18)]
-    assert pool.take(1) is None
+    assert pool.allocate(15) == [range(3, 18)]
+    assert pool.allocate(1) is None

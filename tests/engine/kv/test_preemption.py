@@ -4,12 +4,14 @@ function of the KV that a request's blocks hold, so wrong KV gives wrong answers
 import logging
 import random
 from collections import deque
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 from failures import MAY_FAIL, method_of
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -17,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
@@ -46,7 +49,8 @@ def swap_config(**extra) -> KVTransferConfig:
 
 
 class FakeDevice:
-    """Executes steps in order: each token's KV stands for all tokens up to it."""
+    """Executes steps in order: each token's KV stands for all tokens up to it. Copies are ordered
+    by the connector's own worker side."""
 
     def __init__(self, scheduler: SemanticScheduler, window: int | None = None) -> None:
         self.scheduler = scheduler
@@ -55,6 +59,10 @@ class FakeDevice:
         self.host: dict[int, list] = {}
         self.queue: deque = deque()
         self.loading: list = []
+        self.worker = SemanticSwapConnector(
+            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+        )
+        self.worker.backend = self
 
     def schedule(self) -> None:
         """Schedule a step; it is executed later, with what is known now."""
@@ -66,23 +74,24 @@ class FakeDevice:
         starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self.queue.append((step, tables, starts, set(step.num_scheduled_tokens)))
+        # As vLLM sends them: output that was dropped is forgotten.
+        resumed = {name: list(self.requests[name].all_token_ids) for name in cached.resumed_req_ids}
+        self.queue.append((step, tables, starts, resumed))
 
     def execute(self) -> None:
         """Execute the oldest step and hand its output to the scheduler."""
-        step, tables, starts, names = self.queue.popleft()
-        orders = step.kv_connector_metadata.orders
-        for save in orders.saves:
-            for block, slot in zip(save.device, _slots(save), strict=True):
-                self.host[slot] = list(self.device[block])
-        for load in orders.loads:
-            self.load(load)
-        finished = {load.request_id for load in self.loading}
-        for load in self.loading:
-            self.load(load)
-        self.loading = orders.later_loads
+        step, tables, starts, resumed = self.queue.popleft()
+        self.tokens |= resumed
+        worker = self.worker
+        began, self.loading = self.loading, []
+        worker.handle_preemptions(step.kv_connector_metadata)
+        worker.bind_connector_metadata(step.kv_connector_metadata)
+        worker.start_load_kv(None)
+        for _, device, host in began:
+            self.load(device, host)
+        self.ended = {key for key, _, _ in began}
         sampled = {}
-        for name in names:
+        for name in step.num_scheduled_tokens:
             sampled[name] = self.compute(
                 name, tables[name], starts[name], step.num_scheduled_tokens[name]
             )
@@ -94,13 +103,40 @@ class FakeDevice:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
-            kv_connector_output=KVConnectorOutput(finished_recving=finished),
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=worker.get_finished(set())[1],
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            ),
         )
         self.scheduler.update_from_output(step, output)
 
-    def load(self, order) -> None:
-        for block, slot in zip(order.device, _slots(order), strict=True):
+    # The copy backend
+
+    def save(self, device, host) -> None:
+        for block, slot in zip(device, chain(*host), strict=True):
+            self.host[slot] = list(self.device[block])
+
+    def load(self, device, host) -> None:
+        for block, slot in zip(device, chain(*host), strict=True):
             self.device[block] = list(self.host[slot])
+
+    def load_beside(self, key, device, host) -> None:
+        """Loads while the next step runs."""
+        self.loading.append((key, device, host))
+
+    def finished(self) -> set[str]:
+        ended, self.ended = self.ended, set()
+        return ended
+
+    def drain(self) -> set[str]:
+        for key, device, host in self.loading:
+            self.load(device, host)
+            self.ended.add(key)
+        self.loading = []
+        return self.finished()
+
+    def take_seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def compute(self, name: str, tables: list[list[int]], start: int, count: int) -> list[int]:
         """Write the KV of `count` tokens, and read what each group's layers look at."""
@@ -145,10 +181,6 @@ class FakeDevice:
                 self.schedule()
             self.execute()
         return {name: list(r.output_token_ids) for name, r in self.requests.items()}
-
-
-def _slots(order) -> list[int]:
-    return [slot for run in order.host for slot in run]
 
 
 def make_requests(
@@ -301,6 +333,57 @@ def test_thousand_requests_survive_a_failure_of_every_guarded_method(build, monk
     assert "urgent" in {request.request_id for request in scheduler.running}
 
 
+COPYING = (
+    *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("update_connector_output", "request_finished_all_groups", "handle_preemptions"),
+    *("start_load_kv", "get_finished", "build_connector_worker_meta"),
+)
+"""The connector's methods that vLLM calls in a step."""
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("max_stall", [1e9, 0.0])
+def test_copies_that_fail_are_computed_again(
+    build, monkeypatch, max_stall, asynchronous, caching
+) -> None:
+    """Each method fails always, and then now and then."""
+    scheduler = build(
+        max_stall=max_stall, async_scheduling=asynchronous, prefix_caching=caching, host_blocks=30
+    )
+    monkeypatch.setattr(connector.logger, "exception", lambda *args: None)
+    device, chance = FakeDevice(scheduler), random.Random(7)
+
+    def preempt(step: int) -> None:
+        if step % 6 == 0 and scheduler.running:
+            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+
+    for name, share in [(name, share) for name in COPYING for share in (1.0, 0.3)]:
+        method = getattr(SemanticSwapConnector, name)
+
+        def failing(self, *args, method=method, share=share, **kwargs):
+            if chance.random() < share:
+                raise RuntimeError("injected")
+            return method.__wrapped__(self, *args, **kwargs)
+
+        failing.__name__ = failing.__qualname__ = name
+        prefix = 40 if caching else 0
+        requests = make_requests(chance, 8, prefix, name=f"{name}-{share}-", longest=80)
+        with monkeypatch.context() as patch:
+            broken = guarded(method.default, connector.logger)(failing)
+            patch.setattr(SemanticSwapConnector, name, broken)
+            answers = device.answer(requests, int(asynchronous), preempt)
+        assert answers == {request.request_id: expected(request) for request in requests}, name
+        halves = (scheduler.connector, device.worker)
+        assert sum(half.failures[name] for half in halves), f"{name} was not called"
+    last = make_requests(chance, count=1)
+    assert device.answer(last, int(asynchronous), lambda step: None)
+    assert scheduler.counters.total("policy_errors", "loading KV") > 0
+    assert not scheduler.requests and not scheduler.jobs
+    assert scheduler.preemptions.connector.ledger.pool.used == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
 def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
     scheduler = build()
     # As the engine does at its start, with what each worker says.
@@ -323,6 +406,8 @@ def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
 def test_worker_says_only_that_copies_are_wrong(monkeypatch) -> None:
     worker = SimpleNamespace(slots=4, cache_config=SimpleNamespace(num_blocks=8), backend=None)
     worker._failed_proof = None
+    worker.ledger = SimpleNamespace()
+    worker.refuse_copies = lambda reason: SemanticSwapConnector.refuse_copies(worker, reason)
     caches = {"layer": torch.zeros(8, 2, 4, 6)}
     SemanticSwapConnector.register_kv_caches(worker, caches)
     assert worker.backend is not None
@@ -350,7 +435,7 @@ def test_cancelling_swapped_or_loading_requests_frees_everything(build, asynchro
     def disturb(step: int) -> None:
         if step % 4 == 0 and scheduler.running:
             scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
-        for where, names in (("away", ledger.held), ("loading", ledger.loading)):
+        for where, names in (("away", ledger.saved), ("loading", ledger.loading)):
             name = next((name for name in names if name not in cancelled[where]), None)
             if name is not None and len(cancelled[where]) < 4:
                 scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -180,7 +180,7 @@ def test_requests_are_counted_per_tier(tmp_path) -> None:
     assert published(str(engine), "schedule_seconds_count") > 5
 
 
-def test_passed_requests_are_counted_with_the_cause(tmp_path) -> None:
+def test_seat_order_violations_are_counted_with_the_cause(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(TIERS + "tenants: {fair: true, seats: 0.5}\n")
     scheduler = build_scheduler(
@@ -192,8 +192,8 @@ def test_passed_requests_are_counted_with_the_cause(tmp_path) -> None:
     while scheduler.get_num_unfinished_requests():
         run_step(scheduler)
     counters = scheduler.counters
-    assert counters.total("passed_requests", ("gold", "limit")) == 1
-    assert counters.total("passed_requests") == 1
+    assert counters.total("seat_order_violations", ("gold", "limit")) == 1
+    assert counters.total("seat_order_violations") == 1
     assert counters.total("policy_errors") == 0
 
 

@@ -86,7 +86,8 @@ class Observed:
         return samples
 
     def events(self) -> list[dict]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        lines = map(json.loads, self.log.read_text().splitlines())
+        return [line for line in lines if "log" not in line and line.get("from") != line["state"]]
 
 
 def total(page, name, **labels) -> float:

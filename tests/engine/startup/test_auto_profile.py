@@ -9,13 +9,10 @@ from vllm_semantic_sched.engine.startup import auto_profile
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import Hardware, describe_hardware, describe_model
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler
+from vllm_semantic_sched.policy.profile.devices import Device, device_named
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.policy.profile.roofline import (
-    Device,
-    ModelShape,
-    Roofline,
-    device_named,
-)
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 
 pytestmark = pytest.mark.engine
 

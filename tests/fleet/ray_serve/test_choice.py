@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
-from vllm_semantic_sched.fleet.ray.load import ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
 
 LEVELS = 3
 

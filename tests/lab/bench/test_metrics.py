@@ -12,6 +12,7 @@ from vllm_semantic_sched.lab.bench.metrics import (
     differences,
     explain,
     failed,
+    finish_order_violations,
     fit_idle,
     summarize,
     throughput,
@@ -47,6 +48,13 @@ def test_metrics_of_one_record():
     }
     assert {key: value for key, (value,) in values.items()} == pytest.approx(expected)
     assert by_level([record()], None)["0"]["slowdown"] == []
+
+
+def test_finish_order_violations_follow_equation_2():
+    first = record(level=4, arrival=0.0, finish=3.0)
+    there, later = record(arrival=2.0, finish=5.0), record(arrival=3.5, finish=5.0)
+    equal = record(level=4, arrival=2.0, finish=6.0)
+    assert finish_order_violations([there, first, later, equal]) == 0.25
 
 
 def test_times_count_from_arrival_even_if_sent_late():

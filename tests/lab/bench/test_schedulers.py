@@ -7,8 +7,7 @@ import pytest
 from fake_results import fake_workload
 
 import vllm_semantic_sched
-from vllm_semantic_sched.lab.bench.readings import read_levels
-from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
+from vllm_semantic_sched.lab.bench.schedulers import NAMES, client_id, parse_schedulers, read_levels
 from vllm_semantic_sched.lab.bench.server import ServerConfig
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 from vllm_semantic_sched.policy.config import load_policy
@@ -105,3 +104,25 @@ def test_last_predicted_level_of_a_request_counts(tmp_path):
     )
     assert read_levels(log) == {"even-7": 0, "1:2:3:2:2-11": 4}
     assert read_levels(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    "engine_id", ["chatcmpl-semantic.even-0-a6b56b2d", "cmpl-semantic.even-0-0-1a2b3c4d"]
+)
+def test_client_id_is_what_the_client_gave(engine_id) -> None:
+    assert client_id(engine_id) == "semantic.even-0"
+
+
+def test_last_level_that_was_predicted_counts(tmp_path) -> None:
+    log = tmp_path / "events.jsonl"
+    events = [(3, "instant"), (2, "prediction"), (1, "prediction"), (4, "hint")]
+    log.write_text(
+        "".join(
+            json.dumps({"request": "chatcmpl-a-0-12345678", "level": level, "level_from": source})
+            + "\n"
+            for level, source in events
+        )
+        + json.dumps({"time": 1.0, "engine": 0, "log": "engine", "seats": 16})  # of no request
+    )
+    assert read_levels(log) == {"a-0": 1}
+    assert read_levels(tmp_path / "absent") == {}

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_semantic_sched.lab.bench.texts import question_source, tables, write_message
 from vllm_semantic_sched.lab.bench.workload import MIXES, WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.sim.datasets import TextLength
 
 BUILTIN, _ = question_source(None)
 CONFIG = WorkloadConfig(requests=200, gap=0.5, max_burst=20, seed=3)
@@ -69,6 +70,23 @@ def test_long_prompts_are_less_urgent_requests_and_change_nothing_else():
         assert after.text[:20] == before.text[:20] and after.text[-20:] == before.text[-20:]
     with pytest.raises(ValueError, match="long_prompts"):
         make_workload(replace(CONFIG, long_prompts=1.5), BUILTIN)
+
+
+def test_message_stands_alone_before_a_question_or_between_two():
+    texts = {
+        place: [r.text for r in make_workload(replace(CONFIG, place=place), _question).requests]
+        for place in ("alone", "before", "inside")
+    }
+    assert not any("Why?" in text for text in texts["alone"])
+    assert all(text.endswith(" Why?") and text.count("Why?") == 1 for text in texts["before"])
+    inside = [text.split("Why?") for text in texts["inside"]]
+    assert all(first == last == "" and len(message) > 2 for first, message, last in inside)
+    with pytest.raises(ValueError, match="alone, before, inside"):
+        make_workload(replace(CONFIG, place="after"), _question)
+
+
+def _question(rng):
+    return TextLength("Why?", 20)
 
 
 def test_custom_mix_is_parsed_and_invalid_mix_raises():

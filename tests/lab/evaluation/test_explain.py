@@ -6,6 +6,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.predict.explain import explain
+from vllm_semantic_sched.predict.second_look import MOST_PARTS
 
 PROFILE = load_profile("default")
 
@@ -68,8 +69,9 @@ def test_a_long_text_costs_a_bounded_number_of_predictions() -> None:
     predictor = Alarm()
     text = " ".join(["fire", *(f"word{number}" for number in range(20_000)), "big"])
     result = explained(text, reader=predictor)
-    (texts,) = predictor.calls
+    texts, parts = predictor.calls
     assert len(texts) == 129 and result.occluded == 128 and result.word_count == 20_002
+    assert len(parts) <= MOST_PARTS  # of the second look
     assert {one.position for one in result.words[:2]} == {0, 20_001}
 
 

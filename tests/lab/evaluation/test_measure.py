@@ -14,7 +14,8 @@ from vllm_semantic_sched.lab.evaluation.baselines import (
 )
 from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
 from vllm_semantic_sched.lab.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
-from vllm_semantic_sched.lab.evaluation.report import markdown
+from vllm_semantic_sched.lab.evaluation.page import evaluation_page
+from vllm_semantic_sched.lab.report.markdown import markdown
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
@@ -40,10 +41,11 @@ def test_baselines_need_two_different_labels():
     assert 1 <= short < 100 < long
 
 
-def test_guesses_keep_their_order_over_batches():
+def test_guesses_keep_their_order_over_batches(monkeypatch):
     texts = ["not breathing", "a poem", "a sum", "breathing", "a poem"]
     counts = []
-    guess = measure.model_guesser(TwoLevels(), counts.append, texts_per_call=2)(texts)
+    monkeypatch.setattr(measure, "_TEXTS_PER_CALL", 2)
+    guess = measure.model_guesser(TwoLevels(), counts.append)(texts)
     assert counts == [2, 2, 1]
     assert [row[0] for row in guess.urgency] == [0.99, 0.01, 0.01, 0.99, 0.01]
     assert all(len(row) == 5 for row in guess.urgency)
@@ -92,9 +94,8 @@ class AlwaysCalm:
 def test_both_readers_and_their_disagreements_are_reported():
     texts = [Example("not breathing\nat all", 0), Example("a poem", 1)]
     labeled = LabeledSet("two", texts)
-    report = measure.evaluate_predictor(
-        labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm()
-    ).report
+    found = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm())
+    report, text = found.report, markdown(evaluation_page(found))
     assert report["accuracy"] == 1.0
     assert report["baselines"][measure.INSTANT]["accuracy"] == 0.5
     found = report["disagreements"]
@@ -104,4 +105,4 @@ def test_both_readers_and_their_disagreements_are_reported():
     ]
     without = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision()).report
     assert without["disagreements"] is None and measure.INSTANT not in without["baselines"]
-    assert "not breathing at all" in markdown(report)
+    assert "not breathing at all" in text

@@ -166,6 +166,7 @@ def test_groups_by_hand():
         "recall_within_one": 0.5,
         "recall_of_0": 0.0,
         "missed_of_0": 0.0,
+        "urgent_recall": 1.0,
         "false_alarms": None,
     }
     assert figures["news"]["accuracy"] == pytest.approx(1 / 3)

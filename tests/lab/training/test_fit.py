@@ -16,6 +16,8 @@ def test_average_lies_halfway() -> None:
     middle = (one.weight + other.weight) / 2
     average(one, other.state_dict())
     assert one.weight.allclose(middle)
+    average(one, other.state_dict(), 0.2)
+    assert one.weight.allclose(0.8 * middle + 0.2 * other.weight)
 
 
 def test_a_label_shares_with_the_levels_beside_it() -> None:
@@ -24,27 +26,46 @@ def test_a_label_shares_with_the_levels_beside_it() -> None:
     assert shared.allclose(torch.tensor(wanted))
 
 
-def test_every_step_is_reported() -> None:
+def tiny(layers: int = 1) -> UrgencyLengthClassifier:
     torch.manual_seed(0)
     config = DistilBertConfig(
         vocab_size=60_000,
         dim=16,
         hidden_dim=32,
-        n_layers=1,
+        n_layers=layers,
         n_heads=2,
         num_labels=5,
         length_bucket_edges=[10],
         length_bucket_means=[5.0, 40.0],
     )
-    tokenizer = PreTrainedTokenizerFast(
+    return UrgencyLengthClassifier(config)
+
+
+EXAMPLES = [Example(f"text {number}", number % 5, number + 1) for number in range(40)]
+
+
+def tokenizer() -> WindowTokenizer:
+    shipped = PreTrainedTokenizerFast(
         tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="<pad>"
     )
-    examples = [Example(f"text {number}", number % 5, number + 1) for number in range(40)]
+    return WindowTokenizer(shipped)
+
+
+def test_lowest_layers_stay_if_frozen() -> None:
+    network = tiny(layers=2)
+    before = [layer.ffn.lin1.weight.clone() for layer in network.distilbert.transformer.layer]
+    fit(network, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=2, frozen=1)
+    after = [layer.ffn.lin1.weight for layer in network.distilbert.transformer.layer]
+    assert after[0].equal(before[0])
+    assert not after[1].equal(before[1])
+
+
+def test_every_step_is_reported() -> None:
     steps, rounds = [], []
     fit(
-        UrgencyLengthClassifier(config),
-        WindowTokenizer(tokenizer),
-        lambda _: examples,
+        tiny(),
+        tokenizer(),
+        lambda _: EXAMPLES,
         seed=1,
         epochs=2,
         after_round=lambda: rounds.append(len(steps)),

@@ -7,11 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vllm_semantic_sched.lab.training.mixture import written_messages
-from vllm_semantic_sched.lab.training.wording import written_rows
+from vllm_semantic_sched.lab.training.wording import composition_parts, written_rows
 
-MESSAGES = Path(__file__).parents[2] / "data" / "urgency"
+DATA = Path(__file__).parents[2] / "data"
+MESSAGES = DATA / "urgency"
 LANGUAGES = sorted(path.stem for path in MESSAGES.glob("*.csv"))
 # What makes a message hard to read; "calm" is something grave told calmly, "child" is a child
 # writing, "fire" is also smoke and gas, "overdose" is also poison, "past" is about an old event,
@@ -66,6 +68,20 @@ def test_what_asks_for_no_help_has_the_last_level():
             assert row["level"] == "4", row["text"]
 
 
+def evaluation_texts(language: str) -> list[str]:
+    """Messages, parts of compositions and user turns of chats."""
+    texts = [row["text"] for row in messages(language)]
+    parts = yaml.safe_load((DATA / "compositions" / f"{language}.yaml").read_text("utf-8"))
+    texts += [text for name in ("emergencies", "tasks", "framed") for text in parts[name]]
+    chats = DATA / "conversations" / f"{language}.yaml"
+    if chats.exists():
+        turns = [
+            turn for chat in yaml.safe_load(chats.read_text("utf-8")) for turn in chat["turns"]
+        ]
+        texts += [turn[1] for turn in turns if turn[0] == "user"]
+    return texts
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_written_training_message_resembles_one_of_these(language):
     # Words of these languages are not set apart: ten characters in their place.
@@ -77,8 +93,18 @@ def test_no_written_training_message_resembles_one_of_these(language):
         return {tuple(parts[at : at + length]) for at in range(len(parts) - length + 1)}
 
     evaluated = set().union(*(runs(row["text"]) for row in messages(language)))
+    composed = set().union(*map(runs, evaluation_texts(language)))
     texts = {row["text"].casefold() for row in messages(language)}
+    parts = composition_parts()[language]
     for split in ("train", "validation"):
         for example in written_messages(split, language):
             assert example.text.casefold() not in texts
             assert len(runs(example.text) & evaluated) < 2, example.text
+            _assert_apart(runs(example.text), composed, example.text)
+    for text in (*parts.tasks, *parts.frames, *parts.over):
+        _assert_apart(runs(text), composed, text)
+
+
+def _assert_apart(own: set[tuple[str, ...]], others: set[tuple[str, ...]], text: str) -> None:
+    # Parts are short and of common phrases: some of them, but not half of a text.
+    assert len(own & others) < max(2, 0.5 * len(own)), text

@@ -6,7 +6,6 @@ import re
 from predictor_examples import VISIT
 
 from vllm_semantic_sched.lab.training import messages, noise, visits
-from vllm_semantic_sched.sim.datasets import KtasVisit
 
 LABEL_WORDS = re.compile(
     r"\b(emergent|semi-?urgent|non-?urgent|triage level|esi|ktas|level [0-5])\b", re.IGNORECASE
@@ -29,12 +28,6 @@ def test_same_generator_same_texts():
         return texts + [messages.harmless_prompt(rng) for _ in range(30)]
 
     assert some() == some()
-
-
-def test_ktas_visit_keeps_the_complaint():
-    visit = KtasVisit(2, "train", "epigastric pain", 50, "female", True, False, 4, "alert")
-    rng = random.Random(0)
-    assert all("epigastric pain" in visits.ktas_message(visit, rng) for _ in range(20))
 
 
 def test_unknown_reason_gets_plain_words_and_vague_one_none():

@@ -124,10 +124,7 @@ def test_texts_are_read_for_what_requests_do_not_state(base, hinted, length_know
     assert not parse_policy({"base": base, "predictor": {"enabled": False}}).reads(False)
 
 
-def test_weighted_levels_need_lengths_and_a_level() -> None:
+def test_weighted_levels_need_lengths() -> None:
     with pytest.raises(PolicyError, match="needs base: semantic"):
         parse_policy({"base": "priority", "weighted_levels": {"factor": 4}})
-    with pytest.raises(PolicyError, match="2 is not a level; valid: 0 to 1"):
-        weights = {"factor": 4, "strict_level": 2}
-        parse_policy({"levels": 2, "default_level": 1, "weighted_levels": weights})
     assert parse_policy({"levels": 1, "default_level": 0})

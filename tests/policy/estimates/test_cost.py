@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
-from vllm_semantic_sched.policy.profile.cost import remaining_seconds, starting_over_seconds
+from vllm_semantic_sched.policy.profile.cost import drop_seconds, remaining_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 PROFILE = load_profile("a5000-qwen1.5-7b")
@@ -43,12 +43,10 @@ def test_remaining_time_by_stage() -> None:
     assert remaining_seconds(swapped, 50, PROFILE) == rest
 
 
-def test_cost_of_starting_over_is_the_work_done() -> None:
-    started = make_job(prompt_tokens=200, computed=120)
-    assert starting_over_seconds(started, PROFILE) == PROFILE.prefill(0, 120)
-    decoding = make_job(prompt_tokens=200, computed=209, generated=10)
-    work = PROFILE.prefill(0, 200) + PROFILE.decode(200, 10)
-    assert starting_over_seconds(decoding, PROFILE) == work
+def test_cost_of_a_drop_is_the_lost_decoding_and_a_whole_retry() -> None:
+    job = make_job(prompt_tokens=200, computed=209, generated=10)
+    retry = PROFILE.prefill(0, 200) + PROFILE.decode(200, 50)
+    assert drop_seconds(job, 50, PROFILE) == PROFILE.decode(200, 10) + retry
 
 
 def test_profile_is_validated_like_a_policy() -> None:

@@ -4,16 +4,16 @@ import pytest
 
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
-from vllm_semantic_sched.policy.profile.roofline import (
+from vllm_semantic_sched.policy.profile.devices import (
     Device,
-    ModelShape,
-    Roofline,
     device_named,
     known_devices,
     nearest_device,
     recognize,
 )
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+from vllm_semantic_sched.policy.profile.roofline import Roofline
 
 LLAMA = {
     "model_type": "llama",

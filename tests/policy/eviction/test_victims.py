@@ -1,14 +1,19 @@
 """Victim choice: least urgent first, only if it suffices, only a few times each."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import FreeingView, make_job
 
+from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.eviction.victims import choose_victims
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Rank
+from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def run(jobs) -> RunningSet:
@@ -63,14 +68,65 @@ def test_least_urgent_jobs_are_victims_and_several_if_needed() -> None:
     assert choose_victims(4, Need(1, 0), run(jobs), Preemption(), 8, lambda job: 5) == []
 
 
-def test_cost_decides_within_a_level_and_rank_without_it() -> None:
+def test_given_order_decides_within_a_level_and_rank_without_it() -> None:
     jobs = [make_job(level, computed=tokens) for level, tokens in ((4, 10), (4, 30), (3, 5))]
-    limits = Preemption(victim="cost")
+    limits = Preemption()
     seconds = {job: float(job.computed) for job in jobs}.__getitem__
     need = Need(1, 0)
     assert choose_victims(0, need, run(jobs), limits, 8, lambda job: 5, seconds) == [jobs[0]]
-    assert choose_victims(0, need, run(jobs), Preemption(), 8, lambda job: 5, seconds) == [jobs[1]]
+    assert choose_victims(0, need, run(jobs), limits, 8, lambda job: 5) == [jobs[1]]
     # the level comes before the cost
     need = Need(3, 0)
     chosen = choose_victims(0, need, run(jobs), limits, 8, lambda job: 5, seconds)
     assert chosen == [jobs[0], jobs[1], jobs[2]]
+
+
+def victim_of(running: list[Job], **keys) -> Job | None:
+    """The victim for a level-0 job; levels 1 and 2 may be dropped."""
+    tiers = [{"name": "a"}, {"name": "b", "drop": True}, {"name": "c", "drop": True}]
+    policy = {"levels": 3, "base": "priority", "preemption": keys, "tiers": tiers}
+    core = SchedulingCore(parse_policy(policy), load_profile("default"))
+    for job in running:
+        core.start(job)
+    urgent = make_job(0)
+    core.requeue(urgent, core.waiting)
+    victims = core.eviction.victims_for(urgent, Need(1, 0), FreeingView(1))
+    return victims[0] if victims else None
+
+
+@pytest.mark.parametrize(
+    ("generated", "preemptions", "first"),
+    [((90, 9, 0), (0, 0, 1), 1), ((90, 510, 0), (0, 0, 1), 0), ((501, 510, 0), (0, 0, 1), 2)],
+)
+def test_progress_spares_long_answers_and_those_preempted_before(
+    generated, preemptions, first
+) -> None:
+    jobs = [
+        make_job(2, generated=tokens, preemptions=count)
+        for tokens, count in zip(generated, preemptions, strict=True)
+    ]
+    assert victim_of([*jobs, make_job(1)], victim="progress") is jobs[first]
+
+
+@pytest.mark.parametrize("after", ["protect", "promote", "drop"])
+def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after) -> None:
+    keys = {"max_per_request": 1, "after_limit": after}
+    tiers = [{"name": "a"}, {"name": "b"}, {"name": "c", "drop": True}]
+    policy = {"levels": 3, "base": "priority", "preemption": keys, "tiers": tiers}
+    core = SchedulingCore(parse_policy(policy), load_profile("default"))
+    job, other = make_job(2), make_job(1)
+    core.start(job)
+    core.preempt(job, core.plan_preemption(job, can_drop=True))
+    core.requeue(job, core.waiting)
+    core.requeue(other, core.waiting)
+    # Promoted, it is as urgent as the other one and came before it.
+    assert core.waiting.peek() is (job if after == "promote" else other)
+    core.take(core.waiting.peek(), core.waiting)
+    if after != "promote":
+        core.waiting.remove(job)
+    assert victim_of([job], **keys) is (job if after == "drop" else None)
+    kind = core.plan_preemption(job, can_drop=True).kind
+    assert (kind is PreemptionKind.DROP) == (after == "drop")
+    assert core.plan_preemption(job).kind is PreemptionKind.RECOMPUTE  # it cannot be told
+    other_tier = make_job(1, preemptions=1)
+    assert core.plan_preemption(other_tier, can_drop=True).kind is PreemptionKind.RECOMPUTE

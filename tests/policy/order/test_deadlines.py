@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
-    watch = DeadlineWatch(Deadlines(enabled=True, levels=0.5, before=0.25))
+    watch = DeadlineWatch(Deadlines(enabled=True, before=0.25))
     job = make_job(2, arrival=100.0)
     watch.wait(job, Slo(ttft=4.0))
     assert watch.due(102.9) == [] and job.effective_level == 2

@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.order import kv_peak
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
-ON = KvPeakKnobs(enabled=True, exempt_level=1)
+ON = KvPeakKnobs(enabled=True)
 BLOCK = 16
 
 

@@ -118,11 +118,10 @@ def test_short_request_passes_a_long_one(policy) -> None:
 
 
 def test_promotion_passes_a_more_urgent_request() -> None:
-    tiers = [{"name": name} for name in "abcde"]
-    tiers[4]["slo"] = {"ttft": 1.0}
-    core = make_core(deadlines={"enabled": True, "levels": 4.0, "before": 1.0}, tiers=tiers)
+    core = make_core()
     slow, hurried = hinted(core, "slow", 3), hinted(core, "hurried", 4)
-    core.revise(lambda job: None, 0.5)
+    hurried.deadline_boost = 2.0
+    core.waiting.push(hurried, core.rank(hurried))
     seat(core, hurried, slow)
     assert slow.passed is PassCause.PROMOTED
 

@@ -108,7 +108,7 @@ def test_idle_time_earns_nothing() -> None:
 def test_another_price_counts_what_was_spent_before() -> None:
     protection = Protection(Protect(level=0, price=0.1))
     protection.budget.spend(0.04 * WINDOW)
-    protection.adopt(parse_policy({"protect": {"level": 0, "price": 0.05}}), PROFILE)
+    protection.adopt(parse_policy({"protect": {"level": 0, "price": 0.05}}).protect)
     assert protection.budget.left == pytest.approx(0.01 * WINDOW)
 
 

@@ -127,29 +127,29 @@ def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
 
 
 def test_share_of_top_level_requests_is_capped_per_window() -> None:
-    guard = TopLevelGuard(TopLevelCap(share=0.5, allowance=2, window=80.0))
-    levels = [guard.level("a", 0, 4, now=0.0) for _ in range(6)]
-    assert levels == [0, 0, 1, 1, 1, 0]  # the third of six is half of them
-    assert guard.count == 3
+    guard = TopLevelGuard(TopLevelCap(share=0.5))
+    levels = [guard.level("a", 0, 4, now=0.0) for _ in range(12)]
+    assert levels == [0] * 5 + [1] * 6 + [0]  # the sixth of twelve is half of them
+    assert guard.count == 6
     assert guard.level("b", 0, 4, now=0.0) == 0
     assert guard.level("a", 3, 4, now=0.0) == 3
-    assert [guard.level("a", 0, 4, now=200.0) for _ in range(3)] == [0, 0, 1]
+    assert [guard.level("a", 0, 4, now=200.0) for _ in range(6)] == [0] * 5 + [1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=200))
 def test_no_tenant_exceeds_its_cap_on_top_levels(requests) -> None:
-    guard = TopLevelGuard(TopLevelCap(share=0.2, levels=2, allowance=3, window=40.0))
+    guard = TopLevelGuard(TopLevelCap(share=0.2))
     now, top = 0.0, 0
     for count, (level, pause) in enumerate(requests, start=1):
-        now = min(now + pause, 34.9)  # one window
+        now = min(now + pause, 52.0)  # one window
         given_level = guard.level("a", level, 4, now)
-        top += given_level < 2
-        assert given_level == level or (level < 2 and given_level == 2)
-        assert top <= max(3, 0.2 * count)
+        top += given_level < 1
+        assert given_level == level or (level < 1 and given_level == 1)
+        assert top <= max(5, 0.2 * count)
 
 
 def test_capped_request_stays_down_and_counts_once_its_level_is_known() -> None:
-    cap = {"share": 0.01, "allowance": 1}
+    cap = {"share": 0.01}
     core = SchedulingCore(parse_policy({"tenants": {"top": cap}}), load_profile("default"))
 
     def arrive(name, urgency):
@@ -158,7 +158,7 @@ def test_capped_request_stays_down_and_counts_once_its_level_is_known() -> None:
         core.enqueue(job, core.waiting)
         return job
 
-    assert arrive("a", 0).level == 0
+    assert all(arrive(f"a{number}", 0).level == 0 for number in range(5))
     assert arrive("b", 0).level == 1
     unread = arrive("c", None)
     core.predicted(unread, Prediction((1.0, 0.0, 0.0, 0.0, 0.0)))

@@ -67,10 +67,9 @@ def test_buffered_job_is_schedulable_without_a_better_one() -> None:
     assert [queue.pop() for _ in range(3)] == [urgent, unread, routine]
 
 
-def weighted_queue(factor=4.0, strict_level=1) -> WaitingQueue:
-    weights = WeightedLevels(factor=factor, strict_level=strict_level)
+def weighted_queue() -> WaitingQueue:
     rules = QueueRules(parse_policy({}))
-    rules.weights = weights
+    rules.weights = WeightedLevels(factor=4.0)
     return WaitingQueue(rules)
 
 

@@ -1,0 +1,172 @@
+"""Comparing a new policy with the current one, and rolling it back."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import make_job
+
+from vllm_semantic_sched.policy.canary import (
+    Canary,
+    Plan,
+    Tally,
+    compare,
+    of_plain,
+    plain,
+)
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
+from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.overload.slo import MEASURES
+
+TIERS = (Tier(name="gold", slo=Slo(ttft=1.0, percentile=95)), Tier(name="rest"))
+PLAN = Plan(share=0.25, period=40.0, lease=4000.0, watch=("ttft",))
+
+
+def served(canary: Canary, arrival: float, level: int, ttft: float, number: int) -> Job:
+    job = make_job(level, request_id=f"r{number}", arrival=arrival)
+    canary.moved(Transition(job, None, JobState.WAITING, arrival))
+    job.first_token = arrival + ttft
+    canary.first_token(job)
+    job.generated = 11
+    job.state = JobState.COMPLETED
+    canary.moved(Transition(job, JobState.RUNNING, JobState.COMPLETED, arrival + ttft + 1.0))
+    return job
+
+
+def run(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> str | None:
+    """Two requests per second, half of them gold; the promise that breaks, with its time."""
+    rng, now, number = random.Random(seed), 0.0, 0
+    while now < seconds:
+        level = number % 2
+        served(canary, now, level, ttft_of(canary.arm(now), level, rng), number)
+        broken = canary.broken(now + 0.5)
+        if broken:
+            return f"{now:.0f} s: {broken}"
+        now, number = now + 0.5, number + 1
+    return None
+
+
+def keeps(arm: str, level: int, rng: random.Random) -> float:
+    return 2.0 if rng.random() < 0.02 else rng.uniform(0.1, 0.9)
+
+
+def breaks(arm: str, level: int, rng: random.Random) -> float:
+    slow = arm == "new" and level == 0 and rng.random() < 0.5
+    return 3.0 if slow else keeps(arm, level, rng)
+
+
+@given(st.integers(0, 10_000))
+def test_good_policy_is_kept(seed: int) -> None:
+    assert run(Canary(PLAN, TIERS, 0.0), keeps, 600, seed) is None
+
+
+@given(st.integers(0, 10_000))
+def test_policy_that_breaks_a_promise_is_rolled_back_within_six_turns(seed: int) -> None:
+    broken = run(Canary(PLAN, TIERS, 0.0), breaks, 600, seed)
+    assert broken is not None and "ttft of gold" in broken
+    assert float(broken.split()[0]) < 6 * PLAN.period + 1
+
+
+def test_promise_that_the_current_policy_breaks_as_much_is_no_reason() -> None:
+    def both(arm: str, level: int, rng: random.Random) -> float:
+        return 3.0 if rng.random() < 0.5 else 0.5
+
+    rolled_back = [run(Canary(PLAN, TIERS, 0.0), both, 400, seed) for seed in range(20)]
+    assert sum(map(bool, rolled_back)) <= 1
+
+
+def test_only_watched_measures_count() -> None:
+    plan = Plan(share=0.25, period=40.0, lease=4000.0, watch=("e2e",))
+    assert run(Canary(plan, TIERS, 0.0), breaks, 200) is None
+
+
+def test_requests_that_never_start_break_the_promise() -> None:
+    canary = Canary(PLAN, TIERS, 0.0)
+    for number in range(40):
+        served(canary, number * 0.5, 0, 0.5, number)
+    jobs = [make_job(0, request_id=f"w{n}", arrival=34.0 + n * 0.3) for n in range(10)]
+    for job in jobs:
+        canary.moved(Transition(job, None, JobState.WAITING, job.arrival))
+    assert canary.broken(34.9) is None
+    assert canary.broken(38.5) == "ttft of gold: 0 of 10 kept"
+    for job in jobs:  # their clients have left
+        job.state = JobState.CANCELLED
+        canary.moved(Transition(job, JobState.WAITING, JobState.CANCELLED, 39.0))
+    assert canary.broken(39.5) is None
+
+
+@given(st.floats(0, 1000), st.floats(0.05, 0.9), st.floats(1, 100))
+def test_new_policy_has_its_share_at_the_end_of_each_period(at, share, period) -> None:
+    plan = Plan(share, period, 1e9, ("ttft",))
+    samples = [plan.turn(at + period * n / 1000)[0] for n in range(1000)]
+    assert samples.count("new") / 1000 == pytest.approx(share, abs=0.005)
+    assert plan.turn(0.0) == ("current", 0.0)
+    arm, since = plan.turn(at)
+    part = period * (share if arm == "new" else 1 - share)
+    assert 0 <= since <= part + 1e-6
+    assert plan.settled(at) == (since >= 0.2 * part) or abs(since - 0.2 * part) < 1e-6
+    for role in ("current", "new"):
+        assert Plan(share, period, 1e9, (), role).turn(at)[0] == role
+
+
+def tally(values, size: int = 5) -> Tally:
+    result = Tally()
+    for number, value in enumerate(values):
+        result.add(value, value < 1, number // size)
+    return result
+
+
+times = st.lists(st.floats(0.01, 100), min_size=1, max_size=40)
+
+
+@given(times, times)
+def test_engines_add_up_to_one(first, second) -> None:
+    """Clusters of two engines are clusters of both."""
+    shifted = Tally()
+    for number, value in enumerate(first):
+        shifted.add(value, value < 1, number // 5)
+    for number, value in enumerate(second):
+        shifted.add(value, value < 1, 1000 + number // 5)
+    merged = tally(first).merged(tally(second))
+    assert (merged.count, merged.met) == (shifted.count, shifted.met)
+    assert merged.mean() == pytest.approx(shifted.mean())
+    assert Tally.of_plain(merged.plain()).mean() == pytest.approx(merged.mean())
+
+
+@given(times)
+def test_mean_is_that_of_the_logarithms(values) -> None:
+    mean, error = tally(values, size=1).mean()
+    logs = [math.log(value) for value in values]
+    assert mean == pytest.approx(sum(logs) / len(logs))
+    if len(logs) > 1:
+        spread = sum((log - mean) ** 2 for log in logs) / (len(logs) - 1)
+        assert error == pytest.approx(math.sqrt(spread / len(logs)), abs=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_interval_holds_the_true_ratio(factor) -> None:
+    hits = 0
+    for seed in range(100):
+        canary = Canary(PLAN, TIERS, 0.0)
+
+        def ttft(arm: str, level: int, rng: random.Random) -> float:
+            return rng.uniform(0.1, 0.4) * (factor if arm == "new" else 1.0)
+
+        run(canary, ttft, 800, seed)
+        (one,) = [d for d in compare([canary.tallies]) if (d.level, d.measure) == (1, "ttft")]
+        low, high = one.interval
+        hits += low <= factor <= high
+    assert hits >= 88
+
+
+def test_report_survives_the_way_between_processes() -> None:
+    canary = Canary(PLAN, TIERS, 0.0)
+    run(canary, keeps, 120)
+    sent = of_plain(plain(canary.tallies))
+    assert compare([sent]) == compare([canary.tallies])
+    assert {one.measure for one in compare([sent])} == set(MEASURES)
+    doubled = compare([sent, canary.tallies])
+    assert doubled[0].counts[0] == 2 * compare([sent])[0].counts[0]

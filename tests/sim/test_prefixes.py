@@ -1,0 +1,73 @@
+"""The prefix cache of the simulated engine."""
+
+import random
+
+from drive import PROFILE, drive
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.sim.request import SimRequest
+
+SIZE = 16
+
+
+def request(index: int, arrival: float, prompt: int, output: int, *blocks: int) -> SimRequest:
+    return SimRequest(index, arrival, index % 5, prompt, output, blocks=blocks)
+
+
+def ttft(runs, index: int) -> float:
+    return runs[index].first_token - runs[index].request.arrival
+
+
+def test_shared_beginning_is_computed_once() -> None:
+    """Two long prompts with the same first 60 blocks, one after the other."""
+    chain = tuple(range(60))
+    requests = [request(0, 0.0, 1000, 4, *chain, 100), request(1, 50.0, 1000, 4, *chain, 200)]
+    cached = drive({}, requests, prefix_caching=True, kv_blocks=400)
+    apart = drive({}, requests, kv_blocks=400)
+    assert ttft(cached, 0) == ttft(apart, 0)
+    rest = PROFILE.prefill(60 * SIZE, 1000) / PROFILE.prefill(0, 1000)
+    assert ttft(cached, 1) < (rest + 0.5) * ttft(cached, 0)
+
+
+def test_what_nobody_uses_goes_when_its_room_is_needed() -> None:
+    chain = tuple(range(60))
+    filler = [request(1 + n, 100.0 + n, 900, 4, *range(1000 * n, 1000 * n + 50)) for n in range(4)]
+    again = request(5, 500.0, 1000, 4, *chain)
+    first = request(0, 0.0, 1000, 4, *chain)
+    for blocks, hit in ((100, False), (2000, True)):
+        runs = drive({}, [first, *filler, again], prefix_caching=True, kv_blocks=blocks)
+        assert (ttft(runs, 5) < 0.8 * ttft(runs, 0)) == hit
+
+
+def test_requests_that_share_blocks_fit_where_others_do_not() -> None:
+    chain = tuple(range(50))
+    crowd = [request(n, 0.0, 820, 40, *chain) for n in range(8)]
+    runs = drive({}, crowd, prefix_caching=True, kv_blocks=130, seats=8, token_budget=900)
+    apart = drive({}, crowd, kv_blocks=130, seats=8, token_budget=900)
+    assert max(run.finish for run in runs) < 0.6 * max(run.finish for run in apart)
+
+
+@given(st.integers(0, 10_000))
+def test_no_block_is_lost_or_counted_twice(seed: int) -> None:
+    """Random chains of a few beginnings, on an engine that preempts for want of blocks."""
+    rng = random.Random(seed)
+    requests = []
+    for index in range(25):
+        prompt, output = rng.randint(1, 120), rng.randint(1, 60)
+        chain, blocks = rng.randint(0, 2), []
+        for place in range((prompt + output) // SIZE):
+            chain = hash((chain, place, rng.random() < 0.3))
+            blocks.append(chain)
+        requests.append(request(index, index * 0.01, prompt, output, *blocks))
+    engines = []
+
+    def check(engine, now) -> None:
+        engines[:] = [engine]
+        assert 0 <= engine.pool.free <= engine.pool.total
+
+    runs = drive({}, requests, check, prefix_caching=True, kv_blocks=24, seats=5)
+    assert all(run.finish is not None for run in runs)
+    (engine,) = engines
+    assert engine.pool.free == engine.pool.total
+    assert not engine._prefixes._users
