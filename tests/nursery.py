@@ -7,6 +7,7 @@ and answers each with the id of the process that serves.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "vllm.entrypoints.cli.main"
+ENGINE = "vllm.v1.engine.utils"  # starts the engine's process
 IMPORTED = (
     MODULE,
     *("vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
@@ -145,6 +147,9 @@ def keep(order: dict[str, Any], before: dict[str, str], writing: int) -> None:
         os.environ.pop(name, None)
     os.environ.update({name: to for name, to in wanted.items() if before.get(name) != to})
     sys.argv = [sys.argv[1], *order["arguments"]]
+    if wanted.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork" and (engine := sys.modules.get(ENGINE)):
+        # On a CPU vLLM sets the variable to "spawn", whatever it was.
+        setattr(engine, "get_mp_context", lambda: multiprocessing.get_context("fork"))  # noqa: B010
     # Else signals to an engine that the server forks would reach the server's event loop as well.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 

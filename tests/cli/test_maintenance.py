@@ -1,5 +1,6 @@
 """`semsched maintenance` against a server that records its calls."""
 
+import signal
 import threading
 
 import pytest
@@ -93,15 +94,44 @@ def test_failure_leaves_the_server_paused_only_if_weights_may_be_mixed(
     assert ("stays paused" in message) != resumes
 
 
-def test_interrupt_during_the_pause_resumes_the_server(act, monkeypatch) -> None:
-    server = Server(drained=False)
+class Interrupted(Server):
+    """A server of which one call brings a signal."""
 
-    def interrupted():
-        raise KeyboardInterrupt
+    def __init__(self, path: str, number: signal.Signals, drained: bool) -> None:
+        super().__init__(drained=drained)
+        self.at, self.number = path, number
 
-    monkeypatch.setattr(server, "status", interrupted)
-    assert act(server, "pause") == 130
-    assert server.calls[-2:] == [("/pause", "keep"), ("/resume",)]
+    def status(self):
+        self._interrupt("/status")
+        return super().status()
+
+    def call(self, method, path, body=None, prefix=None):
+        self._interrupt(path)
+        return super().call(method, path, body, prefix)
+
+    def _interrupt(self, path: str) -> None:
+        if path == self.at:
+            self.at = ""
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("action", "drained", "path", "last"),
+    [
+        ("pause", False, "/status", ["/pause", "/pause", "/resume"]),
+        ("reload-weights", True, "/status", ["/pause", "/pause", "/resume"]),
+        ("reload-weights", True, "/weights/reload", ["/resume", "/pause", "/resume"]),
+        ("sleep", True, "/sleep", ["/sleep"]),
+    ],
+)
+def test_interrupt_leaves_the_server_resumed_or_asleep(
+    act, number, action, drained, path, last
+) -> None:
+    server = Interrupted(path, number, drained)
+    assert act(server, action) == 130
+    paths = [call[0] for call in server.calls]
+    assert paths[-len(last) :] == last
 
 
 @pytest.mark.parametrize("words", [["load-lora"], ["load-lora", "--lora-name", "a"]])

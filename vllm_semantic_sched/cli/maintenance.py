@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments
@@ -18,6 +20,7 @@ from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
 _COUNTS = ("running", "waiting")
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{action} needs --{name.replace('_', '-')}", file=sys.stderr)
             return 2
     server = AdminClient(args.server, args.api_key)
-    # As Ctrl-C does: a server must not stay paused because this command was ended.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
+    asleep = False
 
     def report(phase: str) -> None:
         engines = server.status()
@@ -82,18 +85,39 @@ def run(args: argparse.Namespace) -> int:
             return 0
         maintenance.pause(server, args.running == "keep", args.patience, report, args.lease)
         if action != "pause":
-            seconds = maintenance.change(
-                server,
-                action,
-                level=args.level,
-                lora_name=args.lora_name,
-                lora_path=None if args.lora_path is None else str(args.lora_path.resolve()),
-                in_place=args.in_place,
-            )
-            if action != "sleep":
+            with _interrupts_held():
+                seconds = maintenance.change(
+                    server,
+                    action,
+                    level=args.level,
+                    lora_name=args.lora_name,
+                    lora_path=None if args.lora_path is None else str(args.lora_path.resolve()),
+                    in_place=args.in_place,
+                )
+                asleep = action == "sleep"
+            if not asleep:
                 print(f"{action}: done in {seconds:.1f} s")
-            report("asleep" if action == "sleep" else "resumed")
+            report("asleep" if asleep else "resumed")
+    except KeyboardInterrupt:
+        # A server must not stay paused because this command was ended.
+        if not asleep:
+            maintenance.abandon_pause(server)
+        raise
     except AdminError as error:
         print(f"{action}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Lets an interrupt take effect after the block: half of a change must not be served."""
+    came: list[int] = []
+    former = {n: signal.signal(n, lambda number, _: came.append(number)) for n in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt

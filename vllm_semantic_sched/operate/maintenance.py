@@ -21,8 +21,7 @@ Report = Callable[[str], None]
 def pause(
     server: AdminClient, keep: bool, patience: float, report: Report, lease: float = 3600.0
 ) -> None:
-    """Let nothing new start and wait until the running requests have finished. An interrupt
-    resumes the server.
+    """Let nothing new start and wait until the running requests have finished.
 
     Args:
         keep: freeze running requests instead.
@@ -34,18 +33,14 @@ def pause(
     """
     deadline = time.monotonic() + patience
     mode = "keep" if keep else "wait"
-    try:
-        paused: Future[Any] = Future()
-        Thread(target=_post_pause, args=(server, mode, lease, paused), daemon=True).start()
-        while paused not in wait([paused], POLL_SECONDS).done:
-            report("pausing")
-            if time.monotonic() >= deadline and mode == "wait":
-                mode = "keep"
-                server.post("/pause", mode=mode, seconds=lease)
-        paused.result()
-    except KeyboardInterrupt:
-        abandon_pause(server)
-        raise
+    paused: Future[Any] = Future()
+    Thread(target=_post_pause, args=(server, mode, lease, paused), daemon=True).start()
+    while paused not in wait([paused], POLL_SECONDS).done:
+        report("pausing")
+        if time.monotonic() >= deadline and mode == "wait":
+            mode = "keep"
+            server.post("/pause", mode=mode, seconds=lease)
+    paused.result()
     report("paused")
 
 
