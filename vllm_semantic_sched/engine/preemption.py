@@ -21,6 +21,7 @@ from vllm_semantic_sched.engine.vllm_api import (
     free_blocks_at_once,
     free_kv_blocks,
     has_one_block_table,
+    most_blocks_of_a_step,
     preempt,
     prefix_cached_blocks,
     recompute_unloaded,
@@ -34,7 +35,7 @@ from vllm_semantic_sched.policy.eviction.retention import (
     tokens_left_on_device,
 )
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
+from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_beside_steps
 
 
 @dataclass(slots=True)
@@ -164,8 +165,9 @@ class Preemptions:
         if plan.saved:
             assert self.connector is not None
             end = plan.on_device + plan.saved
-            size = self._scheduler.hash_block_size
-            if not self.connector.save(request, plan.on_device, end, size):
+            size, free = self._scheduler.hash_block_size, free_kv_blocks(self._scheduler)
+            beside = saves_beside_steps(free, most_blocks_of_a_step(self._scheduler))
+            if not self.connector.save(request, plan.on_device, end, size, beside):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add
         if self._core.preempt(job, plan, self._reason, self._beneficiary):

@@ -93,8 +93,12 @@ class SwapEngine:
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
 
     def set(self, mode: str, max_stall: float = 1e9, host_blocks: int | None = None) -> None:
-        """Put another retention policy in force, and another size of the host pool."""
+        """Put another retention policy in force, and another size of the host pool. Where loads
+        run beside steps, saves do as well if some blocks are free."""
+        from vllm_semantic_sched.engine import preemption
         from vllm_semantic_sched.engine.kv.host_pool import HostPool
+
+        preemption.most_blocks_of_a_step = lambda scheduler: 1000 if max_stall else 2
 
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
@@ -253,8 +257,8 @@ class SwapEngine:
         right = [answer[:tokens] for answer in self.right[:prompts]]
         paths = [*(f"scheduler.{path}" for path in MAY_FAIL), *COPIES_MAY_FAIL]
         for number, path in enumerate(paths * rounds):
-            beside = path.endswith(("load_beside", "finished")) or (
-                number % 2 == 1 and not path.endswith(".load")
+            beside = path.endswith(("_beside", "finished", "saved")) or (
+                number % 2 == 1 and not path.endswith((".load", ".save"))
             )
             self.set("swap", max_stall=0.0 if beside else 1e9)
             owner, name = method_of(self, path)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import SwapLedger, Transfer
+from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger, Transfer
 
 BLOCK = 4
 
@@ -17,8 +17,10 @@ def same() -> bool:
 
 class SwappingEngine:
     """An engine that computes by writing (request, position) into blocks. Freed blocks are handed
-    out again at once, the last freed first, host slots change hands, and loads beside steps take
+    out again at once, the last freed first, host slots change hands, and copies beside steps take
     their time: whatever the ledger gets wrong shows up as somebody else's data."""
+
+    WORKERS = 2
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -27,6 +29,9 @@ class SwappingEngine:
         self.device: list = [None] * 12
         self.host: list = [None] * 7
         self.free = list(range(1, 12))  # block 0 stands for none
+        self.ledger.kept = KeptBlocks(self.free.extend, self.WORKERS)
+        self.saving: list[Transfer] = []
+        self.reports: list[int] = []  # numbers of saves, once for each worker
         self.running: dict[str, tuple[list[int], int]] = {}  # block table, tokens with KV
         self.admitted: dict[str, tuple[list[int], int, int]] = {}  # and tokens loaded
         self.away: dict[str, int] = {}  # tokens
@@ -47,7 +52,25 @@ class SwappingEngine:
         for position in range(start // BLOCK, -(-end // BLOCK)):
             self.device[table[position]] = (name, position)
 
+    def save(self, order: Transfer) -> None:
+        for block, slot in zip(order.device, order.slots, strict=True):
+            self.host[slot] = self.device[block]
+
+    def end_saves(self) -> None:
+        """Copies are made in the order in which they are ordered."""
+        for order in self.saving:
+            self.save(order)
+            self.reports += [order.number] * self.WORKERS
+        self.saving = []
+
+    def finish_save(self) -> None:
+        self.end_saves()
+        self.random.shuffle(self.reports)
+        if self.reports:
+            self.ledger.kept.saved([self.reports.pop()])
+
     def load(self, order: Transfer) -> None:
+        self.end_saves()
         slots = [slot for run in order.host for slot in run]
         for block, slot in zip(order.device, slots, strict=True):
             self.device[block] = self.host[slot]
@@ -60,12 +83,12 @@ class SwappingEngine:
         """What was scheduled is carried out, in the order in which vLLM does."""
         orders = self.ledger.take_orders()
         for save in orders.saves:
-            slots = [slot for run in save.host for slot in run]
-            for block, slot in zip(save.device, slots, strict=True):
-                self.host[slot] = self.device[block]
+            self.end_saves()
+            self.save(save)
+        self.saving += orders.later_saves
         loading = [block for order in self.ordered.values() for block in order.device]
         held = [block for table, _ in self.running.values() for block in table]
-        for block in set(range(len(self.device))) - {*loading, *held}:
+        for block in set(range(len(self.device))) - {*loading, *held, *self.kept_blocks()}:
             self.device[block] = "overwritten"
         for load in orders.loads:
             self.load(load)
@@ -76,6 +99,11 @@ class SwappingEngine:
             self.compute(name, table, loaded // BLOCK * BLOCK, tokens)
             self.running[name] = table, tokens
         self.admitted = {}
+
+    def kept_blocks(self) -> list[int]:
+        taken = {*self.free, *(b for t, *_ in self.running.values() for b in t)}
+        taken.update(b for t, *_ in (self.admitted | self.loading).values() for b in t)
+        return [block for block in range(1, len(self.device)) if block not in taken]
 
     def start(self) -> None:
         tokens = self.random.randint(1, 4 * BLOCK)
@@ -93,9 +121,11 @@ class SwappingEngine:
         part = self.random.randint(0, tokens // BLOCK) * BLOCK
         end = self.random.choice((tokens, tokens, part))
         fits = self.ledger.pool.free >= -(-end // BLOCK)
+        keep = self.ledger.kept.add if self.random.random() < 0.5 else None
         if end:
-            assert self.ledger.save(name, [table], 0, end, same) == fits
-        self.free += table
+            assert self.ledger.save(name, [table], 0, end, same, keep) == fits
+        kept = table[: -(-end // BLOCK)] if fits and keep else []
+        self.free += [block for block in table if block not in kept]
         self.away[name] = tokens
 
     def resume(self) -> None:
@@ -152,7 +182,9 @@ class SwappingEngine:
         self.reset()
         self.step()
         self.ledger.load_finished(list(self.loading))
-        assert self.ledger.pool.used == 0
+        self.step()
+        self.reset()
+        assert self.ledger.pool.used == 0 == len(self.ledger.kept) and not self.kept_blocks()
 
 
 @settings(max_examples=100)
@@ -160,6 +192,7 @@ class SwappingEngine:
 def test_copies_hold_the_saved_data_under_random_traffic(random) -> None:
     engine = SwappingEngine(random)
     weights = {"start": 3, "preempt": 4, "resume": 6, "step": 3, "finish_load": 2, "abort": 1}
+    weights |= {"finish_save": 4}
     for _ in range(200):
         getattr(engine, random.choices(list(weights), list(weights.values()))[0])()
         engine.slots_are_accounted_for()

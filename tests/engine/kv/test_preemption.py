@@ -58,7 +58,9 @@ class FakeDevice:
         self.device = [[None] * BLOCK_SIZE for _ in range(BLOCKS)]
         self.host: dict[int, list] = {}
         self.queue: deque = deque()
-        self.loading: list = []
+        self.copying: list = []  # beside steps: key, copy, blocks, slots
+        self.saves = {"before": 0, "beside": 0}
+        self.ended: set[str] = set()
         self.worker = SemanticSwapConnector(
             scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
         )
@@ -83,13 +85,11 @@ class FakeDevice:
         step, tables, starts, resumed = self.queue.popleft()
         self.tokens |= resumed
         worker = self.worker
-        began, self.loading = self.loading, []
+        began = len(self.copying)
         worker.handle_preemptions(step.kv_connector_metadata)
         worker.bind_connector_metadata(step.kv_connector_metadata)
         worker.start_load_kv(None)
-        for _, device, host in began:
-            self.load(device, host)
-        self.ended = {key for key, _, _ in began}
+        self.end_copies(began)
         sampled = {}
         for name in step.num_scheduled_tokens:
             sampled[name] = self.compute(
@@ -112,28 +112,52 @@ class FakeDevice:
 
     # The copy backend
 
-    def save(self, device, host) -> None:
+    def copy_to_host(self, device, host) -> None:
         for block, slot in zip(device, chain(*host), strict=True):
             self.host[slot] = list(self.device[block])
 
-    def load(self, device, host) -> None:
+    def copy_to_device(self, device, host) -> None:
         for block, slot in zip(device, chain(*host), strict=True):
             self.device[block] = list(self.host[slot])
 
+    def save(self, device, host) -> None:
+        self.saves["before"] += 1
+        self.end_copies(len(self.copying))  # copies are made in the order of their orders
+        self.copy_to_host(device, host)
+
+    def load(self, device, host) -> None:
+        self.end_copies(len(self.copying))
+        self.copy_to_device(device, host)
+
+    def save_beside(self, number, device, host) -> None:
+        """Saves while the next step runs."""
+        self.saves["beside"] += 1
+        self.copying.append((number, self.copy_to_host, device, host))
+
     def load_beside(self, key, device, host) -> None:
         """Loads while the next step runs."""
-        self.loading.append((key, device, host))
+        self.copying.append((key, self.copy_to_device, device, host))
 
     def finished(self) -> set[str]:
-        ended, self.ended = self.ended, set()
+        return self.take_ended(str)
+
+    def saved(self) -> set[int]:
+        return self.take_ended(int)
+
+    def take_ended(self, kind: type) -> set:
+        ended = {key for key in self.ended if isinstance(key, kind)}
+        self.ended -= ended
         return ended
 
-    def drain(self) -> set[str]:
-        for key, device, host in self.loading:
-            self.load(device, host)
+    def drain(self) -> tuple[set[str], set[int]]:
+        self.end_copies(len(self.copying))
+        return self.finished(), self.saved()
+
+    def end_copies(self, most: int) -> None:
+        for key, copy, device, host in self.copying[:most]:
+            copy(device, host)
             self.ended.add(key)
-        self.loading = []
-        return self.finished()
+        del self.copying[:most]
 
     def take_seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -176,7 +200,7 @@ class FakeDevice:
                 self.execute()
         else:
             raise AssertionError("no progress")
-        while self.queue or self.loading:
+        while self.queue or self.copying:
             if not self.queue:
                 self.schedule()
             self.execute()
@@ -270,9 +294,10 @@ def test_preemptions_do_not_change_answers(
             scheduler.preemptions.evict(chance.choice(running), "urgent")
             forced += 1
 
-    answers = FakeDevice(scheduler).answer(requests, int(asynchronous), preempt)
+    device = FakeDevice(scheduler)
+    answers = device.answer(requests, int(asynchronous), preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
-    assert forced > 15
+    assert forced > 15 and device.saves["before"] > 0 < device.saves["beside"]
     total = scheduler.counters.total
     back = sum(total(f"{what}_tokens") for what in ("loaded", "found", "recomputed", "abandoned"))
     assert total("loaded_tokens") > 0

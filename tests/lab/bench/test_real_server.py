@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
 from vllm_semantic_sched.cli import main  # noqa: E402
+from vllm_semantic_sched.lab.bench import server as server_module  # noqa: E402
 from vllm_semantic_sched.lab.bench.client import LoadClient  # noqa: E402
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers  # noqa: E402
 from vllm_semantic_sched.lab.bench.server import (  # noqa: E402
@@ -31,6 +32,12 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     assert make_model(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch, nursery):
+    monkeypatch.setattr(server_module, "subprocess", nursery)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EINVAL, errno.EPERM, errno.ENOENT])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+Key = TypeVar("Key", int, str)
 
 
 class UnsupportedLayout(ValueError):
@@ -20,6 +22,10 @@ class CopyBackend(Protocol):
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the host. Device work queued after this call may overwrite the blocks."""
 
+    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
+        """Copy to the host while the device continues to work; `saved` reports the end. Until then
+        nothing may overwrite the blocks."""
+
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the device. Device work queued after this call may read the blocks."""
 
@@ -29,8 +35,11 @@ class CopyBackend(Protocol):
     def finished(self) -> set[str]:
         """Keys of the `load_beside` copies that ended since the last call."""
 
-    def drain(self) -> set[str]:
-        """Wait for all copies; the keys that `finished` would have reported."""
+    def saved(self) -> set[int]:
+        """Numbers of the `save_beside` copies that ended since the last call."""
+
+    def drain(self) -> tuple[set[str], set[int]]:
+        """Wait for all copies; what `finished` and `saved` would have reported."""
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of saves and of loads since the last call, as far as measured."""
@@ -96,6 +105,7 @@ class CpuCopies:
             torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self.device
         ]
         self._finished: set[str] = set()
+        self._saved: set[int] = set()
         self._save_seconds = self._load_seconds = 0.0
 
     @torch.inference_mode()  # vLLM allocates KV in this mode but may call from outside it
@@ -114,8 +124,13 @@ class CpuCopies:
                 target.numpy()[rows.numpy()] = source[run.start : run.stop].numpy()
         self._load_seconds += time.perf_counter() - start
 
+    # Beside steps a thread would take cores from the forward pass.
+
+    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
+        self.save(device, host)
+        self._saved.add(number)
+
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        # A thread would take cores from the forward pass.
         self.load(device, host)
         self._finished.add(key)
 
@@ -123,7 +138,14 @@ class CpuCopies:
         finished, self._finished = self._finished, set()
         return finished
 
-    drain = finished
+    def saved(self) -> set[int]:
+        saved, self._saved = self._saved, set()
+        return saved
+
+    def drain(self) -> tuple[set[str], set[int]]:
+        copies = self._finished, self._saved
+        self._finished, self._saved = set(), set()
+        return copies
 
     def take_seconds(self) -> tuple[float, float]:
         taken = self._save_seconds, self._load_seconds
@@ -146,7 +168,7 @@ class CudaCopies:
     proves itself at every start (`why_wrong`).
 
     The side stream waits for work queued earlier, which may still write the blocks. Work queued
-    later waits for the side stream, except for loads beside steps.
+    later waits for the side stream, except for copies beside steps.
 
     Args:
         cuda: `torch.cuda`, or a fake in tests.
@@ -176,7 +198,8 @@ class CudaCopies:
             rows = torch.empty((slots, region.shape[1]), dtype=torch.uint8)
             pin(rows)
             self._host.append(rows)
-        self._beside: dict[str, Any] = {}
+        self._saves: dict[int, Any] = {}
+        self._loads: dict[str, Any] = {}
         self._timed: list[tuple[bool, Any, Any]] = []
 
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
@@ -187,20 +210,23 @@ class CudaCopies:
         self._run(device, host, saving=False)
         self._cuda.current_stream().wait_stream(self._stream)
 
+    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
+        self._saves[number] = self._run(device, host, saving=True)
+
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        self._beside[key] = self._run(device, host, saving=False)
+        self._loads[key] = self._run(device, host, saving=False)
 
     def finished(self) -> set[str]:
-        finished = {key for key, done in self._beside.items() if done.query()}
-        for key in finished:
-            del self._beside[key]
-        return finished
+        return _take_ended(self._loads)
 
-    def drain(self) -> set[str]:
+    def saved(self) -> set[int]:
+        return _take_ended(self._saves)
+
+    def drain(self) -> tuple[set[str], set[int]]:
         self._stream.synchronize()
-        finished = set(self._beside)
-        self._beside.clear()
-        return finished
+        copies = set(self._loads), set(self._saves)
+        self._loads, self._saves = {}, {}
+        return copies
 
     def take_seconds(self) -> tuple[float, float]:
         seconds = {True: 0.0, False: 0.0}
@@ -236,6 +262,14 @@ class CudaCopies:
             end.record(self._stream)
         self._timed.append((saving, begin, end))
         return end
+
+
+def _take_ended(copies: dict[Key, Any]) -> set[Key]:
+    """Remove and return the keys of the copies whose event has fired."""
+    ended = {key for key, done in copies.items() if done.query()}
+    for key in ended:
+        del copies[key]
+    return ended
 
 
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
@@ -275,14 +309,19 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
         _compute(regions[0].device)
         for region, pattern in zip(regions, patterns, strict=True):
             region[blocks] = pattern
-        backend.save(blocks, host)
+        if beside:
+            backend.save_beside(0, blocks, host)
+            if not _ended(backend.saved):
+                return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
+        else:
+            backend.save(blocks, host)
         for region in regions:
             region[blocks] = 0
         _compute(regions[0].device)
         if beside:
             backend.load_beside("proof", blocks, host)
-            if not _ended(backend):
-                return f"a copy beside the computation took more than {_PROOF_SECONDS:g} s"
+            if not _ended(backend.finished):
+                return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
         else:
             backend.load(blocks, host)
         for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
@@ -303,9 +342,9 @@ def _compute(device: torch.device) -> None:
         product = product @ product * 0
 
 
-def _ended(backend: CopyBackend) -> bool:
+def _ended(ended: Callable[[], set[Any]]) -> bool:
     end = time.monotonic() + _PROOF_SECONDS
-    while "proof" not in backend.finished():
+    while not ended():
         if time.monotonic() > end:
             return False
         time.sleep(0.001)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm_semantic_sched.engine.kv.block_copy import (
     why_wrong,
 )
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import SwapLedger
+from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger
 from vllm_semantic_sched.engine.kv.messages import FailedProof, SwapMetadata, SwapReport
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
@@ -40,7 +41,9 @@ from vllm_semantic_sched.engine.vllm_api import (
     Request,
     SchedulerOutput,
     VllmConfig,
+    free_blocks,
     iter_layer_specs,
+    keep_blocks,
 )
 from vllm_semantic_sched.policy.facts.section import parse_section
 
@@ -116,6 +119,7 @@ class SemanticSwapConnector(KVConnector):
             group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
         ]
         self.ledger = SwapLedger(HostPool(slots), self.block_sizes)
+        self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}
         self.failures: Counter[str] = Counter()
         self.failed = recovery.FailedCopies()
@@ -164,12 +168,17 @@ class SemanticSwapConnector(KVConnector):
         """Save victims' blocks before the step overwrites them. Some model runners call this
         twice per step, so each order is removed once it is carried out."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
-        saves = kv_connector_metadata.orders.saves
-        while saves:
-            transfer = saves[-1]
+        orders = kv_connector_metadata.orders
+        while orders.saves:
+            transfer = orders.saves[-1]
             self._copies.save(transfer.device, transfer.host)
             self.failed.unsaved.difference_update(transfer.slots)
-            saves.pop()
+            orders.saves.pop()
+        while orders.later_saves:
+            transfer = orders.later_saves[-1]
+            self._copies.save_beside(transfer.number, transfer.device, transfer.host)
+            self.failed.unsaved.difference_update(transfer.slots)
+            orders.later_saves.pop()
 
     @guarded(recovery.not_loaded, logger)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -203,9 +212,12 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.only_failures, logger)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        seconds = (0.0, 0.0) if self.backend is None else self.backend.take_seconds()
-        unloaded = self.failed.take_blocks()
-        return SwapReport(*seconds, unloaded) if unloaded or any(seconds) else None
+        if self.backend is None:
+            return None
+        seconds = self.backend.take_seconds()
+        self.failed.saves += self.backend.saved()
+        unloaded, saved = self.failed.take_blocks(), self.failed.take_saves()
+        return SwapReport(*seconds, unloaded, saved) if unloaded or saved or any(seconds) else None
 
     @property
     def _copies(self) -> CopyBackend:
@@ -218,6 +230,7 @@ class SemanticSwapConnector(KVConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
+        self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self._workers)
 
     @guarded(recovery.no_swap, logger)
     def set_xfer_handshake_metadata(
@@ -237,19 +250,28 @@ class SemanticSwapConnector(KVConnector):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self.cache_config.transfer_group_ids
 
-    def save(self, request: Request, start: int, end: int, hash_block_size: int) -> bool:
+    def save(
+        self, request: Request, start: int, end: int, hash_block_size: int, beside: bool
+    ) -> bool:
         """Order a save of a running request's KV for tokens `start` to `end`, before its blocks are
         freed.
 
         Args:
             hash_block_size: tokens per entry of `request.block_hashes`.
+            beside: keep the blocks allocated until they are saved, so that no step waits for that.
 
         Returns:
             False if the host pool is too small.
         """
         blocks = self.cache_manager.get_block_ids(request.request_id)
         unchanged = _unchanged(request, end, hash_block_size)
-        return self.ledger.save(request.request_id, blocks, start, end, unchanged)
+
+        def keep(numbers: list[int]) -> int:
+            return self.ledger.kept.add(keep_blocks(self.cache_manager, request, numbers))
+
+        return self.ledger.save(
+            request.request_id, blocks, start, end, unchanged, keep if beside else None
+        )
 
     @guarded(recovery.no_copy, logger)
     def get_num_new_matched_tokens(
@@ -293,8 +315,11 @@ class SemanticSwapConnector(KVConnector):
         self.failed.loaded.clear()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, SwapReport):
+            self.failed.saves += report.saved
+            report.saved = []
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
+        self.ledger.kept.saved(self.failed.saves)
 
     @guarded(recovery.released_later, logger)
     def request_finished_all_groups(

@@ -10,17 +10,20 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Blocks to copy: `device[i]` and the i-th slot of `host` belong together."""
+    """Blocks to copy: `device[i]` and the i-th slot of `host` belong together. `number`: of a save
+    beside steps, in `KeptBlocks`."""
 
     request_id: str
     device: list[int]
     host: list[range]
+    number: int = 0
 
     @property
     def slots(self) -> Iterator[int]:
@@ -31,9 +34,10 @@ class Transfer:
 @dataclass(slots=True)
 class Orders:
     """What the workers copy in one step, in this order: saves before anything is overwritten,
-    loads before the forward pass, later loads while it runs."""
+    loads before the forward pass, later saves and loads while it runs."""
 
     saves: list[Transfer] = field(default_factory=list)
+    later_saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
     later_loads: list[Transfer] = field(default_factory=list)
 
@@ -63,6 +67,52 @@ class Loaded:
     at: float
 
 
+class KeptBlocks:
+    """Blocks of victims that stay allocated until all workers have saved them.
+
+    Args:
+        free: frees blocks, in the form in which `add` gets them.
+        workers: each reports each save.
+    """
+
+    def __init__(self, free: Callable[[Any], None], workers: int = 1) -> None:
+        self._free, self._workers = free, workers
+        self._blocks: dict[int, Any] = {}
+        self._missing: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, blocks: Any) -> int:
+        """Take over blocks; the number of their save."""
+        number = next(self._numbers)
+        self._blocks[number], self._missing[number] = blocks, self._workers
+        return number
+
+    def saved(self, numbers: list[int]) -> None:
+        """Note, and remove, saves that a worker, or several, have ended; those of blocks already
+        freed are ignored."""
+        while numbers:
+            number = numbers.pop()
+            if number in self._missing:
+                self._missing[number] -= 1
+                if not self._missing[number]:
+                    self.free(number)
+
+    def free(self, number: int) -> None:
+        """Free the blocks of a save that is not needed, if they are still kept."""
+        if number in self._blocks:
+            del self._missing[number]
+            self._free(self._blocks.pop(number))
+
+    def free_all(self) -> None:
+        """Free all blocks, when no copy is needed any more: a save under way may read others'
+        data."""
+        for number in list(self._blocks):
+            self.free(number)
+
+
 class SwapLedger:
     """Host copies of preempted requests.
 
@@ -75,11 +125,13 @@ class SwapLedger:
 
     Attributes:
         loads_beside: whether to load this many tokens beside the engine's steps.
+        kept: blocks of victims that are saved beside the engine's steps.
     """
 
     def __init__(self, pool: HostPool, block_sizes: Sequence[int], null_block: int = 0) -> None:
         self.pool = pool
         self.loads_beside: Callable[[int], bool] = lambda tokens: False
+        self.kept = KeptBlocks(lambda blocks: None)
         self._block_sizes = tuple(block_sizes)
         self.null_block = null_block
         self._saved: dict[str, HostCopy] = {}
@@ -117,12 +169,14 @@ class SwapLedger:
         start: int,
         end: int,
         still_valid: Callable[[], bool],
+        keep: Callable[[list[int]], int] | None = None,
     ) -> bool:
         """Order a save of KV for tokens `start` to `end` in the coming step.
 
         Args:
             blocks: the request's block table, by group.
             start: first token, at the beginning of a block.
+            keep: keeps these blocks allocated (`KeptBlocks.add`) for a save beside steps.
 
         Returns:
             False, and nothing is ordered, if the pool has too few free slots.
@@ -153,7 +207,10 @@ class SwapLedger:
             for position in group
         ]
         self._saved[request_id] = copy
-        self._orders.saves.append(Transfer(request_id, device, taken))
+        if keep is None:
+            self._orders.saves.append(Transfer(request_id, device, taken))
+        else:
+            self._orders.later_saves.append(Transfer(request_id, device, taken, keep(device)))
         return True
 
     def loadable(self, request_id: str, on_device: int, tokens: int) -> tuple[int | None, bool]:
@@ -169,7 +226,8 @@ class SwapLedger:
         copy = self._saved.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
             return 0, False
-        if any(save.request_id == request_id for save in self._orders.saves):
+        saves = itertools.chain(self._orders.saves, self._orders.later_saves)
+        if any(save.request_id == request_id for save in saves):
             return None, False
         count = min(copy.end, tokens - 1) - on_device
         return (count, self.loads_beside(count)) if count > 0 else (0, False)
@@ -228,8 +286,9 @@ class SwapLedger:
     def cancel_orders(self) -> Orders:
         """Give up the copies of the coming step, after an error; those that were ordered."""
         orders, self._orders = self._orders, Orders()
-        for save in orders.saves:
+        for save in (*orders.saves, *orders.later_saves):
             self.release(save.request_id)
+            self.kept.free(save.number)
         self.load_finished(load.request_id for load in orders.later_loads)
         return orders
 
@@ -258,17 +317,23 @@ class SwapLedger:
             self._discard(request_id, copy)
 
     def release_all(self) -> list[str]:
-        """Forget all copies; the ids of the requests that had one."""
+        """Forget all copies, made or not; the ids of the requests that had one."""
         self.distrust()
         lost = self.saved
         for request_id in lost:
             self.release(request_id)
+        # A load under way may still wait for its save.
+        if not (self._loading or self._spent):
+            self.kept.free_all()
         return lost
 
     def _discard(self, request_id: str, copy: HostCopy) -> None:
         # A save that was not sent yet must not write into slots that another request gets.
-        saves = self._orders.saves
-        self._orders.saves = [save for save in saves if save.request_id != request_id]
+        orders = self._orders
+        orders.saves = [save for save in orders.saves if save.request_id != request_id]
+        for save in [save for save in orders.later_saves if save.request_id == request_id]:
+            orders.later_saves.remove(save)
+            self.kept.free(save.number)
         self.pool.give_back(copy.taken)
 
 

@@ -26,11 +26,13 @@ class SwapReport(KVConnectorWorkerMetadata):
     Attributes:
         save_seconds, load_seconds: that copies took; the maximum over workers.
         unloaded: blocks that a load should have filled and did not, on any worker.
+        saved: numbers of saves beside steps that ended, once for each worker.
     """
 
     save_seconds: float
     load_seconds: float
     unloaded: set[int] = field(default_factory=set)
+    saved: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, SwapReport)
@@ -38,6 +40,7 @@ class SwapReport(KVConnectorWorkerMetadata):
             max(self.save_seconds, other.save_seconds),
             max(self.load_seconds, other.load_seconds),
             self.unloaded | other.unloaded,
+            self.saved + other.saved,
         )
 
 

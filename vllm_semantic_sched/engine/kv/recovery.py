@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_semantic_sched.engine.kv.block_copy import CopyBackend
 from vllm_semantic_sched.engine.kv.ledger import Orders, Transfer
 from vllm_semantic_sched.engine.kv.messages import SwapMetadata, SwapReport
 from vllm_semantic_sched.engine.vllm_api import (
@@ -28,10 +29,12 @@ class FailedCopies:
 
     Attributes:
         blocks: on the device, that a load should have filled.
-        requests: whose load beside steps no copy will end.
+        requests: whose load beside steps is over, and which no copy reports.
         unsaved: slots of the host pool without what was to be saved there; on a worker.
         asked: the last request whose copy vLLM asked for, and its tokens on the device.
         loaded, ended: requests of which the ledger has still to be told.
+        saves: numbers of saves beside steps that are over, made or not, and still to be reported;
+            in the scheduler, of which the ledger has still to be told.
     """
 
     blocks: set[int] = field(default_factory=set)
@@ -40,6 +43,7 @@ class FailedCopies:
     asked: tuple[str, int] = ("", 0)
     loaded: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    saves: list[int] = field(default_factory=list)
 
     def can_load(self, load: Transfer, beside: bool = False) -> bool:
         """Whether the host has what is to be loaded; the load is given up if not."""
@@ -63,6 +67,18 @@ class FailedCopies:
         """Remove and return `requests`."""
         requests, self.requests = self.requests, set()
         return requests
+
+    def drain(self, backend: CopyBackend | None) -> None:
+        """Wait for the copies beside steps, which are over then."""
+        if backend is not None:
+            loads, saves = backend.drain()
+            self.requests |= loads
+            self.saves += saves
+
+    def take_saves(self) -> list[int]:
+        """Remove and return `saves`."""
+        saves, self.saves = self.saves, []
+        return saves
 
 
 # Answers, by the connector's method. `self` is the SemanticSwapConnector.
@@ -102,8 +118,13 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
 
 
 def noted_later(self: Any, connector_output: KVConnectorOutput) -> None:
-    """The slots of finished loads become free with the next call."""
+    """The slots of finished loads and the blocks of finished saves become free with the next
+    call."""
     self.failed.loaded.update(connector_output.finished_recving or ())
+    report = connector_output.kv_connector_worker_meta
+    if isinstance(report, SwapReport):
+        self.failed.saves += report.saved
+        report.saved = []
 
 
 def released_later(
@@ -122,10 +143,11 @@ def not_reset(self: Any) -> bool | None:
 
 def not_saved(self: Any, kv_connector_metadata: Any) -> None:
     """The saves that are left of a step's were not made."""
-    saves = kv_connector_metadata.orders.saves
-    for save in saves:
+    orders = kv_connector_metadata.orders
+    for save in (*orders.saves, *orders.later_saves):
         self.failed.unsaved.update(save.slots)
-    saves.clear()
+    self.failed.saves += [save.number for save in orders.later_saves]
+    orders.saves.clear(), orders.later_saves.clear()
 
 
 def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,15 +160,16 @@ def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def all_finished(self: Any, *args: Any, **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
-    """Wait for the loads beside steps, so that none is waited for in vain."""
-    finished = set() if self.backend is None else self.backend.drain()
-    return None, finished | self.failed.take_requests() or None
+    """Wait for the copies beside steps, so that none is waited for in vain."""
+    self.failed.drain(self.backend)
+    return None, self.failed.take_requests() or None
 
 
 def only_failures(self: Any) -> KVConnectorWorkerMetadata | None:
-    """No seconds, but the loads that were not made."""
-    blocks = self.failed.take_blocks()
-    return SwapReport(0.0, 0.0, blocks) if blocks else None
+    """No seconds, but the copies that were not made, and all saves."""
+    self.failed.drain(self.backend)
+    blocks, saves = self.failed.take_blocks(), self.failed.take_saves()
+    return SwapReport(0.0, 0.0, blocks, saves) if blocks or saves else None
 
 
 def nothing(*args: Any, **kwargs: Any) -> Any:

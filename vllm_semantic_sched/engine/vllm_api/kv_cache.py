@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
@@ -98,6 +99,31 @@ def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
     still write to them."""
     free: bool = scheduler._request_blocks_can_be_freed(request)
     return free
+
+
+def most_blocks_of_a_step(scheduler: Scheduler) -> int:
+    """Blocks that the coming step takes at most for what it computes: one more a request beside
+    those that its tokens fill."""
+    tokens = -(-scheduler.max_num_scheduled_tokens // scheduler.block_size)
+    requests: int = scheduler.max_num_running_reqs
+    return (tokens + requests) * kv_cache_groups(scheduler) + watermark_blocks(scheduler)
+
+
+def keep_blocks(
+    manager: KVCacheManager, request: Request, numbers: Collection[int]
+) -> list[KVCacheBlock]:
+    """Keep some blocks of a running request allocated when it is preempted, until they are freed
+    (`free_blocks`)."""
+    wanted, tables = set(numbers), manager.get_blocks(request.request_id).blocks
+    blocks = [block for table in tables for block in table if block.block_id in wanted]
+    manager.block_pool.touch(blocks)
+    return blocks
+
+
+def free_blocks(manager: KVCacheManager, blocks: list[KVCacheBlock]) -> None:
+    """Free what `keep_blocks` returned, the last first, as vLLM does: the prefix cache gives those
+    up first."""
+    manager.block_pool.free_blocks(reversed(blocks))
 
 
 def free_blocks_at_once(scheduler: Scheduler) -> None:
