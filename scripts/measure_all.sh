@@ -116,6 +116,7 @@ step prediction-latency scripts/studies/prediction_latency.py --model "$model" -
 step tiers scripts/studies/tiers.py --model "$small" --profile cpu-2core-small --quiet \
     --output "$output/tiers"
 step shares scripts/studies/shares.py --model "$model" --quiet --output "$output/shares"
+step canary scripts/studies/canary.py --model "$model" --quiet --output "$output/canary"
 step flood scripts/studies/flood.py --model "$model" --quiet --output "$output/flood"
 step chaos scripts/studies/chaos.py --model "$model" --requests 2000 --output "$output/chaos"
 step retention scripts/studies/retention.py --model "$model" --quiet --output "$output/retention"

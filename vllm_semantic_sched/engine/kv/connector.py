@@ -212,10 +212,10 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.only_failures, logger)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.backend is None:
-            return None
-        seconds = self.backend.take_seconds()
-        self.failed.saves += self.backend.saved()
+        seconds = (0.0, 0.0)
+        if self.backend is not None:
+            seconds = self.backend.take_seconds()
+            self.failed.saves += self.backend.saved()
         unloaded, saved = self.failed.take_blocks(), self.failed.take_saves()
         return SwapReport(*seconds, unloaded, saved) if unloaded or saved or any(seconds) else None
 

@@ -1,0 +1,145 @@
+"""A canary on a real server with one engine and with two: how soon is a policy rolled back that
+breaks a promise, and is a good one left alone and kept?
+
+Premium, standard and background requests arrive all the time, together more than the server can do.
+The good policy protects premium a little less; under the bad one whoever has waited for half a
+second goes first, and nobody takes a seat. Prints what happened to each, and writes `canary.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from common import capacity, main, serve, write_json
+
+from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
+from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.results import environment
+from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload
+from vllm_semantic_sched.operate.client import AdminClient
+from vllm_semantic_sched.policy.facts.files import read_config
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "good": {"protect": {"level": 0, "price": 0.02}},
+    "bad": {
+        "aging": {"enabled": True, "interval": 0.5, "share": 1.0},
+        "preemption": {"enabled": False},
+    },
+}
+"""What the new policies change in the current one."""
+
+_MIX = "2:4:4:0:0"
+_PARALLEL = "--data-parallel-size {} --api-server-count 1 --distributed-executor-backend uni"
+
+
+def current_policy(seconds: float) -> dict[str, Any]:
+    """The policy `tiers` with a promise of so many seconds to the first token of premium."""
+    keys = read_config("tiers", kind="policy")[0]
+    promises = {"premium": {"ttft": seconds, "percentile": 95.0, "takes_seats": True}}
+    keys["tiers"] = [
+        {"name": tier["name"], "slo": promises[tier["name"]]}
+        if tier["name"] in promises
+        else {"name": tier["name"]}
+        for tier in keys["tiers"]
+    ]
+    return keys
+
+
+def try_policy(
+    args: argparse.Namespace, client: AdminClient, policy: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Start a canary, and follow it until it ends, or for some seconds; it is kept then."""
+    plan = {"share": args.share, "period": args.period, "lease": 3600.0, "watch": ["ttft"]}
+    begin = time.monotonic()
+    client.post("/canary/start", policy=policy, **plan)
+    while True:
+        time.sleep(0.25)
+        engines = [one for one in client.call("GET", "/canary")["engines"] if one]
+        elapsed = time.monotonic() - begin
+        ended = [one for one in engines if not one["running"]]
+        if ended or elapsed > seconds:
+            break
+    if not ended:
+        engines = [one for one in client.post("/canary/stop", keep=True)["engines"] if one]
+    new = [one["tallies"]["new"][0]["ttft"] for one in engines]
+    return {
+        "seconds": elapsed,
+        "end": sorted({one["end"] for one in engines if one["end"]}),
+        "premium": sum(count for count, *_ in new),
+        "kept_promise": sum(met for _, met, *_ in new),
+    }
+
+
+def measure(args: argparse.Namespace, engines: int) -> dict[str, Any]:
+    """What becomes of both candidates on a server with so many engines."""
+    policy = current_policy(args.promise)
+    file = args.output / f"policy-{engines}.yaml"
+    file.write_text(yaml.safe_dump(policy, sort_keys=False))
+    parallel = tuple(_PARALLEL.format(engines).split()) if engines > 1 else ()
+    spec = SchedulerSpec(f"{engines} engines", "semantic-true", str(file), parallel)
+    config = WorkloadConfig(requests=8 * args.seats, mix=_MIX, max_output_tokens=200)
+    with serve(args, spec, config.max_output_tokens) as (server, client):
+        rate = capacity(client, make_workload(config).requests)
+        count = int(2 * (args.seconds + 30) * args.overload * rate)
+        load = replace(config, requests=count, gap=2 / (args.overload * rate), max_burst=4)
+        requests = make_workload(load).requests
+        stop = 2 * args.seconds + 30
+        sender = threading.Thread(target=client.send, args=(requests, spec.name, stop))
+        sender.start()
+        time.sleep(args.period)
+        admin = AdminClient(server.url)
+        found = {
+            name: try_policy(args, admin, policy | changes, args.seconds)
+            for name, changes in CANDIDATES.items()
+        }
+        server.check()
+        sender.join()
+    return {"requests_per_second": rate, **found}
+
+
+def problems_of(found: dict[str, Any]) -> list[str]:
+    """A line for each thing that should not be."""
+    problems = []
+    for name, one in found.items():
+        if not any(end.startswith("rolled back") for end in one["bad"]["end"]):
+            problems.append(f"{name}: the bad policy was not rolled back")
+        if any(end.startswith("rolled back") for end in one["good"]["end"]):
+            problems.append(f"{name}: the good policy was rolled back")
+    return problems
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_server_arguments(parser)
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, help="of each candidate (default: %(default)s)")
+    add("--period", type=float, default=10.0, help="of one turn of each policy (%(default)s)")
+    add("--share", type=float, default=0.5, help="of the traffic (default: %(default)s)")
+    add("--overload", type=float, default=1.3, help="offered load over capacity (%(default)s)")
+    add("--promise", type=float, default=2.0, help="premium's time to first token (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure both kinds of server and print the table; 1 if something should not be."""
+    found = {f"{engines}": measure(args, engines) for engines in (1, 2)}
+    write_json(args.output / "canary.json", {"environment": environment(), **found})
+    columns = ("engines", "policy", "end", "after s", "premium answered", "in time")
+    table = make_table("canaries", *columns, words=3)
+    for engines, one in found.items():
+        for name in CANDIDATES:
+            row = one[name]
+            figures = (f"{row['seconds']:.1f}", str(row["premium"]), str(row["kept_promise"]))
+            table.add_row(engines, name, "; ".join(row["end"]), *figures)
+    console = make_console()
+    console.print(table)
+    return print_problems(console, problems_of(found))
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)
