@@ -124,9 +124,10 @@ def unreadable(text: str) -> str | None:
         return "broken" if _broken(text) else "empty"
     if _broken(text):
         return "broken"
-    known = sum(_script(one) in _SCRIPTS for one in letters)
-    if letters and known < (1 - _MOST_FOREIGN) * len(letters):
-        return "script"
+    if not text.isascii():  # Latin letters are read
+        known = sum(_script(one) in _SCRIPTS for one in letters)
+        if letters and known < (1 - _MOST_FOREIGN) * len(letters):
+            return "script"
     if sum(map(len, _ENCODED_WORD.findall(text))) > _MOST_ENCODED * len(text):
         return "encoded"
     if len(words) >= _LEAST_WORDS and len(Counter(words)) < _LEAST_DISTINCT * len(words):
@@ -135,6 +136,8 @@ def unreadable(text: str) -> str | None:
 
 
 def _broken(text: str) -> bool:
+    if "\ufffd" not in text and text.replace("\n", " ").isprintable():
+        return False  # at once, as for most texts
     bad = sum(one == "\ufffd" or _is_control(one) for one in text)
     return bad > _MOST_BROKEN * len(text)
 
