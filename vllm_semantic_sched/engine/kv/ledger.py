@@ -284,12 +284,9 @@ class SwapLedger:
         return orders
 
     def cancel_orders(self) -> Orders:
-        """Give up the copies of the coming step, after an error; those that were ordered."""
+        """Take back the copies of the coming step, after an error. The caller forgets the copies
+        that are not saved, and reports the copies beside steps as ended."""
         orders, self._orders = self._orders, Orders()
-        for save in (*orders.saves, *orders.later_saves):
-            self.release(save.request_id)
-            self.kept.free(save.number)
-        self.load_finished(load.request_id for load in orders.later_loads)
         return orders
 
     def distrust(self) -> None:

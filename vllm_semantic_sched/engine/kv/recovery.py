@@ -81,6 +81,16 @@ class FailedCopies:
         return saves
 
 
+def _forget(self: Any, request_id: str) -> None:
+    """Forget a request's copy. If the ledger fails here, too: no copy is loaded any more, and this
+    one becomes free when a request ends."""
+    try:
+        self.ledger.release(request_id)
+    except Exception:
+        self.ledger.distrust()
+        self.failed.ended.add(request_id)
+
+
 # Answers, by the connector's method. `self` is the SemanticSwapConnector.
 
 
@@ -92,7 +102,7 @@ def no_swap(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def no_copy(self: Any, request: Request, *args: Any, **kwargs: Any) -> tuple[int | None, bool]:
     """No tokens of a request can be loaded."""
-    self.ledger.release(request.request_id)
+    _forget(self, request.request_id)
     return 0, False
 
 
@@ -100,7 +110,7 @@ def not_ordered(
     self: Any, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
 ) -> None:
     """The load of a request's tokens was not ordered."""
-    self.ledger.release(request.request_id)
+    _forget(self, request.request_id)
     if num_external_tokens:
         asked, on_device = self.failed.asked
         first = on_device if asked == request.request_id else 0
@@ -114,6 +124,10 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
     orders = self.ledger.cancel_orders()
     for load in (*orders.loads, *orders.later_loads):
         self.failed.give_up(load, beside=True)
+    self.failed.loaded.update(load.request_id for load in orders.later_loads)
+    for save in (*orders.saves, *orders.later_saves):
+        _forget(self, save.request_id)
+    self.failed.saves += [save.number for save in orders.later_saves] * self.workers
     return SwapMetadata(Orders())
 
 
