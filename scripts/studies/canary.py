@@ -1,9 +1,9 @@
 """A canary on a real server with one engine and with two: how soon is a policy rolled back that
 breaks a promise, and is a good one left alone and kept?
 
-Premium, standard and background requests arrive all the time, together more than the server can do.
-The good policy protects premium a little less; under the bad one whoever has waited for half a
-second goes first, and nobody takes a seat. Prints what happened to each, and writes `canary.json`.
+Premium, standard and background requests arrive at more than the server's capacity. The good policy
+protects premium a little less. Under the bad one, requests that have waited half a second go first,
+and none preempts another. Prints what happened to each, and writes `canary.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from common import capacity, main, serve, write_json
 
 from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.engines import parallel_args
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload
@@ -35,26 +36,21 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 """What the new policies change in the current one."""
 
 _MIX = "2:4:4:0:0"
-_PARALLEL = "--data-parallel-size {} --api-server-count 1 --distributed-executor-backend uni"
 
 
 def current_policy(seconds: float) -> dict[str, Any]:
-    """The policy `tiers` with a promise of so many seconds to the first token of premium."""
+    """The policy `tiers` with one promise, so many seconds to premium's first token, and no other
+    bound."""
     keys = read_config("tiers", kind="policy")[0]
-    promises = {"premium": {"ttft": seconds, "percentile": 95.0, "takes_seats": True}}
-    keys["tiers"] = [
-        {"name": tier["name"], "slo": promises[tier["name"]]}
-        if tier["name"] in promises
-        else {"name": tier["name"]}
-        for tier in keys["tiers"]
-    ]
+    keys["tiers"] = [{"name": tier["name"]} for tier in keys["tiers"]]
+    keys["tiers"][0]["slo"] = {"ttft": seconds, "percentile": 95.0, "takes_seats": True}
     return keys
 
 
 def try_policy(
     args: argparse.Namespace, client: AdminClient, policy: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """Start a canary, and follow it until it ends, or for some seconds; it is kept then."""
+    """Start a canary and follow it. Keep its policy if it still runs after so many seconds."""
     plan = {"share": args.share, "period": args.period, "lease": 3600.0, "watch": ["ttft"]}
     begin = time.monotonic()
     client.post("/canary/start", policy=policy, **plan)
@@ -77,19 +73,18 @@ def try_policy(
 
 
 def measure(args: argparse.Namespace, engines: int) -> dict[str, Any]:
-    """What becomes of both candidates on a server with so many engines."""
+    """The outcome of both candidates on a server with so many engines."""
     policy = current_policy(args.promise)
     file = args.output / f"policy-{engines}.yaml"
     file.write_text(yaml.safe_dump(policy, sort_keys=False))
-    parallel = tuple(_PARALLEL.format(engines).split()) if engines > 1 else ()
+    parallel = parallel_args(engines) if engines > 1 else ()
     spec = SchedulerSpec(f"{engines} engines", "semantic-true", str(file), parallel)
     config = WorkloadConfig(requests=8 * args.seats, mix=_MIX, max_output_tokens=200)
     with serve(args, spec, config.max_output_tokens) as (server, client):
         rate = capacity(client, make_workload(config).requests)
-        count = int(2 * (args.seconds + 30) * args.overload * rate)
-        load = replace(config, requests=count, gap=2 / (args.overload * rate), max_burst=4)
+        offered, stop = args.overload * rate, 2 * args.seconds + 30
+        load = replace(config, requests=int(stop * offered), gap=2 / offered, max_burst=4)
         requests = make_workload(load).requests
-        stop = 2 * args.seconds + 30
         sender = threading.Thread(target=client.send, args=(requests, spec.name, stop))
         sender.start()
         time.sleep(args.period)
@@ -106,11 +101,12 @@ def measure(args: argparse.Namespace, engines: int) -> dict[str, Any]:
 def problems_of(found: dict[str, Any]) -> list[str]:
     """A line for each thing that should not be."""
     problems = []
-    for name, one in found.items():
-        if not any(end.startswith("rolled back") for end in one["bad"]["end"]):
-            problems.append(f"{name}: the bad policy was not rolled back")
-        if any(end.startswith("rolled back") for end in one["good"]["end"]):
-            problems.append(f"{name}: the good policy was rolled back")
+    for engines, one in found.items():
+        ends = {name: "; ".join(one[name]["end"]) for name in CANDIDATES}
+        if "rolled back" not in ends["bad"]:
+            problems.append(f"{engines}: the bad policy was not rolled back")
+        if "rolled back" in ends["good"]:
+            problems.append(f"{engines}: the good policy was rolled back")
     return problems
 
 
@@ -127,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure both kinds of server and print the table; 1 if something should not be."""
-    found = {f"{engines}": measure(args, engines) for engines in (1, 2)}
+    found = {str(engines): measure(args, engines) for engines in (1, 2)}
     write_json(args.output / "canary.json", {"environment": environment(), **found})
     columns = ("engines", "policy", "end", "after s", "premium answered", "in time")
     table = make_table("canaries", *columns, words=3)

@@ -319,8 +319,9 @@ def _doubts(
         if middle > LARGEST_ERROR:
             yield f"That is more than {LARGEST_ERROR:.0%}: trust no figure here."
     yield (
-        "Compared with runs of a real engine, other policies' mean latency was off by 9 % in the "
-        "median, their p99 TTFT by 12 %, by up to half below 0.1 s."
+        "Compared with runs of a real engine, predictions for other policies were off by 9 % in "
+        "the median for mean latency and by 12 % for p99 TTFT, at most by half "
+        "(docs/measurements/simulator-validation.md)."
     )
     if not fitted:
         yield "The log has too few timed steps: step times are those of the server's profile."

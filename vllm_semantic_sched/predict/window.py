@@ -124,7 +124,7 @@ def unreadable(text: str) -> str | None:
         return "broken" if _broken(text) else "empty"
     if _broken(text):
         return "broken"
-    if not text.isascii():  # Latin letters are read
+    if not text.isascii():  # ASCII letters are Latin
         known = sum(_script(one) in _SCRIPTS for one in letters)
         if letters and known < (1 - _MOST_FOREIGN) * len(letters):
             return "script"
@@ -136,8 +136,9 @@ def unreadable(text: str) -> str | None:
 
 
 def _broken(text: str) -> bool:
+    # A fast answer for nearly all texts.
     if "\ufffd" not in text and text.replace("\n", " ").isprintable():
-        return False  # at once, as for most texts
+        return False
     bad = sum(one == "\ufffd" or _is_control(one) for one in text)
     return bad > _MOST_BROKEN * len(text)
 

@@ -107,6 +107,7 @@ def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
 
 def test_comparison_runs_to_its_page_and_tells_how_texts_were_read(model, tmp_path, capsys):
     command = f"bench run --model {model} --output {tmp_path} --schedulers semantic --mix even"
+    # Long enough that the predictor reads them while they run.
     command += " --requests 10 --gap 0.1 --max-output 120 --quick --repeats 0 --quiet"
     assert main(command.split()) == 0, capsys.readouterr().err
     row = json.loads((tmp_path / "results.json").read_text())["mixes"]["even"]["semantic"]

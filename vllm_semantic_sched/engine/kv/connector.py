@@ -93,7 +93,6 @@ class SemanticSwapConnector(KVConnector):
     Attributes:
         ledger: host copies by request; on the scheduler's side.
         slots: blocks that the host pool holds.
-        workers: each reports each copy.
         backend: copies the blocks; on a worker's side, once the KV cache is registered.
         measured: total seconds of copies, by "save" and "load".
         unsupported: why KV cannot be swapped here; None if it can.
@@ -120,7 +119,7 @@ class SemanticSwapConnector(KVConnector):
             group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
         ]
         self.ledger = SwapLedger(HostPool(slots), self.block_sizes)
-        self.workers: int = vllm_config.parallel_config.world_size
+        self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}
         self.failures: Counter[str] = Counter()
         self.failed = recovery.FailedCopies()
@@ -231,7 +230,7 @@ class SemanticSwapConnector(KVConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
-        self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self.workers)
+        self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self._workers)
 
     @guarded(recovery.no_swap, logger)
     def set_xfer_handshake_metadata(

@@ -284,8 +284,8 @@ class SwapLedger:
         return orders
 
     def cancel_orders(self) -> Orders:
-        """Take back the copies of the coming step, after an error. The caller forgets the copies
-        that are not saved, and reports the copies beside steps as ended."""
+        """Take back the copies of the coming step, after an error. The caller must release the
+        copies that will not be saved, and end the loads beside steps."""
         orders, self._orders = self._orders, Orders()
         return orders
 

@@ -81,10 +81,11 @@ class FailedCopies:
         return saves
 
 
-def _forget(self: Any, request_id: str) -> None:
-    """Forget a request's copy. If the ledger fails here, too: no copy is loaded any more, and this
-    one becomes free when a request ends."""
+def _forget(self: Any, request_id: str, save: int = 0) -> None:
+    """Forget a request's copy, and free the blocks kept for a save. If the ledger fails here, too,
+    no copy is loaded any more, and this one becomes free when a request ends."""
     try:
+        self.ledger.kept.free(save)
         self.ledger.release(request_id)
     except Exception:
         self.ledger.distrust()
@@ -126,8 +127,7 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
         self.failed.give_up(load, beside=True)
     self.failed.loaded.update(load.request_id for load in orders.later_loads)
     for save in (*orders.saves, *orders.later_saves):
-        _forget(self, save.request_id)
-    self.failed.saves += [save.number for save in orders.later_saves] * self.workers
+        _forget(self, save.request_id, save.number)
     return SwapMetadata(Orders())
 
 

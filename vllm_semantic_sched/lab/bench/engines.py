@@ -68,6 +68,12 @@ def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[
     return [[replace(one, arrival=one.index * gap) for one in each.requests] for each in loads]
 
 
+def parallel_args(engines: int) -> tuple[str, ...]:
+    """Return the arguments of `vllm serve` for so many engines behind one API server."""
+    parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
+    return (*parallel, "--distributed-executor-backend", "uni")  # each in one process
+
+
 def compare_placements(
     server: ServerConfig,
     scheduler: SchedulerSpec,
@@ -80,9 +86,7 @@ def compare_placements(
     folder = server.log.parent
     folder.mkdir(parents=True, exist_ok=True)
     config = scheduler.configure(server, folder)
-    parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
-    one_process = ("--distributed-executor-backend", "uni")
-    config = replace(config, scheduler_args=(*config.scheduler_args, *parallel, *one_process))
+    config = replace(config, scheduler_args=(*config.scheduler_args, *parallel_args(engines)))
     progress.message(f"starting a server with {engines} engines")
     prefer_client(server.nice)
     found: dict[str, list[Burst]] = {name: [] for name in HEADERS}
