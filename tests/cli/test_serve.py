@@ -17,6 +17,7 @@ from vllm_semantic_sched.cli.serve import (
     Launch,
     ServeError,
     launch_of,
+    short_steps,
 )
 
 
@@ -133,6 +134,7 @@ def test_without_a_gpu_what_is_missing_is_added_and_said(no_gpu) -> None:
     assert value(command, "--gpu-memory-utilization") == "0.6"
     assert value(command, "--kv-cache-memory-bytes") == str(1920 * 2**20)
     assert value(command, "--block-size") == "32"
+    assert value(command, "--max-num-batched-tokens") == "256"
     assert environment == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "3"}
     assert notes[0].startswith("no GPU: added VLLM_CPU_OMP_THREADS_BIND=nobind")
 
@@ -141,10 +143,27 @@ def test_without_a_gpu_what_the_user_gave_stays(no_gpu, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     given = ("--no-enforce-eager", "--gpu_memory_utilization=0.3", "--block-size", "64")
+    given += ("--max_num_batched_tokens=4096",)
     command, notes, environment = launch(*given, cpu=Cpu(2, 8.0, 16.0))
-    assert command[3:7] == list(given)
-    assert command[7] == "--scheduler-cls"
+    assert command[3:8] == list(given)
+    assert command[8] == "--scheduler-cls"
     assert not environment and len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "added"),
+    [
+        ((), 2, ["--max-num-batched-tokens", "128"]),
+        ((), 96, ["--max-num-batched-tokens", "2048"]),
+        (("--max-num-seqs=256",), 2, ["--max-num-batched-tokens", "256"]),
+        (("--max-num-batched-tokens", "512"), 2, []),
+        (("--no-enable-chunked-prefill",), 2, []),
+    ],
+)
+def test_steps_are_short_without_a_gpu_and_never_shorter_than_the_seats(
+    options, cores, added
+) -> None:
+    assert short_steps(options, cores) == added
 
 
 def test_without_a_model_a_small_one_is_served_to_this_machine_alone(

@@ -49,6 +49,9 @@ _KV_SHARE = 0.125
 _LARGEST_KV = 4.0
 _USABLE = 0.8
 _BLOCK = 32  # tokens: vLLM's 128 leave a small KV cache few blocks to move
+# An urgent request waits for the step under way, and vLLM's 2,048 prompt tokens take seconds.
+_STEP_TOKENS_PER_CORE = 64
+_MOST_STEP_TOKENS = 2048
 
 
 class Cpu(NamedTuple):
@@ -305,6 +308,7 @@ def _for_cpu(
         missing += ["--kv-cache-memory-bytes", str(int(kv * 2**10) * 2**20)]
     if not _has(options, "--block-size"):
         missing += ["--block-size", str(_BLOCK)]
+    missing += short_steps(options, cpu.cores)
     environment = {}
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -313,6 +317,17 @@ def _for_cpu(
             environment["OMP_NUM_THREADS"] = str(max(1, cpu.cores - 1))
     added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
     return missing, environment, [f"no GPU: added {added}"] if added else []
+
+
+def short_steps(options: Sequence[str], cores: int) -> list[str]:
+    """Options that make the steps of a machine without a GPU short, unless the user's say how many
+    tokens a step may have."""
+    given = ("--max-num-batched-tokens", "--no-enable-chunked-prefill")
+    if any(_has(options, name) for name in given):
+        return []
+    seats = int(_value(options, "--max-num-seqs") or 0)
+    tokens = min(_MOST_STEP_TOKENS, _STEP_TOKENS_PER_CORE * cores)
+    return ["--max-num-batched-tokens", str(max(seats, tokens))]  # vLLM takes no fewer than seats
 
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
