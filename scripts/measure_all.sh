@@ -100,13 +100,14 @@ step order scripts/studies/order.py --output "$output/order" --quiet
 # On the real engine.
 for place in before alone; do # its matrices are worth a thread per core
     OMP_NUM_THREADS=$(nproc) step "real-$place" semsched bench run --model "$real" --natural-ends --place $place \
-        --requests 120 --rounds 2 --overload 5 --host-gib 0.5 --quick --repeats 1 --nice -5 \
+        --requests 120 --rounds 2 --overload 5.5 --host-gib 0.5 --quick --repeats 1 --nice -5 \
         --check-outputs --detail --mix rare,even --max-output 160 --quiet \
         --output "$output/real-$place"
 done
 step comparison semsched bench run --model "$model" --requests 300 --rounds 2 --detail --quiet \
     --check-outputs --output "$output/comparison"
-step presets-engine semsched bench run --model "$model" --requests 200 --mix rare --detail --quiet \
+step presets-engine semsched bench run --model "$model" --requests 1000 --overload 1.25 --mix rare \
+    --tenants 4:1:1:1:1 --detail --quiet \
     --schedulers fcfs,semantic-true@throughput,semantic-true@latency,semantic-true@fairness \
     --output "$output/presets-engine"
 step reproduction-live scripts/studies/reproduction_live.py --model "$model" --quiet \

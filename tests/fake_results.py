@@ -22,9 +22,9 @@ IDLE_PACE = 0.05
 """Seconds per token on the idle engine."""
 
 
-def fake_workload(requests: int = 20, mix: str = "even") -> Workload:
+def fake_workload(requests: int = 20, mix: str = "even", **fields: Any) -> Workload:
     """Requests with built-in questions."""
-    config = WorkloadConfig(requests=requests, gap=0.01, mix=mix)
+    config = WorkloadConfig(requests=requests, gap=0.01, mix=mix, **fields)
     return make_workload(config, question_source(None)[0])
 
 
@@ -55,6 +55,7 @@ def fake_records(workload: Workload, pace: Pace, **fields: Any) -> list[Record]:
             "sent": request.arrival,
             "first_token": request.arrival + seconds,
             "finish": request.arrival + seconds * request.output_tokens,
+            "tenant": request.tenant,
             "prompt_tokens": 20,
             "output_tokens": request.output_tokens,
             "engine_queue_seconds": 0.0,

@@ -40,17 +40,34 @@ def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
     assert text.count("Semantic (text)") == 10  # rounds, totals, order, five levels, all, misread
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_real_model_on_a_cpu_is_served_in_short_steps(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "has_gpu", lambda: gpu)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    parser = argparse.ArgumentParser()
+    comparison.add_plan_arguments(parser, requests=20, max_burst=5, overload=2.0)
+    given = ["--model", str(tmp_path), "--output", str(tmp_path), "--seats", "4096"]
+    for ends in ([], ["--natural-ends"]):
+        plan = comparison.make_plan(
+            parser.parse_args(given + ends), parse_schedulers("fcfs", None), ["rare"]
+        )
+        short = ("--max-num-batched-tokens", "4096") if ends and not gpu else ()
+        assert plan.server.extra_args == short
+
+
 def test_tables_fit_100_columns(screen):
-    made = fake_comparison(WORKLOAD, {"fcfs": 9.87})
+    workload = fake_workload(tenants=(0.5, 0.5))
+    made = fake_comparison(workload, {"fcfs": 9.87})
     names = ("priority", "semantic", "semantic-true", "semantic-known", "semantic-true@no-holds")
     usage = fake_usage(0.123, 23.4, {STEPS: 12345.0, "vllm:num_preemptions_total": 123.0}, 0.12)
     for name in names:
         for number in (1, 2):
-            add_fake_round(made, WORKLOAD, name, 12.34, number, usage=usage)
+            add_fake_round(made, workload, name, 12.34, number, usage=usage)
     report.print_mix(screen, "even", made.mixes["even"])
     report.print_targets(screen, check_targets(made.mixes))
     lines = screen.file.getvalue().splitlines()
     lines = [line for line in lines if "\u2500 mix" not in line and "answer lengths" not in line]
+    assert any("Jain's index" in line for line in lines)
     assert max(len(line.rstrip()) for line in lines) <= 100
     assert not any("\u2026" in line for line in lines)
 

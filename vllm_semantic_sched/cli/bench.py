@@ -69,8 +69,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quick",
         action="store_true",
-        help="share servers between schedulers where one can stand in for several, and measure the "
-        "idle engine once, with a dozen requests",
+        help="share servers between schedulers where one can stand in for several, and measure "
+        "capacity and idle engine with fewer requests, the latter once",
     )
     add(
         "--engines",

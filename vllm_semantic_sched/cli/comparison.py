@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -12,9 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.lab.bench.server import ServerConfig
+from vllm_semantic_sched.cli.serve import short_steps
+from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
 from vllm_semantic_sched.lab.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
-from vllm_semantic_sched.lab.bench.workload import PLACES, WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.lab.bench.workload import (
+    PLACES,
+    WorkloadConfig,
+    make_workload,
+    parse_mix,
+    parse_tenants,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,15 +61,29 @@ def add_plan_arguments(
     add(
         "--natural-ends",
         action="store_true",
-        help="the model ends its answers itself, to chats; for a model that has been trained",
+        help="the model ends its answers itself, to chats; for a model that has been trained, and "
+        "on a CPU with steps as short as those of `semsched serve`",
     )
+    _add_text_arguments(parser)
+    _add_round_arguments(parser)
+
+
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    load = WorkloadConfig()
+    add = parser.add_argument
     add(
         "--place",
         choices=PLACES,
         default=load.place,
         help="where the message stands: alone, before a question or between two (%(default)s)",
     )
-    _add_round_arguments(parser)
+    add(
+        "--tenants",
+        default="",
+        metavar="WEIGHTS",
+        help="requests come from tenants with these weights, for example 4:1:1, of which semantic "
+        "schedulers are told; --detail prints the fairness among them",
+    )
     add(
         "--long-prompts",
         type=float,
@@ -147,6 +169,7 @@ def make_plan(
         long_prompts=args.long_prompts,
         natural=args.natural_ends,
         place=args.place,
+        tenants=parse_tenants(args.tenants),
     )
     if load.natural and schedulers[0].kind == "semantic-known":
         raise ValueError(
@@ -154,8 +177,13 @@ def make_plan(
             "so another one must come first"
         )
     _check_model_length(args.model, load)
+    server = make_server(args)
+    if load.natural and not has_gpu():
+        given = ("--max-num-seqs", str(server.seats), *server.extra_args)
+        more = short_steps(given, len(os.sched_getaffinity(0)))
+        server = replace(server, extra_args=(*server.extra_args, *more))
     return RunPlan(
-        server=make_server(args),
+        server=server,
         schedulers=schedulers,
         workloads=[make_workload(replace(load, mix=mix)) for mix in mixes],
         output=args.output,

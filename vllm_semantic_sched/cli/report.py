@@ -59,7 +59,7 @@ def print_mix(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None
     console.rule(f"mix {mix}: {len(first.workload.requests)} requests")
     _print(console, rounds_table(mix, rows))
     _print(console, totals_table(mix, rows))
-    console.print(_finish_order(rows))
+    console.print(_orders(rows))
     for level in first.levels:
         console.print(_level_table(level, rows))
     console.print(
@@ -85,12 +85,17 @@ def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) 
     console.print(table)
 
 
-def _finish_order(rows: Mapping[str, MixResult]) -> Table:
+def _orders(rows: Mapping[str, MixResult]) -> Table:
     from vllm_semantic_sched.lab.bench.metrics import finish_order_violations
 
-    table = make_table("finish order (eq. 2)", "scheduler", "there when a less urgent one finished")
+    title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
+    tenants = next(iter(rows.values())).workload.config.tenants
+    if tenants:
+        title, columns = f"{title}, fairness", [*columns, "Jain's index"]
+    table = make_table(title, "scheduler", *columns)
     for row in rows.values():
-        table.add_row(row.scheduler.title, f"{100 * finish_order_violations(row.records):.0f} %")
+        cells = [f"{100 * finish_order_violations(row.records):.0f} %"]
+        table.add_row(row.scheduler.title, *cells, *([fixed(row.fairness)] if tenants else []))
     return table
 
 

@@ -1,5 +1,6 @@
 """Metrics of given records, and which outputs count as different."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from vllm_semantic_sched.lab.bench.metrics import (
     differences,
     explain,
     failed,
+    fairness,
     finish_order_violations,
     fit_idle,
     summarize,
@@ -55,6 +57,17 @@ def test_finish_order_violations_follow_equation_2():
     there, later = record(arrival=2.0, finish=5.0), record(arrival=3.5, finish=5.0)
     equal = record(level=4, arrival=2.0, finish=6.0)
     assert finish_order_violations([there, first, later, equal]) == 0.25
+
+
+def test_fairness_compares_the_tokens_per_second_of_tenants():
+    one = record(tenant="a", arrival=0.0, finish=4.0, tokens=8)
+    other = record(tenant="b", arrival=2.0, finish=4.0, tokens=4)
+    assert fairness([one, other]) == 1.0
+    assert fairness([one, replace(other, arrival=0.0)]) == pytest.approx(0.9)
+    refused = record(tenant="b", arrival=0.0, error="tenant_over_share")
+    assert fairness([one, other, refused]) == 1.0
+    assert math.isnan(fairness([one]))
+    assert math.isnan(fairness([replace(one, tenant=""), replace(other, tenant="")]))
 
 
 def test_times_count_from_arrival_even_if_sent_late():

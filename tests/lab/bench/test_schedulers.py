@@ -1,6 +1,7 @@
 """Names, arguments and requests of the schedulers, and what they read from the texts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_request_bodies_state_urgency_only_to_priority_and_hint_schedulers():
         "semantic-true": hint,
         "semantic-known": {**hint, "ignore_eos": True, "max_tokens": request.output_tokens},
     }
+
+
+def test_semantic_schedulers_are_told_the_tenant():
+    request = replace(WORKLOAD.requests[0], tenant="a")
+    extras = {s.name: dict(s.body_extras(request)) for s in parse_schedulers(",".join(NAMES), None)}
+    assert extras["fcfs"] == {} and extras["priority"] == {"priority": request.level}
+    assert extras["semantic"] == {"vllm_xargs": {"tenant": "a"}}
+    assert extras["semantic-true"] == {"vllm_xargs": {"tenant": "a", "urgency": request.level}}
 
 
 def test_no_scheduler_reads_the_hidden_length():

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from vllm_semantic_sched.lab.bench.texts import question_source, tables, write_message
-from vllm_semantic_sched.lab.bench.workload import MIXES, WorkloadConfig, make_workload, parse_mix
+from vllm_semantic_sched.lab.bench.workload import (
+    MIXES,
+    WorkloadConfig,
+    make_workload,
+    parse_mix,
+    parse_tenants,
+)
 from vllm_semantic_sched.sim.datasets import TextLength
 
 BUILTIN, _ = question_source(None)
@@ -70,6 +76,21 @@ def test_long_prompts_are_less_urgent_requests_and_change_nothing_else():
         assert after.text[:20] == before.text[:20] and after.text[-20:] == before.text[-20:]
     with pytest.raises(ValueError, match="long_prompts"):
         make_workload(replace(CONFIG, long_prompts=1.5), BUILTIN)
+
+
+def test_tenants_have_their_shares_and_change_nothing_else():
+    alone = make_workload(CONFIG, BUILTIN).requests
+    shared = make_workload(replace(CONFIG, tenants=parse_tenants("2:1:1")), BUILTIN).requests
+    assert tuple(replace(request, tenant="") for request in shared) == alone
+    counts = Counter(request.tenant for request in shared)
+    assert set(counts) == {"tenant 0", "tenant 1", "tenant 2"}
+    assert 80 < counts["tenant 0"] < 120
+
+
+@pytest.mark.parametrize("text", ["a:1", "1:-1", "0:0", ":"])
+def test_tenants_must_be_weights(text):
+    with pytest.raises(ValueError, match="weights like 4:1:1"):
+        parse_tenants(text)
 
 
 def test_message_stands_alone_before_a_question_or_between_two():

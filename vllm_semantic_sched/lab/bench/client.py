@@ -63,6 +63,7 @@ class Record:
     text_hash: str
     wanted_tokens: int
     arrival: float
+    tenant: str = ""
     sent: float | None = None
     first_token: float | None = None
     finish: float | None = None
@@ -263,7 +264,8 @@ class LoadClient:
 
     def _new_record(self, request: BenchRequest, arrival: float) -> Record:
         wanted = 0 if self.natural else request.output_tokens
-        return Record(request.index, request.level, request.text_hash, wanted, arrival)
+        known = (request.index, request.level, request.text_hash, wanted, arrival)
+        return Record(*known, tenant=request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
         """By output position of a completion or a chat, the difference of the best two

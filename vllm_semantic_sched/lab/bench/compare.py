@@ -27,7 +27,9 @@ OTHER_SEED = 1_000_003
 _WARM_UP_REQUESTS = 24
 # Requests to the idle engine: of urgency 0, and others.
 _URGENT, _OTHERS = 24, 4
-_QUICK_URGENT, _QUICK_OTHERS = 9, 3
+# With `quick`: of capacity and to the idle engine.
+_QUICK_ROUNDS = 3
+_QUICK_URGENT, _QUICK_OTHERS = 6, 2
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class RunPlan:
     average over two rounds the same for all of them. A mix from whose round the hypervisor took
     too much time is run again at the end of the round, up to `repeats` times.
 
-    With `quick`, schedulers share servers where they can, and the idle engine is measured on the
-    first one only, with fewer requests.
+    With `quick`, schedulers share servers where they can, the capacity and the idle engine are
+    measured with fewer requests, and the idle engine on the first server only.
 
     Raises:
         ValueError: no scheduler, no workload or no round, or negative repeats.
@@ -223,7 +225,7 @@ class _Run:
         if plan.overload is None:
             return plan.workloads
         like = plan.workloads[0].config
-        count = CAPACITY_ROUNDS * plan.server.seats
+        count = (_QUICK_ROUNDS if plan.quick else CAPACITY_ROUNDS) * plan.server.seats
         requests = self._other_requests(count, like.mix, like.max_output_tokens)
         capacity = throughput([client.send_together(requests, "capacity")])
         if capacity <= 0:
@@ -262,7 +264,7 @@ class _Run:
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
     """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
     others, from the shortest to the longest text, which show the cost of a prompt's tokens; if
-    `quick`, 9 and 3."""
+    `quick`, 6 and 2."""
     urgent = [request for request in requests if request.level == 0]
     by_length = sorted(requests, key=lambda request: len(request.text))
     others = [request for request in by_length if request.level > 0]

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.policy.order.precedence import FinishOrder
+from vllm_semantic_sched.sim.metrics import TenantService
 
 MARGIN_LIMIT = 1e-4
 """If the two best log-probabilities differ by less, either token may win in fp32."""
@@ -166,6 +167,18 @@ def finish_order_violations(records: Sequence[Record]) -> float:
     order = FinishOrder(1 + max((level for *_, level in done), default=0))
     outrun = [order.finish(level, arrival, finish) for finish, arrival, level in done]
     return sum(outrun) / len(outrun) if outrun else math.nan
+
+
+def fairness(records: Sequence[Record]) -> float:
+    """Return Jain's index over tenants of the output tokens per second that each got while it had
+    requests, as the simulator does; NaN for fewer than two tenants."""
+    service = TenantService()
+    done = ((one.finish, one) for one in records if one.ok and one.finish is not None)
+    for finish, one in sorted(done, key=lambda pair: pair[0]):
+        if one.tenant:
+            service.add(one.tenant, one.arrival, finish, one.output_tokens)
+    index = service.fairness()
+    return math.nan if index is None else index
 
 
 def duration(records: Sequence[Record]) -> float:

@@ -91,6 +91,7 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "tokens_per_second": row.tokens_per_second,
         "overload": row.overload,
         "finish_order_violations": finish_order_violations(row.records),
+        "fairness": row.fairness,
         "differences": len(row.differences),
         "counted_differences": len(row.counted_differences),
         "levels": _levels_document(row.levels),

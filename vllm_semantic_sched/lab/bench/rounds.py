@@ -16,6 +16,7 @@ from vllm_semantic_sched.lab.bench.metrics import (
     Summary,
     by_level,
     failed,
+    fairness,
     fit_idle,
     latest_send,
     normalized_waiting,
@@ -163,6 +164,11 @@ class MixResult:
     def tokens_per_second(self) -> float:
         """Output tokens per second of the best round."""
         return self.best.tokens_per_second
+
+    @property
+    def fairness(self) -> float:
+        """Jain's index over tenants in the best round; see `metrics.fairness`."""
+        return fairness(self.best.records)
 
     @property
     def latest_send(self) -> float:

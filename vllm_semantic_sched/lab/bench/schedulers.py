@@ -100,16 +100,19 @@ class SchedulerSpec:
         return f"{self.kind}.{mix}-{index}"
 
     def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
-        """Return the fields of the request's body that tell this scheduler the urgency, and, for
-        `semantic-known`, the length."""
+        """Return the fields of the request's body that tell this scheduler the tenant and the
+        urgency, and, for `semantic-known`, the length."""
         if self.kind == "priority":
             return {"priority": request.level}
-        if not self.kind.startswith("semantic-"):
+        if self.kind == "fcfs":
             return {}
-        hint = {"vllm_xargs": {"urgency": request.level}}
+        told: dict[str, Any] = {"tenant": request.tenant} if request.tenant else {}
+        if not self.reads_text:
+            told["urgency"] = request.level
+        extras: dict[str, Any] = {"vllm_xargs": told} if told else {}
         if self.kind == "semantic-known":
-            return {**hint, "ignore_eos": True, "max_tokens": request.output_tokens}
-        return hint
+            extras |= {"ignore_eos": True, "max_tokens": request.output_tokens}
+        return extras
 
 
 def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:

@@ -51,6 +51,7 @@ class WorkloadConfig:
     `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
     tokens between message and question. With `natural` the model ends its answers itself. `place`
     is that of the message: `alone`, `before` a question, or `inside`, between two questions.
+    `tenants` are the weights of the tenants that send requests; empty: requests have no tenant.
     """
 
     requests: int = 600
@@ -63,6 +64,7 @@ class WorkloadConfig:
     long_prompts: float = 0.0
     natural: bool = False
     place: str = "before"
+    tenants: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class BenchRequest:
     level: int
     text: str
     output_tokens: int
+    tenant: str = ""
 
     @property
     def text_hash(self) -> str:
@@ -107,15 +110,31 @@ def parse_mix(mix: str) -> tuple[float, ...]:
     ValueError if it is neither, or the weights have no positive sum."""
     if mix in MIXES:
         return MIXES[mix]
-    try:
-        weights = [float(part) for part in mix.split(":")]
-    except ValueError:
-        weights = []
-    if len(weights) != LEVELS or min(weights) < 0 or sum(weights) <= 0:
+    weights = _parse_weights(mix)
+    if len(weights) != LEVELS:
         raise ValueError(
             f"mix {mix!r} is neither one of {', '.join(MIXES)} nor {LEVELS} weights like 1:2:3:2:2"
         )
-    return tuple(weight / sum(weights) for weight in weights)
+    return weights
+
+
+def parse_tenants(text: str) -> tuple[float, ...]:
+    """Return the shares of the tenants, given as weights separated by colons; none for an empty
+    text. ValueError if there are others than weights, or they have no positive sum."""
+    weights = _parse_weights(text)
+    if text and not weights:
+        raise ValueError(f"tenants {text!r} are not weights like 4:1:1")
+    return weights
+
+
+def _parse_weights(text: str) -> tuple[float, ...]:
+    """Weights separated by colons, divided by their sum; none if that is not what the text has."""
+    try:
+        weights = [float(part) for part in text.split(":")]
+    except ValueError:
+        return ()
+    total = sum(weights)
+    return tuple(weight / total for weight in weights) if min(weights) >= 0 < total else ()
 
 
 def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) -> Workload:
@@ -141,6 +160,7 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     arrivals = _draw_arrivals(config, rng)
     # A generator of its own: the same requests with and without long contexts.
     context_rng = np.random.default_rng([config.seed, 1])
+    tenants = _draw_tenants(config)
     requests = []
     for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
         question = source(rng)
@@ -154,7 +174,7 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         text = " ".join(parts)
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
-        requests.append(BenchRequest(index, arrival, level, text, length))
+        requests.append(BenchRequest(index, arrival, level, text, length, tenants[index]))
     return Workload(config, tuple(requests), description)
 
 
@@ -167,6 +187,17 @@ def _draw_levels(shares: Sequence[float], count: int, rng: np.random.Generator) 
     edges = np.rint(np.cumsum(shares) * count).astype(int)
     levels = np.searchsorted(edges, np.arange(count), side="right")
     return [int(level) for level in rng.permutation(levels)]
+
+
+def _draw_tenants(config: WorkloadConfig) -> list[str]:
+    """The tenant of each request; from a generator of its own, as contexts are."""
+    import numpy as np
+
+    if not config.tenants:
+        return [""] * config.requests
+    rng = np.random.default_rng([config.seed, 2])
+    drawn = rng.choice(len(config.tenants), config.requests, p=config.tenants)
+    return [f"tenant {number}" for number in drawn]
 
 
 def _draw_arrivals(config: WorkloadConfig, rng: np.random.Generator) -> list[float]:
