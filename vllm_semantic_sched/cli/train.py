@@ -103,8 +103,8 @@ def _length_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tune-encoder",
         action="store_true",
-        help="train the encoder too; better from about a thousand texts on, slower, and the urgency "
-        "head is only held in place by its own predictions on them",
+        help="train the encoder too; better from a thousand texts on, slower, and the urgency head "
+        "is only held in place by its own predictions on them",
     )
     _common_arguments(parser, epochs=4)
     _test_argument(parser)
