@@ -103,8 +103,8 @@ def _length_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tune-encoder",
         action="store_true",
-        help="train the encoder too; better from a thousand texts on, slower, and the urgency head "
-        "is only held in place by its own predictions on them",
+        help="train the encoder and a deep head for --epochs: for many thousand texts; slow, and "
+        "the urgency head is only held in place by its own predictions on them",
     )
     _common_arguments(parser, epochs=4)
     _test_argument(parser)
@@ -183,6 +183,8 @@ def _train_urgency(args: argparse.Namespace) -> None:
 
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
+    from tqdm import tqdm
+
     from vllm_semantic_sched.lab.evaluation.measure import model_guesser
     from vllm_semantic_sched.lab.training.base import base_folder
     from vllm_semantic_sched.lab.training.fine_tune import train_length
@@ -192,7 +194,8 @@ def _train_length(args: argparse.Namespace) -> None:
     # Loaded now: the new model may replace the base.
     base = model_guesser(TextPredictor.load(str(base_folder(args.base))))
     kept = _set_aside(args.output)
-    tuned = train_length(_options(args), table, args.test, args.tune_encoder)
+    with tqdm(desc="texts read", disable=args.tune_encoder, mininterval=1) as bar:
+        tuned = train_length(_options(args), table, args.test, args.tune_encoder, bar.update)
     report = _report(args, tuned, {_BASE: base})
     before = report["baselines"].get(_BASE, {}).get("kendall_tau") or 0.0
     after = report["kendall_tau"] or 0.0
@@ -250,7 +253,7 @@ def _collected(args: argparse.Namespace) -> Path:
     if problems := collected.problems:
         print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
     if collected.cut:
-        print(f"{collected.cut} answers reached --max-tokens and are left out", file=sys.stderr)
+        print(f"{collected.cut} answers reached --max-tokens and count as so long", file=sys.stderr)
     return table
 
 

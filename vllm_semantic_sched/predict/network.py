@@ -14,13 +14,14 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
     has one entry per length bucket. The length head reads the mean of the last hidden states over
     real tokens, since the encoder it starts from was pretrained for mean pooling; so does the
     urgency head unless the configuration's `pooling` is "attention": then it reads a weighted mean
-    with weights of its own, or a few words about an emergency would be lost in a long text.
+    with weights of its own, or a few words about an emergency would be lost in a long text. A
+    length head of the kind "linear" (`length_head` in the configuration) has one score, of the
+    mean and of the words themselves, for all its logits: what a few hundred answers can teach.
     """
 
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__(config)
-        self.length_pre_classifier = nn.Linear(config.dim, config.dim)
-        self.length_classifier = nn.Linear(config.dim, len(config.length_bucket_means))
+        self.make_length_head(getattr(config, "length_head", "deep"))
         if getattr(config, "pooling", "mean") == "attention":
             self.add_attention()
         self.post_init()
@@ -34,28 +35,44 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         self.token_weight = nn.Linear(self.config.dim, 1, bias=False)
         nn.init.zeros_(self.token_weight.weight)
 
-    def head(self, name: Literal["urgency", "length"]) -> nn.ModuleList:
-        """The layers that belong to one head alone."""
-        if name == "urgency":
-            own = (self.pre_classifier, self.classifier, getattr(self, "token_weight", None))
-            return nn.ModuleList(one for one in own if one is not None)
-        return nn.ModuleList((self.length_pre_classifier, self.length_classifier))
+    def make_length_head(self, kind: Literal["deep", "linear"]) -> None:
+        """Replace the length head by an untrained one; the linear one is of zeros."""
+        dim, buckets = self.config.dim, len(self.config.length_bucket_means)
+        self.config.length_head = kind
+        self.length_words = None
+        if kind == "linear":
+            self.length_words = nn.Parameter(torch.zeros(self.config.vocab_size))
+        hidden = 1 if kind == "linear" else dim
+        self.length_pre_classifier = nn.Linear(dim, hidden)
+        self.length_classifier = nn.Linear(hidden, buckets)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of both heads: (batch, levels) and (batch, buckets).
 
         `input_ids` and `attention_mask` are (batch, tokens) integers; padding has mask 0.
         """
+        states, mean = self.states(input_ids, attention_mask)
+        mask = attention_mask.unsqueeze(-1)
+        urgency = torch.relu(self.pre_classifier(self._weighted(states, mask, mean)))
+        return (
+            self.classifier(self.dropout(urgency)),
+            self.length_classifier(self._length_state(input_ids, attention_mask, mean)),
+        )
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The last hidden states (batch, tokens, dim), and their mean over real tokens."""
         states = self.distilbert(input_ids, attention_mask=attention_mask).last_hidden_state
         states = states.float()  # whatever the encoder computes in, the mean is exact
         mask = attention_mask.unsqueeze(-1).float()
-        pooled = (states * mask).sum(1) / mask.sum(1).clamp(min=1.0)
-        urgency = torch.relu(self.pre_classifier(self._weighted(states, mask, pooled)))
-        length = torch.relu(self.length_pre_classifier(pooled))
-        return (
-            self.classifier(self.dropout(urgency)),
-            self.length_classifier(self.dropout(length)),
-        )
+        return states, (states * mask).sum(1) / mask.sum(1).clamp(min=1.0)
+
+    def _length_state(self, ids: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+        """What the length head's last layer reads: (batch, dim), or (batch, 1) if it is linear."""
+        state = self.length_pre_classifier(mean)
+        if self.length_words is None:
+            return self.dropout(torch.relu(state))
+        words = (self.length_words[ids] * mask).sum(1) / mask.sum(1).clamp(min=1).sqrt()
+        return state + words.unsqueeze(1)
 
     def _weighted(self, states: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
         """What the urgency head reads of the states (batch, tokens, dim): (batch, dim)."""

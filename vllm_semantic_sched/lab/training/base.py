@@ -4,8 +4,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, BertModel, DistilBertConfig
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
@@ -52,13 +53,16 @@ def has_heads(network: UrgencyLengthClassifier) -> bool:
     return bool(network.config.length_bucket_edges)
 
 
-def set_length_buckets(network: UrgencyLengthClassifier, lengths: Sequence[int]) -> None:
+def set_length_buckets(
+    network: UrgencyLengthClassifier,
+    lengths: Sequence[int],
+    head: Literal["deep", "linear"] = "deep",
+) -> None:
     """Give the network a new length head, for buckets at the quantiles of `lengths` (tokens)."""
     buckets = length_buckets(lengths, _BUCKETS)
     network.config.length_bucket_edges = list(buckets.edges)
     network.config.length_bucket_means = list(buckets.means)
-    network.length_pre_classifier.reset_parameters()
-    network.length_classifier = nn.Linear(network.config.dim, len(buckets.means))
+    network.make_length_head(head)
 
 
 def set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> None:

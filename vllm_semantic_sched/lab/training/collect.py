@@ -12,8 +12,8 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass
 class Collected:
-    """Outcome: prompts answered, answers left out because they reached the limit on tokens, and
-    one message per prompt that failed."""
+    """Outcome: prompts answered, those of them whose answers reached the limit on tokens, and one
+    message per prompt that failed."""
 
     answered: int = 0
     cut: int = 0
@@ -34,7 +34,7 @@ def collect_lengths(
 
     Each row is written when its answer arrives, and prompts that the table already holds are not
     sent again: an interrupted collection resumes where it stopped. Answers that `max_tokens` cut
-    are left out, because their full length is unknown.
+    count as that long: left out, prompts for long answers would look like any others.
 
     Args:
         url: of an OpenAI-compatible server, with or without `/v1`.
@@ -113,11 +113,9 @@ async def _collect(
                         collected.problems.append(repr(error))
                     else:
                         collected.answered += 1
-                        if finish == "length":
-                            collected.cut += 1
-                        else:
-                            rows.writerow((text, tokens))
-                            file.flush()
+                        collected.cut += finish == "length"
+                        rows.writerow((text, tokens))
+                        file.flush()
                 done += 1
                 progress(done, len(texts))
 

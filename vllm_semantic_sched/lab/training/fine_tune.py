@@ -21,6 +21,7 @@ from vllm_semantic_sched.lab.training.base import (
 from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil, renewed
 from vllm_semantic_sched.lab.training.fit import FINE_TUNING_RATE, average, fit
+from vllm_semantic_sched.lab.training.length import fit_length_head
 from vllm_semantic_sched.lab.training.messages import everyday_prompt
 from vllm_semantic_sched.lab.training.mixture import domain_examples
 from vllm_semantic_sched.lab.training.train import Options
@@ -95,27 +96,36 @@ def train_urgency(
     )
 
 
-def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
+def train_length(
+    options: Options,
+    table: Path,
+    test: Path | None,
+    tune_encoder: bool,
+    on_texts: Callable[[int], object] = lambda count: None,
+) -> FineTuned:
     """Train the length head on a CSV with the columns text,output_tokens.
 
     Args:
         test: see `train_urgency`.
-        tune_encoder: train the encoder as well.
+        tune_encoder: train the encoder as well, with a deep head.
+        on_texts: see `fit_length_head`.
 
     Raises:
         ValueError: a table is invalid, or there are too few texts.
     """
+    examples = _labeled(table, "output_tokens")
+    tests = None if test is None else _labeled(test, "output_tokens")
+    if not tune_encoder:
+        training, _, held_out, known = _parts(examples, tests, uncalibrated=True)
+        fit_length_head(options.base, options.output, training, seed=options.seed,
+                        threads=options.threads, on_texts=on_texts)  # fmt: skip
+        return _written(options.output, training, held_out, known, None)
 
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
 
     return _fine_tune(
-        options,
-        _labeled(table, "output_tokens"),
-        None if test is None else _labeled(test, "output_tokens"),
-        keep="urgency",
-        encoder_rate=FINE_TUNING_RATE if tune_encoder else 0.0,
-        prepare=prepare,
+        options, examples, tests, keep="urgency", encoder_rate=FINE_TUNING_RATE, prepare=prepare
     )
 
 
@@ -160,9 +170,9 @@ def _fine_tune(
     `tests` is None, a tenth to test on.
 
     Args:
-        keep: the head that is not trained. It stays as it is under a frozen encoder, and is trained
-            on its own first predictions while the encoder changes.
-        encoder_rate: learning rate of the encoder; 0 freezes it.
+        keep: the head that is not trained, but on its own first predictions, while the encoder
+            changes.
+        encoder_rate: learning rate of the encoder.
         prepare: fits the network's heads to the training examples.
         same_heads: the heads stay those of the base, if it has any. Then the trained network is
             averaged with the base, whose calibration it keeps.
@@ -175,9 +185,7 @@ def _fine_tune(
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
     fitted: Sequence[Example] = training
-    if not encoder_rate:
-        network.head(keep).requires_grad_(False)
-    elif has_heads(network):
+    if has_heads(network):
         fitted = _with_predictions(training, folder, keep, options.threads)
     _fit(options, network, tokenizer, fitted, encoder_rate)
     if same_heads:
@@ -190,11 +198,22 @@ def _fine_tune(
     elif instant is not None and not same_heads:
         instant = renewed(instant, network.config.num_labels, None)
     _distil(options, training, instant)
-    write_examples(training, options.output / TRAINING_FILE)
-    write_examples(tests, options.output / TEST_FILE)
     if keep == "length":
         write_thresholds(options.output, training, options.threads)
-    return FineTuned(len(tests), known, len(training) if keep == "length" else None)
+    fitted_texts = len(training) if keep == "length" else None
+    return _written(options.output, training, tests, known, fitted_texts)
+
+
+def _written(
+    output: Path,
+    training: Sequence[Example],
+    tests: Sequence[Example],
+    known: int | None,
+    threshold_texts: int | None,
+) -> FineTuned:
+    write_examples(training, output / TRAINING_FILE)
+    write_examples(tests, output / TEST_FILE)
+    return FineTuned(len(tests), known, threshold_texts)
 
 
 def _fit(

@@ -65,8 +65,7 @@ def fit(
 
     Args:
         round_examples: the examples of a round, given its number; as many in every round.
-        encoder_rate: learning rate of the encoder; 0 trains the heads alone, those of them
-            whose parameters require gradients.
+        encoder_rate: learning rate of the encoder.
         frozen: number of the encoder's lowest layers that stay as they are.
         after_round: called after each complete round.
         on_step: called after each step.
@@ -156,18 +155,13 @@ def _parameter_groups(
     network: UrgencyLengthClassifier, encoder_rate: float, frozen: int
 ) -> list[dict[str, Any]]:
     layers = network.distilbert.transformer
-    layers.requires_grad_(encoder_rate > 0)
+    layers.requires_grad_(True)
     layers.layer[:frozen].requires_grad_(False)
-    heads = [
-        value
-        for name, value in network.named_parameters()
-        if "distilbert." not in name and value.requires_grad
-    ]
+    heads = [value for name, value in network.named_parameters() if "distilbert." not in name]
     groups: list[dict[str, Any]] = [{"params": heads, "lr": _HEAD_RATE}]
-    if encoder_rate:
-        for depth, layer in enumerate(reversed(layers.layer[frozen:])):
-            rate = encoder_rate * _LAYER_DECAY**depth
-            groups.append({"params": [*layer.parameters()], "lr": rate})
+    for depth, layer in enumerate(reversed(layers.layer[frozen:])):
+        rate = encoder_rate * _LAYER_DECAY**depth
+        groups.append({"params": [*layer.parameters()], "lr": rate})
     return groups
 
 

@@ -1,0 +1,182 @@
+"""Fits the length head to output lengths, in seconds and without touching the rest of the network.
+
+A served model's own answers number hundreds or a few thousand, too few to train a network on, and
+their lengths hang on words ("list", "briefly") more than on meaning. So ridge regression predicts
+the logarithm of the length from the encoder's mean state and from the words: wide and deep (Cheng
+et al., "Wide & Deep Learning for Recommender Systems", 2016). Its score becomes logits of the
+length buckets by a discriminant with one common variance, fitted to texts that the regression had
+not seen. The instant reader gets a regression of its own, on its own words.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import KFold, cross_val_predict
+
+from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training.base import bucket_of, load_base, set_length_buckets
+from vllm_semantic_sched.predict import WEIGHTS_FILES
+from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.weights import save_network
+
+_TEXTS_PER_PASS = 32
+_STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the regression's penalty; the best on unseen parts
+_PARTS = 5
+
+Floats = NDArray[numpy.float64]
+Ints = NDArray[numpy.int64]
+
+
+class LengthHead(NamedTuple):
+    """Logits of b buckets from k features: (features @ weights + offset) * slope + bias."""
+
+    weights: Floats
+    offset: float
+    slope: Floats
+    bias: Floats
+
+
+def fit_length_head(
+    base: str,
+    output: Path,
+    training: Sequence[Example],
+    *,
+    seed: int,
+    threads: int,
+    on_texts: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Write to `output` the base with a length head, also of its instant reader, that is fitted to
+    the `output_tokens` of the examples. Its levels stay as they are.
+
+    Args:
+        base: `shipped`, or a folder that `semsched train` wrote.
+        seed: of the parts that strengths are compared on.
+        on_texts: called with the number of texts read since the last call.
+    """
+    torch.set_num_threads(threads)
+    folder, network, tokenizer = load_base(base)
+    instant = InstantTable.load(folder)  # before a model in the same folder replaces it
+    texts = [one.text for one in training]
+    lengths = [one.output_tokens or 1 for one in training]
+    set_length_buckets(network, lengths, "linear")
+    network.config.length_temperature = 1.0
+    edges = network.config.length_bucket_edges
+    words, states = _network_features(network, tokenizer, texts, on_texts)
+    scales = [_word_scale(words), _state_scale(states)]
+    fitted = _fit([words, sparse.csr_matrix(states)], scales, lengths, edges, seed)
+    _set_head(network, fitted)
+    # The encoder is as it was, so what it was stored in still holds it.
+    int8 = (folder / WEIGHTS_FILES["int8"]).is_file()
+    save_network(network, folder, output, "int8" if int8 else "fp16")
+    if instant is None:
+        return
+    features = FeatureReader.load(folder)
+    bags = _bags([features.features(text) for text in texts], features.rows, DAMPING)
+    _renewed(instant, _fit([bags], [_word_scale(bags)], lengths, edges, seed)).save(output)
+
+
+def _network_features(
+    network: UrgencyLengthClassifier,
+    tokenizer: WindowTokenizer,
+    texts: Sequence[str],
+    on_texts: Callable[[int], object],
+) -> tuple[Any, Floats]:
+    """What the linear head reads of each text: a sparse (texts, wordpieces) and (texts, dim)."""
+    rows, means = tokenizer.encode(texts), numpy.empty((len(texts), network.config.dim))
+    order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
+    network.eval()
+    with torch.inference_mode():
+        for start in range(0, len(order), _TEXTS_PER_PASS):
+            part = order[start : start + _TEXTS_PER_PASS]
+            _, mean = network.states(*tokenizer.pad([rows[at] for at in part]))
+            means[part] = mean.numpy()
+            on_texts(len(part))
+    return _bags(rows, network.config.vocab_size, 0.5), means
+
+
+def _bags(rows: Sequence[Sequence[int] | Ints], columns: int, damping: float) -> Any:
+    """Sparse (texts, columns): how often each occurs, over (places in the text) ** damping."""
+    counts = numpy.array([len(row) for row in rows])
+    values = numpy.repeat(1.0 / numpy.maximum(1, counts) ** damping, counts)
+    ends = numpy.concatenate(([0], counts.cumsum()))
+    places = numpy.concatenate([numpy.asarray(row, dtype=numpy.int64) for row in rows])
+    bags = sparse.csr_matrix((values, places, ends), shape=(len(rows), columns))
+    bags.sum_duplicates()
+    return bags
+
+
+def _word_scale(bags: Any) -> Floats:
+    """Weight of each column before the penalty: rare words tell more, single ones nothing. The mean
+    row has norm 1."""
+    texts = numpy.asarray((bags > 0).sum(axis=0)).ravel()
+    scale = numpy.where(texts > 1, 1 + numpy.log((1 + bags.shape[0]) / (1 + texts)), 0.0)
+    squares = bags.multiply(bags) @ numpy.square(scale)
+    return numpy.asarray(scale / max(1e-9, float(numpy.sqrt(squares).mean())))
+
+
+def _state_scale(states: Floats) -> Floats:
+    spread = numpy.maximum(states.std(axis=0), 1e-6)
+    return numpy.asarray(1 / (spread * numpy.sqrt(states.shape[1])))
+
+
+def _fit(
+    parts: Sequence[Any],
+    scales: Sequence[Floats],
+    lengths: Sequence[int],
+    edges: Sequence[int],
+    seed: int,
+) -> LengthHead:
+    """Ridge regression of the logarithms of `lengths` on the scaled features, of the strength that
+    predicts unseen parts best, and the discriminant of the buckets."""
+    scale = numpy.concatenate(scales)
+    features = sparse.hstack(parts).tocsr() @ sparse.diags(scale)
+    truth = numpy.log(lengths)
+    folds = KFold(min(_PARTS, len(lengths)), shuffle=True, random_state=seed)
+    unseen = {
+        strength: cross_val_predict(Ridge(strength), features, truth, cv=folds)
+        for strength in _STRENGTHS
+    }
+    best = min(_STRENGTHS, key=lambda strength: numpy.square(unseen[strength] - truth).mean())
+    ridge = Ridge(best).fit(features, truth)
+    buckets = numpy.array([bucket_of(length, edges) for length in lengths])
+    slope, bias = _discriminant(unseen[best], buckets, len(edges) + 1)
+    return LengthHead(ridge.coef_ * scale, float(ridge.intercept_), slope, bias)
+
+
+def _discriminant(scores: Floats, buckets: Ints, count: int) -> tuple[Floats, Floats]:
+    """Slope and bias of the logits of `count` buckets over a score that is normal in each of them,
+    with a mean that rises and a common variance."""
+    means = numpy.array([scores[buckets == bucket].mean() for bucket in range(count)])
+    variance = max(1e-6, float(numpy.square(scores - means[buckets]).mean()))
+    means = numpy.maximum.accumulate(means)
+    shares = numpy.bincount(buckets, minlength=count) / len(buckets)
+    return means / variance, numpy.log(shares) - numpy.square(means) / (2 * variance)
+
+
+def _set_head(network: UrgencyLengthClassifier, head: LengthHead) -> None:
+    state = {
+        "length_words": head.weights[: network.config.vocab_size],
+        "length_pre_classifier.weight": head.weights[None, network.config.vocab_size :],
+        "length_pre_classifier.bias": [head.offset],
+        "length_classifier.weight": head.slope[:, None],
+        "length_classifier.bias": head.bias,
+    }
+    own = network.state_dict()
+    for name, value in state.items():
+        own[name].copy_(torch.as_tensor(numpy.asarray(value), dtype=torch.float32))
+
+
+def _renewed(table: InstantTable, head: LengthHead) -> InstantTable:
+    """`table` with another length head."""
+    bias = head.offset * head.slope + head.bias
+    rows = numpy.hstack((table.rows[:, : table.levels], numpy.outer(head.weights, head.slope)))
+    both = numpy.concatenate((table.bias[: table.levels], bias))
+    return InstantTable(rows.astype(numpy.float32), both.astype(numpy.float32), table.levels)
