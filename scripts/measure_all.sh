@@ -98,8 +98,8 @@ step corrections scripts/studies/corrections.py
 step second-look scripts/studies/second_look.py --output "$output/second-look"
 step order scripts/studies/order.py --output "$output/order" --quiet
 # On the real engine.
-for place in before alone; do # its matrices are worth a thread per core
-    OMP_NUM_THREADS=$(nproc) step "real-$place" semsched bench run --model "$real" --natural-ends --place $place \
+for place in before alone; do
+    step "real-$place" semsched bench run --model "$real" --natural-ends --place $place \
         --requests 120 --rounds 2 --overload 5.5 --host-gib 0.5 --quick --repeats 1 --nice -5 \
         --check-outputs --detail --mix rare,even --max-output 160 --quiet \
         --output "$output/real-$place"
