@@ -2,9 +2,9 @@
 one that has learned from the same server's answers, by a ridge regression, and by a regression that
 reads on, which sees the end of the answer so far at every 32nd token.
 
-Collects answers of a running server (resumable; cut ones are left out), holds a fifth of them out
-by a digest, and prints Kendall's tau of the predicted with the true tokens left, for the held-out
-answers, at their start and after 25, 50 and 75 %.
+Collects answers of a running server (resumable), holds a fifth of them out by a digest, and prints
+Kendall's tau of the predicted with the true tokens left, for the held-out answers that ended, at
+their start and after 25, 50 and 75 %, and for all of them, cut ones as they are, at the start.
 
     python scripts/studies/reading_on.py --url http://127.0.0.1:8000 --prompts prompts.txt \\
         --answers answers.jsonl --learned MODEL
@@ -154,15 +154,23 @@ def end(answer: Answer, there: int) -> str:
     return text[: round(len(text) * there / answer["tokens"])][-_SEEN:]
 
 
+def agreement(answers: Sequence[Answer], left: Left, place: float) -> float:
+    """Kendall's tau of the tokens left when so much of each answer is there."""
+    there = [int(place * one["tokens"]) for one in answers]
+    truth = [one["tokens"] - at for one, at in zip(answers, there, strict=True)]
+    return kendall_tau(truth, [left(one, at) for one, at in zip(answers, there, strict=True)])
+
+
 def run(args: argparse.Namespace) -> int:
     """Collect, train and print the table."""
     if args.url:
         prompts = [line.strip() for line in args.prompts.read_text("utf-8").splitlines()]
         wanted = [line for line in prompts if line]
         asyncio.run(collect(args.url, wanted, args.answers, args.max_tokens))
-    answers = [one for one in read(args.answers) if one["finish"] == "stop"]
+    answers = read(args.answers)
     training = [one for one in answers if not held_out(one)]
     unseen = [one for one in answers if held_out(one)]
+    ended = [one for one in unseen if one["finish"] == "stop"]
     if args.training_csv:
         rows = [Example(one["text"], None, one["tokens"]) for one in training]
         write_examples(rows, args.training_csv)
@@ -171,17 +179,14 @@ def run(args: argparse.Namespace) -> int:
     if args.learned:
         ways["learned"] = by_buckets(TextPredictor.load(args.learned, 2), answers)
     ways["ridge on the prompt"] = by_ridge(training, unseen)
-    ways["reading on"] = reading_on(training, ways.get("learned", ways["shipped"]))
-    title = f"Kendall's tau of {len(unseen)} unseen answers ({len(training)} to learn from)"
-    table = make_table(title, "tokens left by", *(f"{place:.0%} there" for place in _PLACES))
+    whole = [one for one in training if one["finish"] == "stop"]
+    ways["reading on"] = reading_on(whole, ways.get("learned", ways["shipped"]))
+    title = f"Kendall's tau of {len(ended)} unseen answers ({len(training)} to learn from)"
+    heads = (f"{len(unseen)} at start", *(f"{place:.0%} there" for place in _PLACES))
+    table = make_table(title, "tokens left by", *heads)
     for name, left in ways.items():
-        cells = []
-        for place in _PLACES:
-            there = [int(place * one["tokens"]) for one in unseen]
-            truth = [one["tokens"] - at for one, at in zip(unseen, there, strict=True)]
-            guess = [left(one, at) for one, at in zip(unseen, there, strict=True)]
-            cells.append(f"{kendall_tau(truth, guess):.3f}")
-        table.add_row(name, *cells)
+        cells = [agreement(unseen, left, 0.0), *(agreement(ended, left, at) for at in _PLACES)]
+        table.add_row(name, *(f"{cell:.3f}" for cell in cells))
     make_console().print(table)
     return 0
 
