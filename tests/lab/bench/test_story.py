@@ -12,6 +12,7 @@ WORKLOAD = fake_workload(40)
     ("paces", "said"),
     [
         ({"fcfs": 1.0, "semantic": 0.1}, ("read from the text", "10 times sooner", "0.10 times")),
+        ({"fcfs": 99.8, "semantic": 0.998}, ("after 1 s", "took 100 s", "100 times sooner")),
         ({"fcfs": 0.5, "semantic": 1.0}, ("read from the text", "2 times later", "2.00 times")),
         ({"fcfs": 1.0, "semantic-true": 1.02}, ("given as a hint", "about as soon", "took about")),
     ],

@@ -89,7 +89,7 @@ def _compared(factor: float, more: str, less: str) -> str:
         return "not to be compared"
     if abs(factor - 1) < _SAME:
         return "about as soon"
-    return f"{max(factor, 1 / factor):.2g} times {more if factor > 1 else less}"
+    return f"{_short(max(factor, 1 / factor))} times {more if factor > 1 else less}"
 
 
 def _ratio(factor: float) -> str:
@@ -97,7 +97,12 @@ def _ratio(factor: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2g} s" if value < 100 else f"{value:.0f} s"
+    return f"{_short(value)} s"
+
+
+def _short(value: float) -> str:
+    """Two digits or all whole ones, never with an exponent."""
+    return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"
 
 
 def _waiting(row: MixResult) -> float:
