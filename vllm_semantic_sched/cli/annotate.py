@@ -9,9 +9,8 @@ instant reader alone. It has no authentication: keep it on the gateway's own net
 from __future__ import annotations
 
 import argparse
-import sys
 
-from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.arguments import fail, positive
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 
 
@@ -34,6 +33,5 @@ def run(args: argparse.Namespace) -> int:
         app = make_app(Annotator.load(args.policy))
         web.run_app(app, host=args.host, port=args.port)
     except (ImportError, OSError, ValueError) as error:
-        print(f"semsched annotate: {error}", file=sys.stderr)
-        return 1
+        return fail("annotate", error)
     return 0

@@ -15,6 +15,12 @@ class BadOption(ValueError):
     """An option has a value that makes no sense. The message names the option."""
 
 
+def fail(command: str, problem: object, status: int = 1) -> int:
+    """Print why a command fails; returns its exit status."""
+    print(f"semsched {command}: {problem}", file=sys.stderr)
+    return status
+
+
 def positive(text: str) -> int:
     """Type of an argument that must be a positive integer."""
     number = int(text)
@@ -59,16 +65,15 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 def run_simulation(
     command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
 ) -> int:
-    """Run a command that simulates and return its exit status: 2 if the scenario or an option is
-    invalid, 1 if a file cannot be written."""
+    """Run a command that simulates and return its exit status: 2 if the scenario, a trace or an
+    option is invalid, 1 if a file cannot be written."""
     from vllm_semantic_sched.sim.engine import RequestTooLarge
     from vllm_semantic_sched.sim.workload import TraceError
 
     try:
         return run(args)
     except (PolicyError, TraceError, RequestTooLarge, BadOption, OSError) as error:
-        print(f"semsched {command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
+        return fail(command, error, 1 if isinstance(error, OSError) else 2)
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:

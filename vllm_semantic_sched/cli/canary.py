@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.facts.files import read_config
@@ -86,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             answer = client.call("GET", "/canary")
     except (AdminError, PolicyError) as error:
-        print(f"semsched canary: {error}", file=sys.stderr)
-        return 1
+        return fail("canary", error)
     return _print(answer["engines"])
 
 

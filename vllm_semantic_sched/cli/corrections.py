@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.config import load_policy
@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     is_server = args.source.startswith(("http://", "https://"))
     try:
         if args.correct is not None:
-            return _correct(args) if is_server else _fail("--correct needs a server's address", 2)
+            if not is_server:
+                return fail("corrections", "--correct needs a server's address", 2)
+            return _correct(args)
         corrections = _read(args) if is_server else read_corrections(Path(args.source))
         decision = load_policy(args.policy).decision
         from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
@@ -72,13 +74,8 @@ def run(args: argparse.Namespace) -> int:
             args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
             print(f"written: {args.output}; put its keys into the policy and reload it")
     except (AdminError, ImportError, OSError, ValueError) as error:
-        return _fail(str(error))
+        return fail("corrections", error)
     return 0
-
-
-def _fail(message: str, status: int = 1) -> int:
-    print(f"semsched corrections: {message}", file=sys.stderr)
-    return status
 
 
 def _read(args: argparse.Namespace) -> list[Correction]:
@@ -89,7 +86,7 @@ def _read(args: argparse.Namespace) -> list[Correction]:
 def _correct(args: argparse.Namespace) -> int:
     name, _, level = args.correct.rpartition("=")
     if not name or not level.isdecimal():
-        return _fail(f"--correct {args.correct}: expected ID=LEVEL", 2)
+        return fail("corrections", f"--correct {args.correct}: expected ID=LEVEL", 2)
     server = AdminClient(args.source, args.api_key)
     answer = server.post("/correct", id=name, level=int(level), sampled=args.sampled)
     print(f"{name}: served at level {answer['level']}, corrected to {answer['corrected']}")

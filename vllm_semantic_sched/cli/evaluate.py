@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
@@ -115,11 +116,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         missed = _evaluate(args)
     except (OSError, ValueError, ImportError) as error:
-        print(f"semsched evaluate: {with_hint(error)}", file=sys.stderr)
-        return 1
-    for line in missed:
-        print(f"semsched evaluate: {line}", file=sys.stderr)
-    return 1 if missed else 0
+        return fail("evaluate", with_hint(error))
+    return max((fail("evaluate", line) for line in missed), default=0)
 
 
 def with_hint(error: Exception) -> str:

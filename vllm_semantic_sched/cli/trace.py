@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import positive
+from vllm_semantic_sched.cli.arguments import fail, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 
 _MOST_FINDINGS = 20  # printed
@@ -57,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.log[0] == Path("verify"):
         return _verify(args.log[1:])
     if args.output is None or len(args.log) > 1:
-        print("semsched trace: name one log and --output DIR, or `verify`", file=sys.stderr)
-        return 2
+        return fail("trace", "name one log and --output DIR, or `verify`", 2)
     (args.log,) = args.log
     from vllm_semantic_sched.lab.report.trace import trace_page
     from vllm_semantic_sched.operate.event_log import LogReader, TierSummary
@@ -76,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
             for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
         ]
         if not rows:
-            print(f"semsched trace: {args.log}: no events found", file=sys.stderr)
-            return 2
+            return fail("trace", f"{args.log}: no events found", 2)
         args.output.mkdir(parents=True, exist_ok=True)
         drawn.sort(key=lambda request: request.arrival)
         spans = [span for request in drawn for span in request.spans]
@@ -88,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         options = {"log": args.log, "limit": args.limit, "since": args.since}
         written += save_page(trace_page(rows, spans, reader, options), args.output)
     except OSError as error:
-        print(f"semsched trace: {error}", file=sys.stderr)
-        return 1
+        return fail("trace", error)
     _print(rows, written, reader.unreadable, len(drawn))
     return 0
 
@@ -103,8 +99,7 @@ def _verify(paths: list[Path]) -> int:
         try:
             audit = verify(log)
         except OSError as error:
-            print(f"semsched trace: {error}", file=sys.stderr)
-            return 1
+            return fail("trace", error)
         for finding in audit.findings[:_MOST_FINDINGS]:
             print(f"{finding.kind:7} {finding.where}: {finding.text}")
         if len(audit.findings) > _MOST_FINDINGS:

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
@@ -144,8 +145,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.make(args)
     except (OSError, ImportError, ValueError) as error:
-        print(f"semsched train {args.kind}: {with_hint(error)}", file=sys.stderr)
-        return 1
+        return fail(f"train {args.kind}", with_hint(error))
     return 0
 
 

@@ -7,7 +7,6 @@ urgency level, and which promises would be broken.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,13 +43,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if a file cannot be read or written, 2 if the log or a policy is unusable.
     """
-    from vllm_semantic_sched.lab.whatif import UnusableLog
-
-    try:
-        return run_simulation("whatif", _run, args)
-    except UnusableLog as error:
-        print(f"semsched whatif: {error}", file=sys.stderr)
-        return 2
+    return run_simulation("whatif", _run, args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.cli.console import make_console, make_table
 
 if TYPE_CHECKING:
@@ -56,20 +56,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         logs = logs_in(map(Path, names))
         if not logs:
-            print("semsched why: no event log is named", file=sys.stderr)
-            return 2
+            return fail("why", "no event log is named", 2)
         if adds_up:
             _print_summary(summarize(logs, args.level, args.last), args.level)
             return 0
         account = account_of(logs, request)
     except OSError as error:
-        print(f"semsched why: {error}", file=sys.stderr)
-        return 1
+        return fail("why", error)
     if account is None:
-        print(
-            f"semsched why: no request {request!r} in {' '.join(map(str, logs))}", file=sys.stderr
-        )
-        return 2
+        return fail("why", f"no request {request!r} in {' '.join(map(str, logs))}", 2)
     _print_account(account)
     return 0
 
