@@ -130,7 +130,7 @@ def simulated(
 
 def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
     """The requests, arriving `overload` times as fast as the engine under FCFS serves them."""
-    from vllm_semantic_sched.sim.predictor import GivenPredictions
+    from vllm_semantic_sched.sim.predictor import Predictions
     from vllm_semantic_sched.sim.workload import Workload
 
     workload = Workload(
@@ -139,7 +139,7 @@ def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
         np.array([max(1, len(one.text) // _CHARACTERS_PER_TOKEN) for one in requests]),
         np.array([one.output_tokens for one in requests]),
     )
-    nothing = GivenPredictions([], LengthBuckets((), (1.0,)))
+    nothing = Predictions([], LengthBuckets((), (1.0,)))
     together, _ = simulated({"policy": "fcfs"}, workload, nothing)
     seconds = workload.outputs.sum() / together["all"]["tokens_per_second"]
     arrivals = np.array([one.arrival for one in requests])
@@ -148,7 +148,7 @@ def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
 
 def exact(workload: Workload) -> Predictions:
     """The true levels and lengths as predictions."""
-    from vllm_semantic_sched.sim.predictor import GivenPredictions
+    from vllm_semantic_sched.sim.predictor import Predictions
 
     lengths = sorted(set(workload.outputs.tolist()))
     rows = [
@@ -158,7 +158,7 @@ def exact(workload: Workload) -> Predictions:
         )
         for level, tokens in zip(workload.levels, workload.outputs, strict=True)
     ]
-    return GivenPredictions(rows, LengthBuckets(tuple(lengths[1:]), tuple(map(float, lengths))))
+    return Predictions(rows, LengthBuckets(tuple(lengths[1:]), tuple(map(float, lengths))))
 
 
 def compare(workload: Workload, read: Predictions) -> dict[str, Row]:
@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the texts, simulate, print and write `order.json`; always 0."""
     from vllm_semantic_sched.predict.model import TextPredictor
-    from vllm_semantic_sched.sim.predictor import GivenPredictions
+    from vllm_semantic_sched.sim.predictor import Predictions
 
     predictor, written = TextPredictor.load(), []
     assert predictor.length_buckets is not None
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
                 config = WorkloadConfig(requests=args.requests, mix=mix, seed=seed)
                 requests = make_workload(config).requests
                 readings = predictor.predict([one.text for one in requests])
-                read = GivenPredictions(readings, predictor.length_buckets)
+                read = Predictions(readings, predictor.length_buckets)
                 for overload in args.overload:
                     rows_of = found.setdefault((mix, overload), [])
                     rows_of.append(compare(load_of(requests, overload), read))

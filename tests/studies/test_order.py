@@ -6,7 +6,7 @@ from order import compare, load_of, mean_of, simulated
 
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.sim.predictor import GivenPredictions
+from vllm_semantic_sched.sim.predictor import Predictions
 
 PROMPT = "word " * 150
 BUCKETS = LengthBuckets((20, 120), (8.0, 60.0, 240.0))
@@ -27,7 +27,7 @@ def draw_load(seed: int):
         )
         for one, bucket in zip(requests, buckets, strict=True)
     ]
-    return load_of(requests, overload=6.0), GivenPredictions(rows, BUCKETS)
+    return load_of(requests, overload=6.0), Predictions(rows, BUCKETS)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from vllm_semantic_sched.policy.facts.section import parse_section
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.sim.metrics import ALL, Recorder, is_promised
-from vllm_semantic_sched.sim.predictor import GivenPredictions
+from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
@@ -297,7 +297,7 @@ def _given(log: EngineLog, policy: Policy) -> Given:
     for place, one in enumerate(predictions):
         if one is not None and one.length and len(one.length) != len(buckets.means):
             predictions[place] = Prediction(one.urgency)  # of another model
-    return RecordedWorkload(requests), GivenPredictions(predictions, buckets)
+    return RecordedWorkload(requests), Predictions(predictions, buckets)
 
 
 def _doubts(

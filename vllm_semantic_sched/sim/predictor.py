@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
@@ -15,41 +16,12 @@ from vllm_semantic_sched.sim.sections import PredictorModel
 from vllm_semantic_sched.sim.workload import Workload
 
 
+@dataclass(frozen=True, slots=True)
 class Predictions:
-    """The prediction for each request, by index: a level and a bucket; the rest share the
-    probability `doubt`."""
+    """The prediction for each request, None for a text that is not read, and their buckets."""
 
-    def __init__(
-        self,
-        levels: np.ndarray,
-        lengths: np.ndarray,
-        level_count: int,
-        buckets: LengthBuckets,
-        doubt: float = 0.0,
-    ) -> None:
-        self.buckets = buckets
-        self._levels = levels.astype(np.int8)
-        self._lengths = lengths.astype(np.int16)
-        count = len(buckets.means)
-        lengths_of = [_peaked(bucket, count, doubt) for bucket in range(count)]
-        self._predictions = [
-            [Prediction(_peaked(level, level_count, doubt), length) for length in lengths_of]
-            for level in range(level_count)
-        ]
-
-    def __getitem__(self, index: int) -> Prediction | None:
-        return self._predictions[int(self._levels[index])][int(self._lengths[index])]
-
-
-class GivenPredictions(Predictions):
-    """Predictions of a real predictor, in place of drawn ones; None for texts not read."""
-
-    def __init__(self, predictions: Sequence[Prediction | None], buckets: LengthBuckets) -> None:
-        self.buckets = buckets
-        self._given = predictions
-
-    def __getitem__(self, index: int) -> Prediction | None:
-        return self._given[index]
+    each: Sequence[Prediction | None]
+    buckets: LengthBuckets
 
 
 def draw_predictions(
@@ -63,7 +35,7 @@ def draw_predictions(
     else:
         predicted = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
     lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
-    return Predictions(predicted, lengths, levels, buckets)
+    return _predictions(predicted, lengths, levels, buckets, doubt=0.0)
 
 
 def draw_instant(
@@ -77,7 +49,21 @@ def draw_instant(
     buckets, true_buckets = _bucketed(model, workload)
     predicted = mistaken(workload.levels, levels, error, rng)
     lengths = mistaken(true_buckets, len(buckets.means), error, rng)
-    return Predictions(predicted, lengths, levels, buckets, doubt=error)
+    return _predictions(predicted, lengths, levels, buckets, doubt=error)
+
+
+def _predictions(
+    levels: np.ndarray, lengths: np.ndarray, level_count: int, buckets: LengthBuckets, doubt: float
+) -> Predictions:
+    """A level and a bucket for each request; the rest share the probability `doubt`."""
+    count = len(buckets.means)
+    by_length = [_peaked(bucket, count, doubt) for bucket in range(count)]
+    by_level = [
+        [Prediction(_peaked(level, level_count, doubt), length) for length in by_length]
+        for level in range(level_count)
+    ]
+    pairs = zip(levels.tolist(), lengths.tolist(), strict=True)
+    return Predictions([by_level[level][length] for level, length in pairs], buckets)
 
 
 def _bucketed(model: PredictorModel, workload: Workload) -> tuple[LengthBuckets, np.ndarray]:

@@ -174,9 +174,9 @@ class _Simulation:
         extra_args = None if stated is None else {"urgency": stated}
         hint = any_core.read_hints(extra_args, 0)
         reads = any_core.policy.reads(hinted=hint.level is not None)
-        prediction = self._predictions[index] if reads else None
+        prediction = self._predictions.each[index] if reads else None
         awaits = prediction is not None
-        instant = self._instant[index] if awaits and self._instant is not None else None
+        instant = self._instant.each[index] if awaits and self._instant is not None else None
         level = reading_level(any_core.policy, hint, instant)
         placed = self._placed[index] = self._router.choose(level)
         replica = self.replicas[placed.engine]
