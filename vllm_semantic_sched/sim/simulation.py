@@ -12,11 +12,16 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.facts.job import StatedLength
 from vllm_semantic_sched.policy.placement import Placed
+from vllm_semantic_sched.sim.assembly import make_engine
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
-from vllm_semantic_sched.sim.predictor import Predictions, draw_instant, draw_predictions
-from vllm_semantic_sched.sim.replica import Replica
+from vllm_semantic_sched.sim.predictor import (
+    Predictions,
+    PredictorQueue,
+    draw_instant,
+    draw_predictions,
+)
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import Scenario
@@ -120,7 +125,7 @@ class _Simulation:
             core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
             if policy.reads(hinted=False):
                 core.estimates.buckets = predictions.buckets
-            self.replicas.append(Replica(number, core, scenario, self, keep_seats))
+            self.replicas.append(_Replica(number, core, self, keep_seats))
 
     def run(self) -> None:
         if len(self._workload):
@@ -133,15 +138,6 @@ class _Simulation:
         self.note_depth()
         if self.before_step is not None:
             self.before_step(engine)
-
-    @property
-    def skips_steps(self) -> bool:
-        """Whether engines may skip uneventful steps."""
-        return self.before_step is None
-
-    def skipped(self, steps: int) -> None:
-        """Record that an engine has taken several steps at once."""
-        self.steps += steps
 
     def note_depth(self) -> None:
         """Record the number of waiting requests if it has changed."""
@@ -195,8 +191,7 @@ class _Simulation:
             ),
             request.arrival,
         )
-        run = Run(request, job, prediction if awaits else None)
-        run.engine = replica.number
+        run = Run(request, job, prediction, engine=replica.number)
         if awaits:
             replica.predictor.submit(run, level)
         if not (awaits and settings.predictor.hold):
@@ -206,6 +201,86 @@ class _Simulation:
         else:
             for each in self.replicas:
                 each.predictor.drain()
+
+
+class _Replica:
+    """One of several engines at work: takes requests and steps while there is something to do."""
+
+    def __init__(
+        self,
+        number: int,
+        core: SchedulingCore,
+        simulation: _Simulation,
+        keep_seats: bool,
+    ) -> None:
+        scenario, settings = simulation.scenario, simulation.scenario.settings
+        self.number = number
+        self.core = core
+        self.engine = make_engine(
+            core, settings.engine, scenario.profile, keep_seats, simulation.done, settings.seed
+        )
+        self.predictor = PredictorQueue(
+            simulation.events, core.policy.predictor, settings.predictor, self._predicted
+        )
+        self._simulation = simulation
+        self._events = simulation.events
+        self._holds = settings.predictor.hold
+        self._busy = False
+        self._arrival_seconds = settings.engine.arrival
+        self._taken_in = 0  # since the last step
+
+    def submit(self, run: Run) -> None:
+        """A request arrives at the queue."""
+        self._taken_in += 1
+        self.engine.submit(run, self._events.now)
+        self._simulation.note_depth()
+        if not self._busy:
+            self._busy = True
+            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
+
+    def _predicted(self, batch: list[Run]) -> None:
+        for run in batch:
+            if run.finish is not None or run.refused:
+                continue
+            if self._holds:  # known before the request arrives at the queue
+                self.core.predicted(run.job, run.prediction)
+                self.submit(run)
+            else:
+                self.engine.predicted(run)
+
+    def _begin_step(self) -> None:
+        # As long as nothing else happens the next step follows here, past the event queue.
+        while (seconds := self._decided()) is not None:
+            end = self._events.now + seconds
+            if not self._events.advance(end):
+                self._events.at(end, Order.ENGINE, self._end_step)
+                return
+            self._finish_step()
+            self._skip_steps()
+
+    def _skip_steps(self) -> None:
+        if self._simulation.before_step is None:  # which is told of every step
+            steps, seconds = self.engine.skip_steps(self._events.quiet)
+            self._events.skip(seconds)
+            self._simulation.steps += steps
+
+    def _end_step(self) -> None:
+        self._finish_step()
+        self._begin_step()
+
+    def _finish_step(self) -> None:
+        for run in self.engine.end_step(self._events.now):
+            self._simulation.done(run)
+
+    def _decided(self) -> float | None:
+        """Let the engine decide on a step; its seconds, None if there is nothing to do."""
+        seconds = self.engine.begin_step(self._events.now)
+        self._busy = seconds is not None
+        if seconds is not None:
+            seconds += self._taken_in * self._arrival_seconds
+            self._taken_in = 0
+            self._simulation.decided(self.engine)
+        return seconds
 
 
 def _stated(request: SimRequest) -> StatedLength:
