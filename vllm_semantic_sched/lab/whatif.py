@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 
 from vllm_semantic_sched.lab.profiling.fit import fit_profile
 from vllm_semantic_sched.lab.profiling.live_engine import Step
-from vllm_semantic_sched.operate.event_log import END_STATES, log_parts
+from vllm_semantic_sched.operate.event_log import END_STATES, events_in
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import parse_section
@@ -100,7 +99,9 @@ def read_log(path: Path) -> dict[int, EngineLog]:
     """
     engines: dict[int, EngineLog] = {}
     arrivals: dict[tuple[int, str], dict[str, Any]] = {}
-    for event in _events(path):
+    for event in events_in(path):
+        if "request" not in event and event.get("log") != "engine":
+            continue  # about the log itself
         engine = engines.setdefault(int(event["engine"]), EngineLog())
         if event.get("log") == "engine":
             engine.facts = event
@@ -120,19 +121,6 @@ def read_log(path: Path) -> dict[int, EngineLog]:
     for engine in engines.values():
         engine.requests.sort(key=lambda one: one.request.arrival)
     return engines
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    for part in log_parts(path):
-        with part.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                    # Lines about the log itself, and parts of lines that a full disk has left.
-                    if "engine" in event and ("state" in event or event.get("log") == "engine"):
-                        yield event
-                except (ValueError, TypeError):
-                    continue
 
 
 def _steps(rows: Sequence[Sequence[int]]) -> Iterator[Step]:

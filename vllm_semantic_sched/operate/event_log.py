@@ -209,6 +209,17 @@ def lines_of(path: Path) -> Iterator[str]:
             yield from lines
 
 
+def events_in(path: Path, wanted: str = "") -> Iterator[dict[str, Any]]:
+    """Events in a log and its rotated parts, oldest first. Leaves out lines that a full disk has
+    cut; `wanted`: takes only lines with this text."""
+    for line in lines_of(path):
+        if wanted in line:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    yield event
+
+
 class TierSummary:
     """Counts and times of one tier; `held` is in seconds.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.operate.event_log import END_STATES, key_of, lines_of
+from vllm_semantic_sched.operate.event_log import END_STATES, events_in, key_of
 from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
 
 Event = dict[str, Any]
@@ -140,12 +140,7 @@ def _delay(cause: str, level: int | None, seconds: float, own: int) -> Delay:
 
 def events_of(log: Path, wanted: str = "") -> Iterator[Event]:
     """Events of requests in a log and its rotated parts; `wanted`: only lines with this text."""
-    for line in lines_of(log):
-        if wanted in line:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and "request" in event:
-                    yield event
+    return (event for event in events_in(log, wanted) if "request" in event)
 
 
 def account_of(logs: Sequence[Path], request: str) -> Account | None:
