@@ -111,7 +111,7 @@ def table(results: Sequence[tuple[Variant, MixResult]]) -> Table:
             str(variant.max_batch),
             f"{variant.added_latency:g}",
             *means,
-            f"{row.tokens_per_second:.0f}",
+            f"{row.best.tokens_per_second:.0f}",
         )
     return made
 
@@ -123,7 +123,7 @@ def document(results: Sequence[tuple[Variant, MixResult]]) -> dict[str, object]:
         "variants": [
             {
                 **asdict(variant),
-                "tokens_per_second": row.tokens_per_second,
+                "tokens_per_second": row.best.tokens_per_second,
                 "latest_send": row.latest_send,
                 "failed": len(row.failed),
                 _METRIC: {

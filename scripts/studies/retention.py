@@ -66,13 +66,13 @@ def describe(rows: dict[str, MixResult]) -> list[str]:
     lines = []
     recompute = _row(rows, "recompute")
     for name, row in rows.items():
-        counters = row.counters
+        counters = row.best.usage.counters
         tokens = {
             what: int(counters.get(f"semsched:{what}_tokens_total", 0))
             for what in ("saved", "loaded", "found", "recomputed")
         }
         lines.append(
-            f"{name}: {row.tokens_per_second:.0f} output tokens/s, "
+            f"{name}: {row.best.tokens_per_second:.0f} output tokens/s, "
             f"{int(counters.get('semsched:preemptions_total', 0))} preemptions, tokens "
             + ", ".join(f"{count} {what}" for what, count in tokens.items())
         )
@@ -120,17 +120,17 @@ def _row(rows: dict[str, MixResult], mode: str) -> MixResult | None:
 
 def check(rows: dict[str, MixResult]) -> list[Target]:
     """Return the targets of `optimal` compared with FCFS and each other mode, less noise."""
-    best = _row(rows, "optimal")
-    if best is None:
+    optimal = _row(rows, "optimal")
+    if optimal is None:
         return []
     targets = []
     for name, row in rows.items():
-        if row is best:
+        if row is optimal:
             continue
         required = 0.99 if name == _FCFS else 1.0 - _NOISE
-        ratio = best.tokens_per_second / row.tokens_per_second
+        ratio = optimal.best.tokens_per_second / row.best.tokens_per_second
         targets.append(Target(f"output tokens per second, optimal / {name}", ratio, required))
-        waiting = [r.levels["0"]["normalized_waiting"].mean for r in (row, best)]
+        waiting = [r.levels["0"]["normalized_waiting"].mean for r in (row, optimal)]
         text = f"urgency 0, mean normalized_waiting, {name} / optimal"
         targets.append(Target(text, waiting[0] / waiting[1], 1.0 - 0.1 * (name != _FCFS)))
     return targets

@@ -43,7 +43,7 @@ def print_summary(console: Console, mix: str, rows: Mapping[str, MixResult]) -> 
             fixed(row.p99_ttft()),
             fixed(row.best.idle_ratio),
             fixed(1e3 * mean_waiting(row.best.values, "all")),
-            f"{row.tokens_per_second:.0f}",
+            f"{row.best.tokens_per_second:.0f}",
         )
     table.caption = "time per token: from arrival to the last token, waiting included"
     console.print()

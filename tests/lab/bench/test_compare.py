@@ -128,7 +128,7 @@ def test_latest_send_is_the_largest_of_all_rounds():
     for number, sent in enumerate((1.5, 1.2), start=1):
         row.add(Round(number, [replace(record, sent=sent)]))
     assert row.latest_send == 0.5
-    assert row.tokens_per_second == 0.0  # nothing finished
+    assert row.best.tokens_per_second == 0.0  # nothing finished
 
 
 def test_every_second_round_is_reversed(plan):

@@ -105,7 +105,8 @@ def totals_table(mix: str, rows: Rows) -> Table:
     reference = rows.get("fcfs")
     cells = []
     for row in rows.values():
-        ratio = row.tokens_per_second / reference.tokens_per_second if reference else math.nan
+        speed = row.best.tokens_per_second
+        ratio = speed / reference.best.tokens_per_second if reference else math.nan
         differ = f"{len(row.counted_differences)}"
         if ties := len(row.differences) - len(row.counted_differences):
             differ += f" (+{ties})"
@@ -113,12 +114,12 @@ def totals_table(mix: str, rows: Rows) -> Table:
             [
                 row.scheduler.title,
                 f"{row.requests - len(row.failed)}/{row.requests}",
-                f"{row.tokens_per_second:.0f}",
+                f"{speed:.0f}",
                 "-" if math.isnan(ratio) else f"{ratio:.3f}",
                 fixed(row.best.engine_seconds_per_1000),
                 fixed(row.best.steps_per_1000),
                 f"{row.overload:.3g}x",
-                f"{row.counters.get(PREEMPTIONS, 0):.0f}",
+                f"{row.best.usage.counters.get(PREEMPTIONS, 0):.0f}",
                 differ if row is not first or len(row.rounds) > 1 else "-",
                 f"{row.latest_send:.2f}",
             ]

@@ -88,7 +88,7 @@ def _mix_document(row: MixResult) -> dict[str, object]:
         "requests": row.requests,
         "failed": len(row.failed),
         "best_round": row.best.name,
-        "tokens_per_second": row.tokens_per_second,
+        "tokens_per_second": row.best.tokens_per_second,
         "overload": row.overload,
         "finish_order_violations": finish_order_violations(row.records),
         "fairness": row.fairness,

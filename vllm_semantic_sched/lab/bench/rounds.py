@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -161,11 +161,6 @@ class MixResult:
         return failed(record for done in self.rounds for record in done.records)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Output tokens per second of the best round."""
-        return self.best.tokens_per_second
-
-    @property
     def fairness(self) -> float:
         """Jain's index over tenants in the best round; see `metrics.fairness`."""
         return fairness(self.best.records)
@@ -181,12 +176,8 @@ class MixResult:
         natural = self.workload.config.natural
         tokens = self.best.output_tokens if natural else self.workload.output_tokens
         offered = tokens / max(self.workload.arrival_seconds, 1e-9)
-        return offered / self.tokens_per_second if self.tokens_per_second else math.inf
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Server counters of the best round."""
-        return self.best.usage.counters
+        served = self.best.tokens_per_second
+        return offered / served if served else math.inf
 
     @property
     def differences(self) -> list[Difference]:
