@@ -16,7 +16,7 @@ from vllm_semantic_sched.lab.bench.page import (
     targets_table,
     totals_table,
 )
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.rounds import Rows
 from vllm_semantic_sched.lab.bench.story import gain_in_words
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.report import content
@@ -28,7 +28,7 @@ _TARGET_WIDTH = 58
 _VERDICTS = {"met": "[green]met[/]", "missed": "[red]missed[/]"}
 
 
-def print_summary(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None:
+def print_summary(console: Console, mix: str, rows: Rows) -> None:
     """Print one row per scheduler, and what the rows show in words."""
     first = next(iter(rows.values()))
     table = make_table(
@@ -51,7 +51,7 @@ def print_summary(console: Console, mix: str, rows: Mapping[str, MixResult]) -> 
     console.print(gain_in_words(rows), soft_wrap=True)
 
 
-def print_mix(console: Console, mix: str, rows: Mapping[str, MixResult]) -> None:
+def print_mix(console: Console, mix: str, rows: Rows) -> None:
     """Print the results of one mix of levels: rounds, totals, a table per urgency level, and what
     was misread."""
     first = next(iter(rows.values()))
@@ -85,7 +85,7 @@ def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) 
     console.print(table)
 
 
-def _orders(rows: Mapping[str, MixResult]) -> Table:
+def _orders(rows: Rows) -> Table:
     from vllm_semantic_sched.lab.bench.metrics import finish_order_violations
 
     title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
@@ -99,7 +99,7 @@ def _orders(rows: Mapping[str, MixResult]) -> Table:
     return table
 
 
-def _level_table(level: str, rows: Mapping[str, MixResult]) -> Table:
+def _level_table(level: str, rows: Rows) -> Table:
     title = "all levels" if level == "all" else f"urgency {level}"
     if level == "0":
         title += " (most urgent)"
@@ -155,7 +155,7 @@ def _cells(
     ]
 
 
-def _print_misread(console: Console, rows: Mapping[str, MixResult]) -> None:
+def _print_misread(console: Console, rows: Rows) -> None:
     for row in rows.values():
         misread = {record.index: record for record in row.misread}
         if not row.scheduler.reads_text:

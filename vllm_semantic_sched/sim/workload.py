@@ -64,7 +64,7 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     """
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
-        drawn = _draw_levels(model.mix, levels, len(rows), rng)
+        drawn = draw_levels(model.mix, levels, len(rows), rng)
         known = np.array([drawn[i] if r.level is None else r.level for i, r in enumerate(rows)])
         arrivals = np.array([row.arrival for row in rows]) - rows[0].arrival
         prompts = np.array([row.prompt_tokens for row in rows])
@@ -72,7 +72,7 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
-        known = _draw_levels(model.mix, levels, count, rng)
+        known = draw_levels(model.mix, levels, count, rng)
         prompts = _draw_lengths(model.prompt, count, rng)
         outputs = _draw_lengths(model.output, count, rng)
     tenants = None
@@ -117,7 +117,7 @@ def _draw_bursts(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
     return np.repeat(np.arange(len(sizes)) * model.gap, sizes)[:total]
 
 
-def _draw_levels(
+def draw_levels(
     mix: Sequence[float], levels: int, count: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Levels in random order, whose counts match the mix up to rounding. With independent draws

@@ -38,12 +38,12 @@ class IdleModel:
         return max(self.floor, self.base + line)
 
 
-def fit_idle(records: Sequence[Record]) -> IdleModel:
-    """Fit requests that were sent one by one, by least squares. ValueError if fewer than four of
-    them were answered."""
+def fit_idle(records: Sequence[Record]) -> IdleModel | None:
+    """Fit requests that were sent one by one, by least squares; None if fewer than four of them
+    were answered."""
     done = [record for record in records if record.ok]
     if len(done) < 4:
-        raise ValueError(f"only {len(done)} of {len(records)} idle requests were answered")
+        return None
     measured = np.array([_e2e(record) for record in done])
     design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
     # Noise can make a small coefficient negative: a term that would shorten the latency of longer

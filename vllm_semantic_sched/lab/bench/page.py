@@ -11,9 +11,9 @@ from pathlib import Path
 from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, summarize
 from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, IDLE_LABEL, PANELS, statistic_of
 from vllm_semantic_sched.lab.bench.results import Comparison, environment
-from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
+from vllm_semantic_sched.lab.bench.rounds import MixResult, Round, Rows
 from vllm_semantic_sched.lab.bench.schedulers import client_id
-from vllm_semantic_sched.lab.bench.story import Rows, gain_in_words, messages_table
+from vllm_semantic_sched.lab.bench.story import gain_in_words, messages_table
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_semantic_sched.lab.bench.metrics import Summary
 from vllm_semantic_sched.lab.bench.results import Comparison
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.rounds import Rows
 from vllm_semantic_sched.lab.report.content import level_title
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class Panel(NamedTuple):
     title: str
     scale: float
 
-    def bars(
-        self, rows: Mapping[str, MixResult]
-    ) -> tuple[dict[str, list[float]], dict[str, str], float]:
+    def bars(self, rows: Rows) -> tuple[dict[str, list[float]], dict[str, str], float]:
         """Return heights by level and the color of each scheduler, by its title, and the height of
         the idle engine for urgency 0, from the first scheduler's rounds; NaN where there is none.
         """
@@ -90,7 +88,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axis: Axes, rows: dict[str, MixResult], panel: Panel) -> None:
+def _draw(axis: Axes, rows: Rows, panel: Panel) -> None:
     from matplotlib.ticker import LogLocator
 
     levels = list(next(iter(rows.values())).levels)

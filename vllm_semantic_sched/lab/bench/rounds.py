@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,7 +93,7 @@ class Round:
     @cached_property
     def idle_model(self) -> IdleModel | None:
         """Latency on the idle engine; None if too few requests were answered there."""
-        return fit_idle(self.idle) if sum(record.ok for record in self.idle) >= 4 else None
+        return fit_idle(self.idle)
 
     @cached_property
     def values(self) -> LevelValues:
@@ -222,3 +222,7 @@ class MixResult:
             }
             for level, found in values(self.best).items()
         }
+
+
+Rows = Mapping[str, MixResult]
+"""Results of one mix by scheduler."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.rounds import MixResult, Rows
 from vllm_semantic_sched.lab.report.content import Table
 
 _REFERENCE = "fcfs"
@@ -15,9 +15,6 @@ _URGENT_SHOWN = 3
 _OTHERS_SHOWN = 1  # of each less urgent level
 _MESSAGE_LENGTH = 90
 _ANSWER_LENGTH = 70
-
-Rows = Mapping[str, MixResult]
-"""Results of one mix by scheduler."""
 
 
 def gain_in_words(rows: Rows) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.rounds import Rows
 from vllm_semantic_sched.lab.bench.workload import LEVELS
 
 MIN_OVERLOAD = 5.0
@@ -29,9 +29,6 @@ _WAITING = (
     ("even", _ALL, _KNOWN, "fcfs", 1.6),
     ("rare", _ALL, _KNOWN, "fcfs", 1.6),
 )
-
-Rows = Mapping[str, MixResult]
-"""Results of one mix by scheduler."""
 
 
 @dataclass(frozen=True)

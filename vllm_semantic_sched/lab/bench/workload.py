@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -143,6 +143,8 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     the mix is unknown, or a size is not positive."""
     import numpy as np
 
+    from vllm_semantic_sched.sim.workload import draw_levels
+
     if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
         raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
     if config.place not in PLACES:
@@ -156,7 +158,7 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         source, description = question_source(data_root())
     else:
         description = "given by the caller"
-    levels = _draw_levels(parse_mix(config.mix), config.requests, rng)
+    levels = draw_levels(parse_mix(config.mix), LEVELS, config.requests, rng).tolist()
     arrivals = _draw_arrivals(config, rng)
     # A generator of its own: the same requests with and without long contexts.
     context_rng = np.random.default_rng([config.seed, 1])
@@ -176,17 +178,6 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         length = min(config.max_output_tokens, shortest)
         requests.append(BenchRequest(index, arrival, level, text, length, tenants[index]))
     return Workload(config, tuple(requests), description)
-
-
-def _draw_levels(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
-    """Levels in random order whose counts match the shares as closely as whole numbers can. If each
-    level were drawn on its own, the count of a rare level, and with it its p99, would vary with the
-    seed."""
-    import numpy as np
-
-    edges = np.rint(np.cumsum(shares) * count).astype(int)
-    levels = np.searchsorted(edges, np.arange(count), side="right")
-    return [int(level) for level in rng.permutation(levels)]
 
 
 def _draw_tenants(config: WorkloadConfig) -> list[str]:
