@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from vllm_semantic_sched.lab.evaluation.domain import load_domain, parse_domain
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.policy.facts.files import shipped_configs, shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
@@ -52,10 +52,10 @@ def test_labels_are_read_in_any_spelling(name, label, level):
 
 def test_unknown_label_fails_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"'hott': unknown; did you mean 'hot'\?") as caught:
-        parse_domain(small()).level_of("hott")
+        parse_section(Domain, small(), "domain").level_of("hott")
     assert "0 = hot; 1 = cold" in str(caught.value)
     with pytest.raises(ValueError, match="unknown; valid labels"):
-        parse_domain(small()).level_of("")
+        parse_section(Domain, small(), "domain").level_of("")
 
 
 @pytest.mark.parametrize(

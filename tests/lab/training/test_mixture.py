@@ -6,13 +6,14 @@ from collections import Counter
 import pytest
 from predictor_examples import VISIT
 
-from vllm_semantic_sched.lab.evaluation.domain import load_domain, parse_domain
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.training.mixture import (
     Sources,
     domain_examples,
     training_round,
 )
 from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.facts.section import parse_section
 from vllm_semantic_sched.sim.datasets import KtasVisit, TextLength
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
@@ -58,7 +59,8 @@ def test_examples_depend_on_the_seed_alone():
 
 def test_alternatives_and_words_of_a_domain_are_filled_in():
     examples = {0: ["[stop|halt] {what}"], 1: ["never mind"]}
-    domain = parse_domain(small(examples=examples, words={"what": ["line 1", "line 2"]}))
+    content = small(examples=examples, words={"what": ["line 1", "line 2"]})
+    domain = parse_section(Domain, content, "domain")
     texts = "\n".join(one.text for one in domain_examples(domain, 400, seed=1) if one.level == 0)
     for words in ("stop line 1", "stop line 2", "halt line 1", "halt line 2"):
         assert words in texts.lower()
@@ -66,4 +68,4 @@ def test_alternatives_and_words_of_a_domain_are_filled_in():
 
 def test_domain_without_sentences_raises():
     with pytest.raises(ValueError, match="no sentences to train from; give it `examples`"):
-        domain_examples(parse_domain(small()), 10, seed=1)
+        domain_examples(parse_section(Domain, small(), "domain"), 10, seed=1)

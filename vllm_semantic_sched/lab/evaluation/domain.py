@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -121,16 +121,7 @@ def load_domain(name_or_path: str | Path) -> Domain:
         PolicyError: the file is missing, is not YAML, or says something invalid.
     """
     data, source = read_config(name_or_path, kind="domain")
-    return parse_domain({} if data is None else data, source)
-
-
-def parse_domain(data: Any, source: str = "domain") -> Domain:
-    """Validate what a domain file holds. `source` is named in the message.
-
-    Raises:
-        PolicyError: with one line per problem.
-    """
-    return parse_section(Domain, data, source)
+    return parse_section(Domain, {} if data is None else data, source)
 
 
 def check_template(sentence: str, words: Collection[str]) -> None:
