@@ -21,11 +21,14 @@ def test_marks_by_phase() -> None:
         *("swapped", "waiting", "urgency 0", "urgency 1", "held"),
         *("swap", "finish", "arrival"),
     ]
-    assert (marks["swapped"].left, marks["swapped"].right) == ((1.5,), (3.0,))
-    assert marks["waiting"].right == (0.5, 1.5)
-    assert marks["urgency 0"].left == (0.5, 3.0) and marks["urgency 0"].color == level_color(0)
-    assert marks["urgency 1"].bottom == [pytest.approx(0.6)]  # the second row
-    assert marks["held"].left == (3.0,)
+    ((left, right, *_),) = marks["swapped"].boxes
+    assert (left, right) == (1.5, 3.0)
+    assert [right for _, right, *_ in marks["waiting"].boxes] == [0.5, 1.5]
+    assert [left for left, *_ in marks["urgency 0"].boxes] == [0.5, 3.0]
+    assert marks["urgency 0"].color == level_color(0)
+    ((_, _, bottom, _, _),) = marks["urgency 1"].boxes
+    assert bottom == pytest.approx(0.6)  # the second row
+    assert [left for left, *_ in marks["held"].boxes] == [3.0]
     assert "are shown" not in chart.note
 
 
@@ -33,14 +36,14 @@ def test_number_of_bars_is_bounded_and_said() -> None:
     preempted = [_span(0, float(n), "recompute") for n in range(MOST_BARS - 5)]
     others = [_span(n, 1.0) for n in range(1, 100)]
     chart = gantt_chart("t", [*preempted, *others], requests=5000)
-    bars = sum(len(mark.left) for mark in chart.marks if mark.name.startswith("urgency"))
+    bars = sum(len(mark.boxes) for mark in chart.marks if mark.name.startswith("urgency"))
     assert bars == MOST_BARS
     assert "6 of 5000 requests are shown (at most 1500 bars)" in chart.note
 
 
 def test_one_request_with_too_many_bars_is_cut() -> None:
     chart = gantt_chart("t", [_span(0, float(n)) for n in range(2 * MOST_BARS)], requests=1)
-    bars = sum(len(mark.left) for mark in chart.marks if mark.name.startswith("urgency"))
+    bars = sum(len(mark.boxes) for mark in chart.marks if mark.name.startswith("urgency"))
     assert bars == MOST_BARS
 
 

@@ -85,8 +85,8 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     marks = [
         Line("line", [0, 1, 2], [1, 3, 2], LINE),
-        Points("points", [1.0, 1.5], [1.0, 2.0], POINT, ["one", "two"]),
-        Boxes("boxes", [0.2], [0.8], [0.0], [0.5], BOX, ["box"]),
+        Points("points", [(1.0, 1.0, "one"), (1.5, 2.0, "two")], POINT),
+        Boxes("boxes", [(0.2, 0.8, 0.0, 0.5, "box")], BOX),
     ]
     bars = grouped_bars("Bars", "s", ["0", "all"], {"ours": [1.0, 20.0]}, {"ours": LAST})
     parts = [

@@ -27,8 +27,8 @@ CHART = Chart(
     "requests",
     [
         Line("line", [0.0, 1.0], [2.0, math.nan], "#ff0000"),
-        Points("points", [0.5], [1.25], "#00ff00", [ATTACK]),
-        Boxes("boxes", [0.0], [0.75], [0.0], [1.0], ["#0000ff"], ["a box"]),
+        Points("points", [(0.5, 1.25, ATTACK)], "#00ff00"),
+        Boxes("boxes", [(0.0, 0.75, 0.0, 1.0, "a box")], ["#0000ff"]),
     ],
     log_x=True,
     x_ticks={1.0: "one"},
@@ -77,10 +77,10 @@ def test_grouped_bars_leave_out_missing_values_and_stand_beside_each_other():
         "t", "s", ["0", "all"], {"a": [1.0, math.nan], "b": [0.5, 4.0]}, {"a": "red", "b": "blue"}
     )
     first, second = chart.marks
-    assert (first.top, second.top) == ([1.0], [0.5, 4.0])
-    assert first.right[0] == pytest.approx(second.left[0])
-    assert first.bottom == [0.25]  # a logarithmic axis has no 0
-    assert second.labels == ["b, 0: 0.5", "b, all: 4"]
+    ((_, right, bottom, top, _),) = first.boxes
+    assert top == 1.0 and bottom == 0.25  # a logarithmic axis has no 0
+    assert right == pytest.approx(second.boxes[0][0])
+    assert [box[3:] for box in second.boxes] == [(0.5, "b, 0: 0.5"), (4.0, "b, all: 4")]
     assert chart.x_ticks == {0.0: "0", 1.0: "all"}
 
 

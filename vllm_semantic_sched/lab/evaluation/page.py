@@ -74,29 +74,20 @@ def summary_page(reports: Mapping[str, Mapping[str, Any]]) -> Page:
 
 def _confusion_chart(confusion: Sequence[Sequence[int]]) -> Chart:
     """Decided over true levels; darker boxes have a larger share of the true level's texts."""
-    cells = [
-        (row, column, count, count / max(1, sum(counts)))
-        for row, counts in enumerate(confusion)
-        for column, count in enumerate(counts)
-    ]
+    boxes, colors = [], []
+    for row, counts in enumerate(confusion):
+        for column, count in enumerate(counts):
+            share = count / max(1, sum(counts))
+            texts = f"{count} texts, {share:.0%} of the true level"
+            label = f"true level {row}, decided {column}: {texts}"
+            boxes.append((column - 0.5, column + 0.5, row - 0.5, row + 0.5, label))
+            colors.append(_blue(share))
     levels = {float(level): str(level) for level in range(len(confusion))}
-    boxes = Boxes(
-        "share of the true level",
-        [column - 0.5 for _, column, _, _ in cells],
-        [column + 0.5 for _, column, _, _ in cells],
-        [row - 0.5 for row, _, _, _ in cells],
-        [row + 0.5 for row, _, _, _ in cells],
-        [_blue(share) for *_, share in cells],
-        [
-            f"true level {row}, decided {column}: {count} texts, {share:.0%} of the true level"
-            for row, column, count, share in cells
-        ],
-    )
     return Chart(
         "Confusion of levels",
         "decided urgency level",
         "true urgency level",
-        [boxes],
+        [Boxes("share of the true level", boxes, colors)],
         x_ticks=levels,
         y_ticks=levels,
         downwards=True,
@@ -114,15 +105,10 @@ def _reliability_chart(reliability: Sequence[Mapping[str, Any]]) -> Chart:
     """How often the most likely level is right against its probability."""
     bins = [part for part in reliability if part["n"]]
     total = sum(part["n"] for part in bins)
-    shares = Boxes(
-        "share of texts",
-        [part["low"] for part in bins],
-        [part["high"] for part in bins],
-        [0.0] * len(bins),
-        [part["n"] / total for part in bins],
-        "#d3d3d3",
-        [f"{part['n']} texts, {part['accuracy']:.1%} right" for part in bins],
-    )
+    boxes = []
+    for part in bins:
+        label = f"{part['n']} texts, {part['accuracy']:.1%} right"
+        boxes.append((part["low"], part["high"], 0.0, part["n"] / total, label))
     confidence = [part["confidence"] for part in bins]
     accuracy = [part["accuracy"] for part in bins]
     return Chart(
@@ -130,7 +116,7 @@ def _reliability_chart(reliability: Sequence[Mapping[str, Any]]) -> Chart:
         "probability of the most likely level",
         "share that is right",
         [
-            shares,
+            Boxes("share of texts", boxes, "#d3d3d3"),
             Line("calibrated", (0, 1), (0, 1), "#808080", dashed=True),
             Line("predictor", confidence, accuracy, SERIES_COLORS[0]),
         ],
@@ -140,10 +126,9 @@ def _reliability_chart(reliability: Sequence[Mapping[str, Any]]) -> Chart:
 def _length_chart(lengths: Sequence[tuple[float, float]]) -> Chart:
     """Predicted against true output lengths in tokens, at most `_MOST_POINTS` texts."""
     shown = lengths[:_MOST_POINTS]
-    true, predicted = zip(*shown, strict=True)
-    ends = min(true + predicted), max(true + predicted)
-    labels = [f"true {a:.0f}, predicted {b:.0f}" for a, b in shown]
-    texts = Points("text", true, predicted, SERIES_COLORS[0], labels)
+    ends = min(map(min, shown)), max(map(max, shown))
+    points = [(a, b, f"true {a:.0f}, predicted {b:.0f}") for a, b in shown]
+    texts = Points("text", points, SERIES_COLORS[0])
     return Chart(
         "Output lengths",
         "true output tokens",

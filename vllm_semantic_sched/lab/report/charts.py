@@ -75,16 +75,18 @@ def _set_ticks(axis: Any, ticks: Mapping[float, str], log: bool, values: Iterabl
 
 def _columns(mark: Mark) -> dict[str, list[Any]]:
     """What Bokeh draws the mark from."""
+    if isinstance(mark, Line):
+        return {"x": _short(mark.x), "y": _short(mark.y)}
+    rows: Sequence[Sequence[Any]] = mark.boxes if isinstance(mark, Boxes) else mark.points
     names = ("left", "right", "bottom", "top") if isinstance(mark, Boxes) else ("x", "y")
-    columns: dict[str, list[Any]] = {name: _short(getattr(mark, name)) for name in names}
-    if not isinstance(mark, Line):
-        columns["label"] = [*mark.labels]
+    columns = {name: _short(row[place] for row in rows) for place, name in enumerate(names)}
+    columns["label"] = [row[-1] for row in rows]
     if isinstance(mark, Boxes) and not isinstance(mark.color, str):
         columns["color"] = [*mark.color]
     return columns
 
 
-def _short(values: Sequence[float]) -> list[float]:
+def _short(values: Iterable[float]) -> list[Any]:
     return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 

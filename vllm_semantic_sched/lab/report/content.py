@@ -42,27 +42,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Points:
-    """Single points. `labels` are shown under the pointer, one per point."""
+    """Single points: x, y, and the text that is shown under the pointer."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Sequence[tuple[float, float, str]]
     color: str
-    labels: Sequence[str]
     marker: Literal["dot", "tick"] = "dot"
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles, all of one color or each of its own. `labels` are shown under the pointer."""
+    """Rectangles, all of one color or each of its own: left, right, bottom, top, and the text that
+    is shown under the pointer."""
 
     name: str
-    left: Sequence[float]
-    right: Sequence[float]
-    bottom: Sequence[float]
-    top: Sequence[float]
+    boxes: Sequence[tuple[float, float, float, float, str]]
     color: str | Sequence[str]
-    labels: Sequence[str]
     opacity: float = 1.0
 
 
@@ -135,23 +130,13 @@ def grouped_bars(
     width = _GROUP_WIDTH / max(1, len(series))
     marks = []
     for place, (name, heights) in enumerate(series.items()):
-        bars = [
-            (group, height)
-            for group, height in enumerate(heights)
-            if not math.isnan(height) and (height > 0 or not log)
-        ]
-        left = [group - _GROUP_WIDTH / 2 + place * width for group, _ in bars]
-        marks.append(
-            Boxes(
-                name,
-                left,
-                [start + width for start in left],
-                [foot] * len(bars),
-                [height for _, height in bars],
-                colors[name],
-                [f"{name}, {groups[group]}: {number_text(height)}" for group, height in bars],
-            )
-        )
+        bars = []
+        for group, height in enumerate(heights):
+            if not math.isnan(height) and (height > 0 or not log):
+                left = group - _GROUP_WIDTH / 2 + place * width
+                label = f"{name}, {groups[group]}: {number_text(height)}"
+                bars.append((left, left + width, foot, height, label))
+        marks.append(Boxes(name, bars, colors[name]))
     ticks = {float(place): name for place, name in enumerate(groups)}
     return Chart(title, "", y_label, marks, x_ticks=ticks, log_y=log and bool(positive))
 

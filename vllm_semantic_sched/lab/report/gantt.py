@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from vllm_semantic_sched.lab.report.content import Boxes, Chart, Mark, Points
 from vllm_semantic_sched.sim.spans import (
@@ -74,28 +73,16 @@ def _marks(spans: Sequence[Span], rows: dict[tuple[int, int | str], int]) -> lis
     return [
         *(_boxes(*entry, bars[entry]) for entry in sorted(bars)),
         *(
-            _points(kind, END_COLORS.get(kind, OTHER_END_COLOR), ticks, "tick")
+            Points(kind, ticks, END_COLORS.get(kind, OTHER_END_COLOR), "tick")
             for kind, ticks in ends.items()
         ),
-        _points("arrival", "#555555", arrivals.values(), "dot"),
+        Points("arrival", [*arrivals.values()], "#555555"),
     ]
 
 
 def _boxes(
     layer: int, name: str, color: str, bars: Iterable[tuple[float, float, int, str]]
 ) -> Boxes:
-    starts, ends, rows, labels = zip(*bars, strict=True)
     half = _SEAT if layer else _WAIT
-    feet, tops = [row - half for row in rows], [row + half for row in rows]
-    opacity = 0.65 if name == HELD else 1.0
-    return Boxes(name, starts, ends, feet, tops, color, labels, opacity)
-
-
-def _points(
-    name: str,
-    color: str,
-    points: Iterable[tuple[float, int, str]],
-    marker: Literal["dot", "tick"],
-) -> Points:
-    times, rows, labels = zip(*points, strict=True) if points else ((), (), ())
-    return Points(name, times, rows, color, labels, marker)
+    boxes = [(start, end, row - half, row + half, label) for start, end, row, label in bars]
+    return Boxes(name, boxes, color, opacity=0.65 if name == HELD else 1.0)

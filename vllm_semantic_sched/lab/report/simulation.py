@@ -110,18 +110,13 @@ def _depth_chart(cell: Cell) -> Chart:
     marks = []
     for level, depths in enumerate(zip(*(counts for _, counts in cell.depth), strict=True)):
         above = [foot + depth for foot, depth in zip(below, depths, strict=True)]
-        bins = [n for n, depth in enumerate(depths) if depth]
-        marks.append(
-            Boxes(
-                f"urgency {level}",
-                [times[n] - half for n in bins],
-                [times[n] + half for n in bins],
-                [below[n] for n in bins],
-                [above[n] for n in bins],
-                level_color(level),
-                [f"urgency {level}: {depths[n]:.3g} waiting at {times[n]:.4g} s" for n in bins],
-            )
-        )
+        name = f"urgency {level}"
+        boxes = [
+            (time - half, time + half, foot, top, f"{name}: {depth:.3g} waiting at {time:.4g} s")
+            for time, foot, top, depth in zip(times, below, above, depths, strict=True)
+            if depth
+        ]
+        marks.append(Boxes(name, boxes, level_color(level)))
         below = above
     title = f"Queue depth: {title_of(cell)}"
     return Chart(title, "seconds", "waiting requests", marks, height=260)
