@@ -78,17 +78,10 @@ class TriageVisit:
 
 @dataclass(frozen=True, slots=True)
 class KtasVisit:
-    """One visit of the KTAS study: the nurse's own words and an expert panel's level (0-4)."""
+    """One visit of the KTAS study: an expert panel's level (0-4) and the nurse's own words."""
 
     level: int
-    split: Split
     complaint: str
-    age: int | None
-    sex: str
-    ambulance: bool
-    injury: bool
-    pain: int | None
-    alertness: str
 
 
 def data_root() -> Path | None:
@@ -165,13 +158,13 @@ def triage_visits(root: Path) -> Iterator[TriageVisit]:
 
 
 def ktas_visits(root: Path) -> Iterator[KtasVisit]:
-    """KTAS visits whose complaint is readable; half train, a quarter each for the others."""
+    """KTAS visits whose complaint is readable."""
     path = _existing(root / "ktas" / "ktas_half.csv")
     with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file)):
+        for row in csv.DictReader(file):
             complaint = " ".join(row["Chief_complain"].split())
             if row["garbled"] != "1" and complaint:
-                yield _ktas_visit(row, complaint, number)
+                yield KtasVisit(int(row["KTAS_expert"]) - 1, complaint)
 
 
 def _triage_visit(row: dict[str, str]) -> TriageVisit:
@@ -189,23 +182,6 @@ def _triage_visit(row: dict[str, str]) -> TriageVisit:
         heart_rate=_number(row["pulse"]),
         systolic=_number(row["sbp"]),
         oxygen=_number(row["spo2"]),
-    )
-
-
-def _ktas_visit(row: dict[str, str], complaint: str, number: int) -> KtasVisit:
-    alertness = {"1": "alert", "2": "responds to voice", "3": "responds to pain"}
-    # Half of these few rows teach, the rest check: split_of would leave too few to check on.
-    splits: tuple[Split, ...] = ("train", "validation", "train", "test")
-    return KtasVisit(
-        level=int(row["KTAS_expert"]) - 1,
-        split=splits[number % 4],
-        complaint=complaint,
-        age=_number(row["Age"]),
-        sex="female" if row["Sex"] == "1" else "male",
-        ambulance=row["Arrival mode"] in {"2", "3"},
-        injury=row["Injury"] == "2",
-        pain=_number(row["NRS_pain"]),
-        alertness=alertness.get(row["Mental"], "unresponsive"),
     )
 
 

@@ -24,7 +24,7 @@ def small(**changes):
 
 
 def test_round_holds_no_ktas_visit_and_many_unchanged_visits():
-    ktas = KtasVisit(2, "train", "epigastric pain xqvw", 50, "female", True, False, 4, "alert")
+    ktas = KtasVisit(2, "epigastric pain xqvw")
     pair = TextLength("Count to ten.", 10)
     sources = Sources(visits=(VISIT,), ktas=(ktas,), prompts=(pair,), questions=(pair,))
     round_ = training_round(sources, seed=1, scale=0.2)
