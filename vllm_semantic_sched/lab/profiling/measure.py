@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,22 +62,14 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
     return values if values[-1] >= last else [*values, last]
 
 
-@dataclass
-class Measurements:
-    """Reduced times: of steps with prefills, with decodes, with both, and (tokens, seconds) of
-    whole prefills and of copies."""
+class Measurements(NamedTuple):
+    """Reduced times: of all steps, of those that decode a full batch, and of saves and loads of
+    the grid's transfers."""
 
-    prefill_steps: list[Step] = field(default_factory=list)
-    decode_steps: list[Step] = field(default_factory=list)
-    mixed_steps: list[Step] = field(default_factory=list)
-    prefills: list[tuple[int, float]] = field(default_factory=list)
-    saves: list[tuple[int, float]] = field(default_factory=list)
-    loads: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def steps(self) -> list[Step]:
-        """All steps."""
-        return self.prefill_steps + self.decode_steps + self.mixed_steps
+    steps: list[Step]
+    decode_steps: list[Step]
+    saves: list[float]
+    loads: list[float]
 
 
 def measure(
@@ -97,22 +90,24 @@ def measure(
             sequences, length, output_tokens = points[place]
             runs[place].append(engine.run([length] * sequences, output_tokens))
             yield None
-    found = Measurements()
-    for (sequences, length, output_tokens), point in zip(points, runs, strict=True):
+    prefills: list[Step] = []
+    decodes: list[Step] = []
+    mixed: list[Step] = []
+    for (sequences, _, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
         if output_tokens == 1:
-            found.prefill_steps += steps
-            found.prefills.append((length, sum(step.seconds for step in steps)))
+            prefills += steps
             continue
-        found.mixed_steps += [step for step in steps if step.batch.prefills and sequences > 1]
+        mixed += [step for step in steps if step.batch.prefills and sequences > 1]
         decode = merge_decodes([step for run in point for step in run], statistic)
         if decode is not None:
-            found.decode_steps.append(decode)
+            decodes.append(decode)
     copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
-    for pairs, times in ((found.saves, copies.save), (found.loads, copies.load)):
-        for tokens, seconds in zip(grid.transfers, times, strict=True):
-            pairs.append((tokens, reduce_seconds(seconds, statistic)))
-    yield found
+    saves, loads = (
+        [reduce_seconds(seconds, statistic) for seconds in times]
+        for times in (copies.save, copies.load)
+    )
+    yield Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
 
 
 def make_profile(
@@ -127,8 +122,8 @@ def make_profile(
     steps = fit_steps(found.steps)
     alone = [step for step in found.decode_steps if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
-    save = fit_line(*zip(*found.saves, strict=True))
-    load = fit_line(*zip(*found.loads, strict=True))
+    save = fit_line(grid.transfers, found.saves)
+    load = fit_line(grid.transfers, found.loads)
     contexts = [tokens for _, tokens in grid.decodes]
     return EngineProfile(
         hardware=engine.hardware,
