@@ -165,21 +165,6 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
     return Recorded(request, *times, prediction, end.get("read_after"))
 
 
-class RecordedWorkload(Workload):
-    """The requests of a log."""
-
-    requests: Sequence[SimRequest]
-
-    def __init__(self, requests: Sequence[SimRequest]) -> None:
-        values = [(r.arrival, r.level, r.prompt_tokens, r.output_tokens) for r in requests]
-        super().__init__(*map(np.array, zip(*values, strict=True)))
-        object.__setattr__(self, "requests", requests)
-
-    def request(self, index: int) -> SimRequest:
-        """One of the requests."""
-        return self.requests[index]
-
-
 @dataclass(frozen=True)
 class WhatIf:
     """The answer: metrics by level.
@@ -285,7 +270,10 @@ def _given(log: EngineLog, policy: Policy) -> Given:
     for place, one in enumerate(predictions):
         if one is not None and one.length and len(one.length) != len(buckets.means):
             predictions[place] = Prediction(one.urgency)  # of another model
-    return RecordedWorkload(requests), Predictions(predictions, buckets)
+    rows = [(r.arrival, r.level, r.prompt_tokens, r.output_tokens) for r in requests]
+    arrivals, levels, prompts, outputs = map(np.array, zip(*rows, strict=True))
+    workload = Workload(arrivals, levels, prompts, outputs, recorded=requests)
+    return workload, Predictions(predictions, buckets)
 
 
 def _doubts(

@@ -33,6 +33,7 @@ class Workload:
         levels: true urgency levels.
         prompts, outputs: lengths in tokens.
         tenants: number of each request's tenant; None: requests have no tenant.
+        recorded: the requests themselves, if more of them is known.
     """
 
     arrivals: np.ndarray
@@ -40,12 +41,15 @@ class Workload:
     prompts: np.ndarray
     outputs: np.ndarray
     tenants: np.ndarray | None = None
+    recorded: Sequence[SimRequest] = ()
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
     def request(self, index: int) -> SimRequest:
         """One of the requests."""
+        if self.recorded:
+            return self.recorded[index]
         return SimRequest(
             index,
             float(self.arrivals[index]),
