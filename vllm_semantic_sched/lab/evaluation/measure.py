@@ -20,6 +20,7 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
 )
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
@@ -72,31 +73,27 @@ def model_guesser(
     """
 
     def guess(texts: Sequence[str]) -> Guess:
-        missing = (0.0,) * (URGENCY_LEVELS - predictor.levels)
-        buckets = predictor.length_buckets
-        urgency: list[tuple[float, ...]] = []
-        tokens: list[float] = []
+        predictions: list[Prediction] = []
         for start in range(0, len(texts), _TEXTS_PER_CALL):
-            predictions = predictor.predict(texts[start : start + _TEXTS_PER_CALL])
-            urgency += [(*one.urgency, *missing) for one in predictions]
-            if buckets is not None:
-                tokens += [expected_tokens(one.length or (), buckets) for one in predictions]
-            advanced(len(predictions))
-        return Guess(urgency, None if buckets is None else tokens)
+            read = predictor.predict(texts[start : start + _TEXTS_PER_CALL])
+            predictions += read
+            advanced(len(read))
+        return _guess(predictions, predictor.levels, predictor.length_buckets)
 
     return guess
 
 
 def instant_guesser(reader: InstantReader) -> Guesser:
     """The instant reader in the form that `evaluate` takes; see `model_guesser`."""
-    missing = (0.0,) * (URGENCY_LEVELS - reader.levels)
+    return lambda texts: _guess(list(map(reader.read, texts)), reader.levels, reader.length_buckets)
 
-    def guess(texts: Sequence[str]) -> Guess:
-        predictions = [reader.read(text) for text in texts]
-        tokens = [expected_tokens(one.length or (), reader.length_buckets) for one in predictions]
-        return Guess([(*one.urgency, *missing) for one in predictions], tokens)
 
-    return guess
+def _guess(predictions: Sequence[Prediction], levels: int, buckets: LengthBuckets | None) -> Guess:
+    missing = (0.0,) * (URGENCY_LEVELS - levels)
+    urgency = [(*one.urgency, *missing) for one in predictions]
+    if buckets is None:
+        return Guess(urgency)
+    return Guess(urgency, [expected_tokens(one.length or (), buckets) for one in predictions])
 
 
 def _by_other_rules(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
