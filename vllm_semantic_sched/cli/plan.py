@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.report.plan import rate, rows, trial_now, write_plan
+    from vllm_semantic_sched.lab.report.plan import rate, rows, write_plan
     from vllm_semantic_sched.lab.report.simulation import plan_page
     from vllm_semantic_sched.sim.metrics import is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
@@ -86,9 +86,10 @@ def _run(args: argparse.Namespace) -> int:
         (scenario, scheduler, question) for scheduler in scenario.policies for question in QUESTIONS
     ]
     with mapped(answer, tasks, args.workers) as stream:
-        answers = list(tqdm(stream, total=len(tasks), unit="question", disable=args.quiet))
+        bar = tqdm(stream, total=len(tasks), unit="question", disable=args.quiet)
+        answers = {(one.scheduler, one.question): one for one in bar}
     console = make_console()
-    now = trial_now(answers, next(iter(scenario.policies)))
+    now = answers[next(iter(scenario.policies)), "now"].trials[0]
     console.print(
         f"{scenario.settings.description} {rate(now):.3g} requests/s on {now.engines} engine(s)",
         soft_wrap=True,

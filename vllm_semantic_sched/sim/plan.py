@@ -4,7 +4,7 @@ engines that a load needs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,6 +50,10 @@ class Answer:
     best: Trial | None
     trials: tuple[Trial, ...]
     spans: tuple[Span, ...] = ()
+
+
+Answers = Mapping[tuple[str, Question], Answer]
+"""By scheduler and question."""
 
 
 def answer(task: tuple[Scenario, str, Question]) -> Answer:

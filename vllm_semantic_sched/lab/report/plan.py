@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,24 +10,19 @@ from vllm_semantic_sched.lab.report.content import level_title, number_text
 from vllm_semantic_sched.lab.report.table import write_table
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
-from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answer, Question, Trial
+from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answers, Question, Trial
 from vllm_semantic_sched.sim.scenario import Scenario
 
 _LEVEL_METRICS = ("slo_met", "ttft_p99", "e2e_mean", "normalized_waiting")
 _ALL_METRICS = ("tokens_per_second", "preemptions_per_minute", "normalized_waiting")
 
 
-def trial_now(answers: Sequence[Answer], scheduler: str) -> Trial:
-    """The trial of a scheduler at the given load and engines."""
-    return answer_of(answers, scheduler, "now").trials[0]
-
-
-def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
+def rows(scenario: Scenario, answers: Answers) -> list[tuple[str, list[str]]]:
     """The table: a label and a cell per scheduler."""
     schedulers = list(scenario.policies)
 
     def cells(question: Question) -> list[str]:
-        best = [answer_of(answers, scheduler, question).best for scheduler in schedulers]
+        best = [answers[scheduler, question].best for scheduler in schedulers]
         if question == "load":
             return ["none" if one is None else number_text(rate(one)) for one in best]
         return [f"more than {MOST_ENGINES}" if one is None else str(one.engines) for one in best]
@@ -36,7 +30,7 @@ def rows(scenario: Scenario, answers: Sequence[Answer]) -> list[tuple[str, list[
     lines = [("largest load that keeps all promises, requests/s", cells("load"))]
     for question, routing in ENGINE_QUESTIONS.items():
         lines.append((f"engines for the given load, {routing}", cells(question)))
-    trials = [trial_now(answers, scheduler) for scheduler in schedulers]
+    trials = [answers[scheduler, "now"].trials[0] for scheduler in schedulers]
     promises = scenario.slos(schedulers[-1])
     for level, metric in (
         *((str(level), metric) for level in range(len(promises)) for metric in _LEVEL_METRICS),
@@ -61,7 +55,7 @@ def promise_text(slo: Slo) -> str:
     return f"{slo.percentile:g} %: {', '.join(texts)}"
 
 
-def write_plan(folder: Path, scenario: Scenario, answers: Sequence[Answer]) -> list[Path]:
+def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]:
     """Write plan.csv (the table) and plan.json (all trials); returns their paths."""
     table = [["", *scenario.policies]]
     table += [[label, *cells] for label, cells in rows(scenario, answers)]
@@ -74,15 +68,10 @@ def write_plan(folder: Path, scenario: Scenario, answers: Sequence[Answer]) -> l
                 "best": None if one.best is None else one.trials.index(one.best),
                 "trials": list(map(asdict, one.trials)),
             }
-            for one in answers
+            for one in answers.values()
         ],
     }
     return write_table(folder, "plan", table, content)
-
-
-def answer_of(answers: Sequence[Answer], scheduler: str, question: Question) -> Answer:
-    """The answer to a question about a scheduler."""
-    return next(one for one in answers if one.scheduler == scheduler and one.question == question)
 
 
 def rate(trial: Trial) -> float:

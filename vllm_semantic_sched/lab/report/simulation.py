@@ -17,7 +17,7 @@ from vllm_semantic_sched.lab.report.content import (
     series_colors,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
-from vllm_semantic_sched.lab.report.plan import answer_of, kept, rate, rows, trial_now
+from vllm_semantic_sched.lab.report.plan import kept, rate, rows
 from vllm_semantic_sched.lab.report.table import (
     level_names,
     metric_panels,
@@ -26,7 +26,7 @@ from vllm_semantic_sched.lab.report.table import (
     title_of,
 )
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
-from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, Answer
+from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, Answers
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Settings
@@ -122,7 +122,7 @@ def _depth_chart(cell: Cell) -> Chart:
     return Chart(title, "seconds", "waiting requests", marks, height=260)
 
 
-def _trials(answers: Sequence[Answer]) -> Table:
+def _trials(answers: Answers) -> Table:
     return Table(
         "Trials",
         ["policy", "question", "requests/s", "engines", "kept promises", "holds"],
@@ -135,19 +135,19 @@ def _trials(answers: Sequence[Answer]) -> Table:
                 kept(trial),
                 "yes" if trial.holds else "no",
             ]
-            for one in answers
+            for one in answers.values()
             for trial in one.trials
         ],
         note="Kept promises: the lowest share of any level.",
     )
 
 
-def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
+def plan_page(scenario: Scenario, answers: Answers) -> Page:
     """Kept promises over the load, engines for the given load, all trials as a table, and the
     seats of each policy at the given load."""
     schedulers = list(scenario.policies)
     colors = series_colors(schedulers)
-    now = trial_now(answers, schedulers[0])
+    now = answers[schedulers[0], "now"].trials[0]
     table = [[label, *cells] for label, cells in rows(scenario, answers)]
     parts: list[Table | Chart] = [
         Table("Plan", ["", *schedulers], table),
@@ -167,9 +167,9 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
         ),
     ]
     for scheduler in schedulers:
-        spans = answer_of(answers, scheduler, "now").spans
-        requests = round(trial_now(answers, scheduler).levels[ALL]["count"])
-        parts.append(gantt_chart(f"Seats at the given load: {scheduler}", spans, requests))
+        answer = answers[scheduler, "now"]
+        requests = round(answer.trials[0].levels[ALL]["count"])
+        parts.append(gantt_chart(f"Seats at the given load: {scheduler}", answer.spans, requests))
     parts.append(_trials(answers))
     description = scenario.settings.description or "Capacity plan."
     return Page(
@@ -181,11 +181,11 @@ def plan_page(scenario: Scenario, answers: Sequence[Answer]) -> Page:
     )
 
 
-def _engines(answers: Sequence[Answer], scheduler: str) -> list[float]:
-    best = [answer_of(answers, scheduler, question).best for question in ENGINE_QUESTIONS]
+def _engines(answers: Answers, scheduler: str) -> list[float]:
+    best = [answers[scheduler, question].best for question in ENGINE_QUESTIONS]
     return [math.nan if one is None else one.engines for one in best]
 
 
-def _kept_line(answers: Sequence[Answer], scheduler: str, color: str) -> Line:
-    trials = sorted(answer_of(answers, scheduler, "load").trials, key=lambda trial: trial.load)
+def _kept_line(answers: Answers, scheduler: str, color: str) -> Line:
+    trials = sorted(answers[scheduler, "load"].trials, key=lambda trial: trial.load)
     return Line(scheduler, list(map(rate, trials)), list(map(kept, trials)), color)
