@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.overload.slo import MEASURES
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,25 +95,26 @@ def _print(engines: list[dict[str, Any]]) -> int:
         roles = {"turns": f"both in turn, now the {engine['arm']} policy"}
         role = roles.get(engine["role"], f"the {engine['role']} policy")
         print(f"engine {number}: {role if engine['running'] else engine['end']}")
-    make_console().print(_table(known))
+    _print_table(known)
     return 3 if any(engine["end"].startswith("rolled back") for engine in known) else 0
 
 
-def _table(engines: list[dict[str, Any]]) -> Table:
+def _print_table(engines: list[dict[str, Any]]) -> None:
     from vllm_semantic_sched.lab.report.content import number_text
     from vllm_semantic_sched.policy.canary import compare, of_plain
 
-    columns = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
-    title = "current policy and new one: geometric means"
-    table = make_table(title, "tier", "measure", *columns, words=2)
-    for one in compare([of_plain(engine["tallies"]) for engine in engines]):
-        low_high = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
-        table.add_row(
+    words = ("tier", "measure")
+    figures = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
+    rows = (
+        (
             engines[0]["tiers"][one.level],
             one.measure,
             "{} / {}".format(*one.counts),
             *map(number_text, one.means),
-            low_high,
+            "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval),
             *("-" if math.isnan(share) else f"{share:.1%}" for share in one.kept),
         )
-    return table
+        for one in compare([of_plain(engine["tallies"]) for engine in engines])
+    )
+    title = "current policy and new one: geometric means"
+    print_table(title, (*words, *figures), rows, words=len(words))

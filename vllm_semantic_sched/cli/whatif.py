@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import run_simulation
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from vllm_semantic_sched.lab.whatif import WhatIf
 
 _MOST_POLICIES = 5  # in a table of 100 columns
@@ -59,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         seconds = log.requests[-1].request.arrival - log.requests[0].request.arrival
         title = f"engine {number}: {len(log.requests)} requests in {seconds:.0f} s"
         for metric in METRICS:
-            console.print(_table(answer, metric, title))
+            _print_table(answer, metric, title)
         lines = [*answer.verdicts, *answer.notes]
         console.print("\n".join(lines), soft_wrap=False, width=100)
         if args.output is not None:
@@ -73,16 +71,16 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(answer: WhatIf, metric: str, title: str) -> Table:
+def _print_table(answer: WhatIf, metric: str, title: str) -> None:
     """A row per level, a column per cell."""
     from vllm_semantic_sched.lab.report.content import number_text
     from vllm_semantic_sched.lab.report.table import level_names, metric_values
     from vllm_semantic_sched.sim.metrics import METRICS
 
-    names = [cell.scheduler for cell in answer.cells]
-    table = make_table(f"{metric}: {METRICS[metric]}; {title}", "level", "requests", *names)
+    columns = ("level", "requests", *(cell.scheduler for cell in answer.cells))
+    rows = []
     for level in level_names(answer.cells):
         count, *_ = metric_values(answer.cells, level, "count")
         values = metric_values(answer.cells, level, metric)
-        table.add_row(level, number_text(count), *map(number_text, values))
-    return table
+        rows.append([level, *map(number_text, (count, *values))])
+    print_table(f"{metric}: {METRICS[metric]}; {title}", columns, rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import fail
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import print_table
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.operate.why import Account, Summary
@@ -85,12 +85,10 @@ def _print_account(account: Account) -> None:
 
 def _print_summary(summary: Summary, level: int | None) -> None:
     total = summary.seconds.total()
-    table = make_table("", "why", "seconds", "times", "longest", "request", words=1)
+    of_level = "" if level is None else f" of level {level}"
+    print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")
+    rows = []
     for text, seconds in summary.seconds.most_common():
         longest, request = summary.longest[text]
-        count = str(summary.counts[text])
-        table.add_row(text, f"{seconds:.1f}", count, f"{longest:.1f}", request)
-    of_level = "" if level is None else f" of level {level}"
-    console = make_console()
-    console.print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")
-    console.print(table)
+        rows.append([text, f"{seconds:.1f}", summary.counts[text], f"{longest:.1f}", request])
+    print_table("", ("why", "seconds", "times", "longest", "request"), rows)
