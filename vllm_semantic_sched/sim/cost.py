@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
@@ -35,23 +36,24 @@ class StepWork:
     saved: list[int] = field(default_factory=list)
 
 
-class StepCost(Protocol):
+class StepCost(ABC):
     """A cost model; `uses_longest`: whether it uses `StepWork.longest_context`."""
 
-    uses_longest: bool
+    uses_longest = False
 
+    def __init__(self, profile: EngineProfile) -> None:
+        self._profile = profile
+
+    @abstractmethod
     def seconds(self, work: StepWork) -> float:
         """Duration of a step in seconds."""
 
 
-class SlowestOfBatch:
+class SlowestOfBatch(StepCost):
     """The paper's model: all sequences run in parallel, each takes the time of eq. 3 and 4, and the
     step takes as long as the slowest. Saving victims' KV runs in parallel as well."""
 
     uses_longest = True
-
-    def __init__(self, profile: EngineProfile) -> None:
-        self._profile = profile
 
     def seconds(self, work: StepWork) -> float:
         profile = self._profile
@@ -68,14 +70,9 @@ class SlowestOfBatch:
         return slowest
 
 
-class SumOfTokens:
+class SumOfTokens(StepCost):
     """A batching engine: the sum of the profile's terms for the batch and for the copies between
     device and host."""
-
-    uses_longest = False
-
-    def __init__(self, profile: EngineProfile) -> None:
-        self._profile = profile
 
     def seconds(self, work: StepWork) -> float:
         batch = Batch(decodes=work.decodes, context=work.context)
