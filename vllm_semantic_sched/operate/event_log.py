@@ -55,19 +55,18 @@ class LoggedRequest:
         that it shows in the chart."""
         start = self.seated if self.seated is not None else now
         self.seated = None
-        if self.keeps_spans:
-            self.spans.append(
-                Span(self.request, self.level, self.arrival, start, now, kind, self.engine)
-            )
+        self._keep_span(start, now, kind)
 
     def end_hold(self, now: float, seconds: float) -> None:
         """Count a hold that is over, and show it in the chart."""
         self.held += seconds
+        since = self.seated if self.seated is not None else 0.0
+        self._keep_span(max(now - seconds, since), now, HELD)
+
+    def _keep_span(self, start: float, end: float, kind: str) -> None:
         if self.keeps_spans:
-            start = max(now - seconds, self.seated if self.seated is not None else 0.0)
-            self.spans.append(
-                Span(self.request, self.level, self.arrival, start, now, HELD, self.engine)
-            )
+            same = self.request, self.level, self.arrival
+            self.spans.append(Span(*same, start, end, kind, self.engine))
 
 
 class LogReader:
