@@ -29,7 +29,7 @@ _WARM_UP_REQUESTS = 24
 _URGENT, _OTHERS = 24, 4
 # With `quick`: of capacity and to the idle engine.
 _QUICK_ROUNDS = 3
-_QUICK_URGENT, _QUICK_OTHERS = 5, 1
+_QUICK_URGENT, _QUICK_OTHERS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class _Run:
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
     """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
     others, from the shortest to the longest text, which show the cost of a prompt's tokens; if
-    `quick`, 5 and 1."""
+    `quick`, 4 and 2."""
     urgent = [request for request in requests if request.level == 0]
     by_length = sorted(requests, key=lambda request: len(request.text))
     others = [request for request in by_length if request.level > 0]
