@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -46,6 +47,7 @@ def check_vllm_version(version: str) -> None:
     )
 
 
+@functools.cache  # reading the metadata of all packages takes half a second
 def check_installed_vllm() -> None:
     """Reject an installed vLLM outside the supported range before anything of it is imported:
     another release may lack what this package imports.
