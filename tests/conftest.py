@@ -68,10 +68,20 @@ def unhooked(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def offline_environment() -> dict[str, str]:
-    """For a process of its own that runs an offline engine with the scheduler and the worker in
-    reach, on one thread, beside other tests."""
-    return os.environ | {
+def nursery():
+    """Forks programs that import vLLM from a process that has done so."""
+    from nursery import Nursery
+
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def run_offline(nursery, tmp_path_factory):
+    """Runs a program with an offline engine, on one thread, beside other tests, and returns what it
+    printed: `run_offline(FILE, ...)` or `run_offline("-m", MODULE, ...)`."""
+    environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -80,15 +90,16 @@ def offline_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
 
+    def run(*arguments: object) -> str:
+        log = tmp_path_factory.mktemp("offline") / "log"
+        with log.open("wb") as output:
+            # Less than pytest's limit for a test, which would not end the program.
+            done = nursery.run([sys.executable, *arguments], 550, stdout=output, env=environment)
+        text = log.read_text(errors="replace")
+        assert done.returncode == 0, text[-4000:]
+        return text
 
-@pytest.fixture(scope="session")
-def nursery():
-    """Forks servers from a process with their imports."""
-    from nursery import Nursery
-
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,17 @@
-"""Starts `vllm serve` without its imports: one process has made them, and forks.
+"""Starts `vllm serve`, and other programs that import vLLM, without the imports: one process has
+made them, and forks.
 
 The process is this file as a program. It reads orders from its standard input, a line of JSON each,
-and answers each with the id of the process that serves.
+and answers each with the id of the process that runs the program.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,17 +20,31 @@ import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 MODULE = "vllm.entrypoints.cli.main"
-ENGINE = "vllm.v1.engine.utils"  # starts the engine's process
 IMPORTED = (
     MODULE,
-    *("vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
+    *("vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.llm"),
+    *("vllm.entrypoints.cli.run_batch", "vllm.entrypoints.generate.api_router"),
     *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
-    "vllm.model_executor.models.llama",
+    *("vllm.model_executor.models.llama", "model_hosting_container_standards.sagemaker"),
+    *("vllm_semantic_sched.engine.kv_swap", "vllm_semantic_sched.engine.http.middleware"),
+    "vllm_semantic_sched.engine.metrics.stat_logger",
 )
-"""What a server runs, and what it would import before it answers."""
+"""What a server or an offline engine runs, and what it would import before it answers."""
+
+SPAWNED_FRONTS = "NURSERY_SPAWNED_FRONTS"
+"""Environment variable: if it is set, each of several API servers makes its imports anew."""
+
+# On a CPU vLLM sets the method to "spawn", whatever it was. These start an engine, the coordinator
+# of several, a worker; the last starts several API servers.
+_STARTERS = (
+    *("vllm.v1.engine.utils", "vllm.v1.engine.coordinator"),
+    "vllm.v1.executor.multiproc_executor",
+)
+_FRONTS = "vllm.v1.utils"
 
 
 class Child:
@@ -47,7 +64,7 @@ class Child:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("vllm serve", timeout or 0.0)
+                raise subprocess.TimeoutExpired("a child of the nursery", timeout or 0.0)
             time.sleep(0.02)
         assert self.returncode is not None
         return self.returncode
@@ -60,10 +77,10 @@ class Child:
 
 
 class Nursery:
-    """In place of the module `subprocess` where a server is started.
+    """In place of the module `subprocess` where a program is started that imports vLLM.
 
     Args:
-        modules: what to import beforehand; the first has the function `main` that a child calls.
+        modules: what to import beforehand.
     """
 
     STDOUT = subprocess.STDOUT
@@ -75,9 +92,18 @@ class Nursery:
         self._folder = tempfile.TemporaryDirectory()
         self._started = 0
 
-    def Popen(self, command: list[str], stdout: Any, env: dict[str, str], **_: Any) -> Child:
-        """Fork a process that goes on as `python -m MODULE ...` would, in a session of its own."""
-        assert command[:3] == [sys.executable, "-m", self._modules[0]], command
+    def Popen(
+        self,
+        command: list[str],
+        stdout: Any,
+        env: dict[str, str],
+        cwd: str | Path | None = None,
+        **_: Any,
+    ) -> Child:
+        """Fork a process that goes on as `python -m MODULE ...` or `python FILE ...` would, in a
+        session of its own; both outputs go to the file `stdout`."""
+        command = [str(word) for word in command]
+        assert command[0] == sys.executable and command[1] != "-c", command
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *self._modules],
@@ -89,14 +115,26 @@ class Nursery:
             )
         self._started += 1
         status = Path(self._folder.name, str(self._started))
-        order = {"arguments": command[3:], "log": stdout.name, "environment": env}
+        order = {"arguments": command[1:], "log": stdout.name, "environment": env}
+        order |= {"status": str(status), "folder": str(cwd or Path.cwd())}
         pipes = self._process.stdin, self._process.stdout
         assert pipes[0] is not None and pipes[1] is not None
-        pipes[0].write(json.dumps(order | {"status": str(status)}) + "\n")
+        pipes[0].write(json.dumps(order) + "\n")
         pipes[0].flush()
         answer = pipes[1].readline()
         assert answer, "the nursery has ended"
         return Child(int(answer), status)
+
+    def run(self, command: list[str], timeout: float = 600.0, **options: Any) -> Child:
+        """The same, until the process has ended; it is killed if that takes too long."""
+        child = self.Popen(command, **options)
+        try:
+            child.wait(timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
+        return child
 
     def close(self) -> None:
         """No more orders; those who serve go on."""
@@ -108,15 +146,19 @@ class Nursery:
 
 def main() -> None:
     before = dict(os.environ)
-    sys.path[0] = os.getcwd()  # as after `python -m`
     for name in sys.argv[1:]:
         import_module(name)
-    while order := sys.stdin.readline():
+    # vLLM collects garbage several times at a start: never again what is here already.
+    gc.collect()
+    gc.freeze()
+    while line := sys.stdin.readline():
         reading, writing = os.pipe()
         if os.fork() == 0:
-            keep(json.loads(order), before, writing)
-            # Only the one that serves gets here; it ends as any program does.
-            sys.exit(sys.modules[sys.argv[0]].main())
+            order = json.loads(line)
+            keep(order["status"], writing)
+            # Only the one that runs the program gets here; it ends as any program does.
+            settle(order, before)
+            sys.exit(run(order["arguments"]))
         os.close(writing)
         with os.fdopen(reading) as answer:
             print(answer.read(), flush=True)
@@ -124,19 +166,25 @@ def main() -> None:
             pass
 
 
-def keep(order: dict[str, Any], before: dict[str, str], writing: int) -> None:
+def keep(status: str, writing: int) -> None:
     """Returns in a new process, and waits for its end in this one."""
-    server = os.fork()
-    if server:
+    program = os.fork()
+    if program:
         os.close(writing)
-        result = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
-        part = Path(order["status"] + ".part")
+        result = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        part = Path(status + ".part")
         part.write_text(str(result))
-        part.rename(order["status"])
+        part.rename(status)
         os._exit(0)
     os.setsid()
     os.write(writing, str(os.getpid()).encode())
     os.close(writing)
+
+
+def settle(order: dict[str, Any], before: dict[str, str]) -> None:
+    """Make this process what a new one with the order's folder, outputs and environment would be;
+    `before` is the environment of the imports."""
+    os.chdir(order["folder"])
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -146,12 +194,53 @@ def keep(order: dict[str, Any], before: dict[str, str], writing: int) -> None:
     for name in before.keys() - wanted.keys():
         os.environ.pop(name, None)
     os.environ.update({name: to for name, to in wanted.items() if before.get(name) != to})
-    sys.argv = [sys.argv[1], *order["arguments"]]
-    if wanted.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork" and (engine := sys.modules.get(ENGINE)):
-        # On a CPU vLLM sets the variable to "spawn", whatever it was.
-        setattr(engine, "get_mp_context", lambda: multiprocessing.get_context("fork"))  # noqa: B010
-    # Else signals to an engine that the server forks would reach the server's event loop as well.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    paths = wanted.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path]
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(wanted.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    if wanted.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
+        fork_what_vllm_spawns(fronts=SPAWNED_FRONTS not in wanted)
+
+
+def fork_what_vllm_spawns(fronts: bool) -> None:
+    """Let the processes of this server be forked.
+
+    Args:
+        fronts: several API servers too.
+    """
+    fork = multiprocessing.get_context("fork")
+    for starter in filter(None, map(sys.modules.get, _STARTERS)):
+        setattr(starter, "get_mp_context", lambda: fork)  # noqa: B010
+    if fronts and (module := sys.modules.get(_FRONTS)):
+        like = {**vars(multiprocessing), "get_context": lambda method: fork}
+        setattr(module, "multiprocessing", SimpleNamespace(**like))  # noqa: B010
+    os.register_at_fork(after_in_child=after_fork)
+
+
+def after_fork() -> None:
+    """What a process that is spawned finds as it should be."""
+    # Else signals to it would reach its parent's event loop as well.
+    signal.set_wakeup_fd(-1)
+    # Several API servers add up their metrics in files; which it is, is decided at the import.
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ and "prometheus_client" in sys.modules:
+        values = sys.modules["prometheus_client.values"]
+        values.ValueClass = values.get_value_class()
+
+
+def run(arguments: list[str]) -> Any:
+    """Run `-m MODULE ...` or `FILE ...`."""
+    if arguments[0] != "-m":
+        sys.path[0] = str(Path(arguments[0]).parent)
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+        return 0
+    _, name, *rest = arguments
+    sys.path[0] = os.getcwd()
+    sys.argv = [name, *rest]
+    if module := sys.modules.get(name):  # and so what it spawns finds this file as its main one
+        return module.main()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def reaped() -> bool:

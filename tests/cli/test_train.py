@@ -12,6 +12,14 @@ from vllm_semantic_sched.cli import train
 from vllm_semantic_sched.policy.config import load_policy
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """What a test trains on is soon learned: the instant reader takes fewer steps."""
+    from vllm_semantic_sched.lab.training import distil
+
+    monkeypatch.setattr(distil, "_LEAST_STEPS", 40)
+
+
 def run(*arguments):
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)

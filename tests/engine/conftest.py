@@ -2,16 +2,15 @@
 
 import pytest
 
-# The engine is forked from the server: one import of vLLM less, which takes as long as the rest of
-# a start. `vllm serve` by itself spawns it.
+# The server's processes are forked: an import of vLLM less for each, which takes as long as the
+# rest of a start. `vllm serve` by itself spawns them, as does `one_command` in test_server.py.
 ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
 @pytest.fixture(scope="module")
 def serve(model, tmp_path_factory, nursery):
     """Starts servers: `serve(*arguments, **ServerConfig fields)`, with `ENVIRONMENT` unless theirs
-    says otherwise; they are stopped after the last test of the module. With `by_command`, each
-    import is made anew, as where a user starts the server."""
+    says otherwise; they are stopped after the last test of the module."""
     from contextlib import ExitStack
     from unittest.mock import patch
 
@@ -20,11 +19,9 @@ def serve(model, tmp_path_factory, nursery):
 
     with ExitStack() as servers:
 
-        def start(*arguments: str, by_command: bool = False, **fields) -> VllmServer:
+        def start(*arguments: str, **fields) -> VllmServer:
             log = tmp_path_factory.mktemp("logs") / "server.log"
             fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
-            if by_command:
-                return servers.enter_context(VllmServer(ServerConfig(**fields)))
             fields["environment"] = ENVIRONMENT | fields.get("environment", {})
             with patch.object(server, "subprocess", nursery):
                 return servers.enter_context(VllmServer(ServerConfig(**fields)))

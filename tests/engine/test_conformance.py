@@ -5,6 +5,7 @@ Here those that touch what we override; scripts/matrix.sh runs all, under all ba
 
 import re
 
+import conformance
 import pytest
 from conformance import DOOR, RECORDS, installed_release, lost_tests, required
 
@@ -14,6 +15,11 @@ pytestmark = pytest.mark.engine
 LEFT_TO_THE_MATRIX = re.compile(
     "diffusion|ec_connector|encoder|cross_attn|spec_|sampling_mask|routed_experts|draft|mamba|blast"
 )
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch, nursery) -> None:
+    monkeypatch.setattr(conformance, "subprocess", nursery)
 
 
 def test_no_test_of_vllm_is_lost(tmp_path) -> None:

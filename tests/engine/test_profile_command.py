@@ -1,7 +1,5 @@
 """`semsched profile` on a real engine, over a tiny grid."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +9,13 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 pytestmark = pytest.mark.engine
 
 
-def test_profile_is_measured_written_and_loaded(
-    model: Path, tmp_path: Path, offline_environment: dict[str, str]
-) -> None:
+def test_profile_is_measured_written_and_loaded(model: Path, tmp_path: Path, run_offline) -> None:
     path = tmp_path / "out" / "tiny.yaml"
     options = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.7 --block-size 32"
     options += " --kv-cache-memory-bytes 268435456 --num-gpu-blocks-override 64 --max-num-seqs 4"
-    command = [sys.executable, "-m", "vllm_semantic_sched.cli", "profile", "--quiet"]
-    command += ["--output", str(path), "--max-tokens", "128", "--max-batch", "2", "--repeats", "1"]
-    result = subprocess.run(
-        [*command, "--", str(model), *options.split()],
-        env=offline_environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    command = ["-m", "vllm_semantic_sched.cli", "profile", "--quiet", "--output", path]
+    command += ["--max-tokens", "128", "--max-batch", "2", "--repeats", "1"]
+    run_offline(*command, "--", model, *options.split())
     profile = load_profile(path)
     environment = profile.environment
     assert environment is not None and profile.ranges is not None and profile.batch is not None

@@ -17,19 +17,18 @@ import psutil
 import pytest
 from metrics_page import page_value, wait_until
 
+from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.operate.client import AdminClient
+
 pytestmark = pytest.mark.engine
 
 OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
-# One import less, as in conftest.py.
-ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
 @pytest.fixture(scope="module")
 def semantic(serve):
-    """The default policy with the shipped predictor, four seats; engine and worker spawned in
-    processes of their own, as vLLM has it by default."""
-    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    return serve(*OURS, by_command=True, seats=4, environment=own_process)
+    """The default policy with the shipped predictor, four seats."""
+    return serve(*OURS, seats=4)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ def test_repeated_prompt_uses_the_cached_prediction_and_lengths_are_measured(sem
 
 
 def test_answers_equal_stock_vllm_despite_preemptions(semantic, stock) -> None:
-    routine = [{"prompt": f"write story number {n}", "max_tokens": 400} for n in range(8)]
+    routine = [{"prompt": f"write story number {n}", "max_tokens": 200} for n in range(8)]
     answers: dict[int, str] = {}
 
     def ask(number: int) -> None:
@@ -283,15 +282,17 @@ def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path, nurser
         model=model, log=log, scheduler_args=(*OURS, "--additional-config", settings)
     )
     with log.open("wb") as output:
-        server = nursery.Popen(config.command(port=0), output, config.process_environment())
-    assert server.wait(300) != 0
+        environment = config.process_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        server = nursery.run(config.command(port=0), stdout=output, env=environment)
+    assert server.returncode != 0
     for word in ("preemption.max_per_req", "max_per_request"):
         assert word in log.read_text()
 
 
 @pytest.fixture(scope="module")
 def one_command(model, tmp_path_factory):
-    """A server by `semsched serve`, with an event log."""
+    """A server by `semsched serve`, with an event log. Engine and worker are spawned in processes
+    of their own, as vLLM has it by default."""
     from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 
     class OneCommand(ServerConfig):
@@ -304,7 +305,8 @@ def one_command(model, tmp_path_factory):
     policy.write_text(f"events: {{path: {events}}}\n")
     options = ("--policy", str(policy), "--host-gib", "0.05")
     log = folder / "server.log"
-    config = OneCommand(model, log, seats=4, scheduler_args=options, environment=ENVIRONMENT)
+    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    config = OneCommand(model, log, seats=4, scheduler_args=options, environment=own_process)
     with VllmServer(config) as server:
         yield server
 
@@ -351,3 +353,19 @@ def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> N
 
     wait_until(arrivals)  # the log is written behind; the first is the other test's
     assert arrivals().index(0) < BURST / 2
+
+
+@pytest.mark.parametrize("whom", ["server", "engine"])
+def test_sighup_reloads(one_command, whom) -> None:
+    admin, policy = AdminClient(one_command.url), one_command.config.log.parent / "policy.yaml"
+    before = admin.status()[0]["policy"]["version"]
+    text = policy.read_text()
+    policy.write_text(text + "default_level: 4\n")
+    if whom == "server":
+        os.kill(one_command.pid, signal.SIGHUP)
+    else:
+        assert main(["policy", "reload", "--pid", str(one_command.pid)]) == 0
+    wait_until(lambda: admin.status()[0]["policy"]["version"] != before, 60)
+    assert admin.status()[0]["policy"]["changed"] == ["default_level"]
+    policy.write_text(text)
+    admin.post("/policy/reload")

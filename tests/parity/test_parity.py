@@ -3,8 +3,6 @@ replayed through the simulator's view."""
 
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -51,7 +49,7 @@ REPLAYED = [*POLICIES, *DISTURBED]
 
 
 @pytest.fixture(scope="module")
-def recordings(slim_model, tmp_path_factory, offline_environment) -> dict[str, Recording]:
+def recordings(slim_model, tmp_path_factory, run_offline) -> dict[str, Recording]:
     """By shipped policy, or by disturbing policy and mode."""
     folder = tmp_path_factory.mktemp("parity")
     out, profile = folder / "recordings.pickle", folder / "profile.yaml"
@@ -65,12 +63,7 @@ def recordings(slim_model, tmp_path_factory, offline_environment) -> dict[str, R
             policy.write_text(text.replace("PROFILE", str(profile)))
             policies.append(str(policy))
         engines.append({"asynchronous": asynchronous, "swap": swap, "policies": policies})
-    arguments = [str(slim_model), str(out), json.dumps(engines)]
-    command = [sys.executable, "-m", "parity.record_engine", *arguments]
-    done = subprocess.run(
-        command, env=offline_environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_offline("-m", "parity.record_engine", slim_model, out, json.dumps(engines))
     groups = pickle.loads(out.read_bytes())
     return {Path(recording.policy).stem: recording for group in groups for recording in group}
 

@@ -1,8 +1,6 @@
 """KV swap on the real engine gives the same answers as an engine without preemption."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +41,7 @@ UNHARMED = [
 
 
 @pytest.fixture(scope="module")
-def reports(slim_model, tmp_path_factory, offline_environment) -> dict[str, dict]:
+def reports(slim_model, tmp_path_factory, run_offline) -> dict[str, dict]:
     """What came out of three engines: one without a prefix cache, one with it, where the connector
     is one of a MultiConnector, and one with two steps in flight, as on a GPU."""
     engines = {
@@ -51,19 +49,17 @@ def reports(slim_model, tmp_path_factory, offline_environment) -> dict[str, dict
         "caching": ({"enable_prefix_caching": True, "inside_multi_connector": True}, CACHING),
         "asynchronous": ({"enable_prefix_caching": False, "asynchronous": True}, ASYNCHRONOUS),
     }
-    reports = run_engines(slim_model, tmp_path_factory.mktemp("swap"), offline_environment, engines)
+    reports = run_engines(run_offline, slim_model, tmp_path_factory.mktemp("swap"), engines)
     reports["asynchronous"]["alone"] = reports["plain"]["alone"]  # the same prompts
     return reports
 
 
-def run_engines(model, folder, environment, engines) -> dict[str, dict]:
+def run_engines(run_offline, model, folder, engines) -> dict[str, dict]:
     policy = folder / "policy.yaml"
     profile = folder / "profile.yaml"
     profile.write_text(CHEAP_COPIES)
     policy.write_text(POLICY.replace("PROFILE", str(profile)))
-    command = [sys.executable, SCRIPT, model, policy, folder, json.dumps(engines)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_offline(SCRIPT, model, policy, folder, json.dumps(engines))
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in engines}
 
 
@@ -167,7 +163,7 @@ def test_answers_stay_whatever_method_fails(reports, engine) -> None:
 
 @pytest.mark.study
 def test_answers_of_a_thousand_requests_stay_whatever_method_fails(
-    slim_model, tmp_path, offline_environment
+    slim_model, tmp_path, run_offline
 ) -> None:
     engines = {
         name: ({"asynchronous": ahead, "enable_prefix_caching": ahead}, scenarios)
@@ -176,7 +172,7 @@ def test_answers_of_a_thousand_requests_stay_whatever_method_fails(
             ("asynchronous", True, ["alone", "thousand_broken"]),
         )
     }
-    for report in run_engines(slim_model, tmp_path, offline_environment, engines).values():
+    for report in run_engines(run_offline, slim_model, tmp_path, engines).values():
         assert report["thousand_broken"]["requests"] >= 1000
         check_broken(report, report["alone"]["answers"])
 
