@@ -2,8 +2,8 @@
 
 import json
 from collections import namedtuple
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,12 +158,21 @@ def test_quick_comparison_starts_one_server_for_all_that_it_can_stand_in_for(pla
 def test_quick_comparison_measures_the_idle_engine_once_per_mix(
     plan, monkeypatch, quick, starts, idle
 ):
-    servers, measured, salts = [], [], set()
+    log, measured, salts = [], [], set()
 
-    @contextmanager
-    def serve(config):
-        servers.append(config.scheduler_args)
-        yield SimpleNamespace(url="", check=lambda: None)
+    class FakeServer:
+        url = ""
+
+        def __init__(self, config):
+            self.launch, self.stop = partial(log.append, "launch"), partial(log.append, "stop")
+
+        def __enter__(self):
+            log.append("use")
+            return self
+
+        def __exit__(self, *error): ...
+
+        def check(self): ...
 
     def send(client, requests, label="", stop_after=None):
         salts.update(client.extras(one).get("cache_salt") for one in requests)
@@ -173,13 +182,16 @@ def test_quick_comparison_measures_the_idle_engine_once_per_mix(
         measured.append(label)
         return fake_idle(WORKLOAD)
 
-    monkeypatch.setattr(comparing, "VllmServer", serve)
+    monkeypatch.setattr(comparing, "VllmServer", FakeServer)
     monkeypatch.setattr(comparing.Usage, "now", lambda server: fake_usage())
     monkeypatch.setattr(LoadClient, "send", send)
     monkeypatch.setattr(comparing, "measure_idle", alone)
     monkeypatch.setattr(comparing, "prefer_client", lambda nice: None)
     found = compare(replace(plan, rounds=1, quick=quick), {}, Progress())
-    assert (len(servers), len(measured)) == (starts, idle)
+    assert (log.count("use"), len(measured)) == (starts, idle)
+    # Without a GPU the servers of a quick comparison start together.
+    together = starts if quick and not comparing.has_gpu() else 0
+    assert log == ["launch"] * together + ["use"] * starts + ["stop"] * together
     assert all(row.best.idle_ratio > 0 for row in found.rows()) and len(list(found.rows())) == 6
     assert salts == {None, "fcfs", "priority", "semantic-true"}  # None: the warm-up
 
@@ -202,7 +214,9 @@ class NoisyRun:
     def __init__(self, plan, comparison, progress):
         self.comparison = comparison
 
-    def serve(self, visit):
+    def server(self, visit): ...
+
+    def serve(self, visit, server):
         NoisyRun.visits.append(visit)
         noisy = visit.leader.name == "priority" and visit.attempt <= 2
         return tuple(mix for mix in visit.mixes if noisy and mix == "rare")

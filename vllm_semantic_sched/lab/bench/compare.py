@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,12 @@ from vllm_semantic_sched.lab.bench.metrics import differences, explain, throughp
 from vllm_semantic_sched.lab.bench.results import Comparison
 from vllm_semantic_sched.lab.bench.rounds import Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
-from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, prefer_client
+from vllm_semantic_sched.lab.bench.server import (
+    ServerConfig,
+    VllmServer,
+    has_gpu,
+    prefer_client,
+)
 from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
 
@@ -42,8 +48,9 @@ class RunPlan:
     average over two rounds the same for all of them. A mix from whose round the hypervisor took
     too much time is run again at the end of the round, up to `repeats` times.
 
-    With `quick`, schedulers share servers where they can, the capacity and the idle engine are
-    measured with fewer requests, and the idle engine on the first server only.
+    With `quick`, schedulers share servers where they can, without a GPU the servers of a round are
+    started at once, the capacity and the idle engine are measured with fewer requests, and the
+    idle engine on the first server only.
 
     Raises:
         ValueError: no scheduler, no workload or no round, or negative repeats.
@@ -115,14 +122,21 @@ def compare(
     run = _Run(plan, Comparison(options), progress or Progress())
     prefer_client(plan.server.nice)
     for number in range(1, plan.rounds + 1):
-        pending = list(plan.visits(number))
-        while pending:
-            visit = pending.pop(0)
-            noisy = run.serve(visit)
-            run.comparison.write(plan.output / "results.json")
-            if noisy and visit.attempt <= plan.repeats:
-                # At the end of the round: steal comes and goes in minutes.
-                pending.append(replace(visit, mixes=noisy, attempt=visit.attempt + 1))
+        pending = [(visit, run.server(visit)) for visit in plan.visits(number)]
+        with contextlib.ExitStack() as launched:
+            if plan.quick and not has_gpu():
+                # Servers start on one core each; those that wait for their turn take none.
+                for _, server in pending:
+                    launched.callback(server.stop)
+                    server.launch()
+            while pending:
+                visit, server = pending.pop(0)
+                noisy = run.serve(visit, server)
+                run.comparison.write(plan.output / "results.json")
+                if noisy and visit.attempt <= plan.repeats:
+                    # At the end of the round: steal comes and goes in minutes.
+                    again = replace(visit, mixes=noisy, attempt=visit.attempt + 1)
+                    pending.append((again, run.server(again)))
     return run.comparison
 
 
@@ -136,15 +150,19 @@ class _Run:
         self.workloads: Sequence[Workload] | None = None
         self._idle: dict[str, tuple[Sequence[Record], Usage]] = {}  # by mix
 
-    def serve(self, visit: Visit) -> tuple[str, ...]:
-        """Start a server, measure its mixes and add the rounds; return the mixes with too much
-        steal."""
+    def server(self, visit: Visit) -> VllmServer:
+        """The server of a visit, not started."""
+        return VllmServer(visit.leader.configure(self.plan.server, self.plan.output, visit.name))
+
+    def serve(self, visit: Visit, server: VllmServer) -> tuple[str, ...]:
+        """Start the visit's server, measure its mixes and add the rounds; return the mixes with too
+        much steal."""
         plan, leader = self.plan, visit.leader
         number = f"round {visit.name} of {plan.rounds}"
         names = ", ".join(spec.name for spec in visit.specs)
         self.progress.message(f"starting the server: {names}, {number}")
         done: list[tuple[SchedulerSpec, str, Round]] = []
-        with VllmServer(leader.configure(plan.server, plan.output, visit.name)) as server:
+        with server:
             for spec in visit.specs:
                 client = self._client(server, spec)
                 if spec is visit.specs[0]:

@@ -139,7 +139,10 @@ class VllmServer:
         """Process id of the API server; None if it does not run."""
         return None if self._process is None else self._process.pid
 
-    def __enter__(self) -> VllmServer:
+    def launch(self) -> None:
+        """Start the process without waiting until it serves; no-op if it runs."""
+        if self._process is not None:
+            return
         self.config.log.parent.mkdir(parents=True, exist_ok=True)
         with self.config.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -151,9 +154,12 @@ class VllmServer:
                 start_new_session=True,
             )
         atexit.register(self.stop)
+        # Also for 0: the client may run at another priority, which the server inherits.
+        set_priority(self._process.pid, self.config.nice)
+
+    def __enter__(self) -> VllmServer:
         try:
-            # Also for 0: the client may run at another priority, which the server inherits.
-            set_priority(self._process.pid, self.config.nice)
+            self.launch()
             self._wait_until_healthy()
         except BaseException:
             self.stop()
