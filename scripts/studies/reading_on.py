@@ -1,6 +1,7 @@
 """How well output lengths are ranked before an answer, and while it grows: by the shipped model, by
-one that has learned from the same server's answers, by a ridge regression, and by a regression that
-reads on, which sees the end of the answer so far at every 32nd token.
+one that has learned from the same server's answers, by another answer of that server to the same
+prompt, by a ridge regression, and by a regression that reads on, which sees the end of the answer
+so far at every 32nd token.
 
 Collects answers of a running server (resumable), holds a fifth of them out by a digest, and prints
 Kendall's tau of the predicted with the true tokens left, for the held-out answers that ended, at
@@ -46,11 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="one per line")
     parser.add_argument("--answers", type=Path, required=True, help="JSON lines, kept and added to")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers (%(default)s)")
+    parser.add_argument("--again", type=Path, help="other answers to the same prompts, as a way")
     parser.add_argument("--learned", help="model that `semsched train length` wrote")
     parser.add_argument("--training-csv", type=Path, help="write the training part and exit")
 
 
-async def collect(url: str, prompts: Sequence[str], path: Path, max_tokens: int) -> None:
+async def collect(
+    url: str, prompts: Sequence[str], path: Path, max_tokens: int, temperature: float
+) -> None:
     """Append the answers to prompts that have none yet."""
     import aiohttp
 
@@ -62,7 +67,7 @@ async def collect(url: str, prompts: Sequence[str], path: Path, max_tokens: int)
             model = (await reply.json())["data"][0]["id"]
 
         async def ask(text: str) -> None:
-            body = {"model": model, "temperature": 0, "max_tokens": max_tokens}
+            body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
             body |= {"messages": [{"role": "user", "content": text}]}
             async with seats, session.post("/v1/chat/completions", json=body) as reply:
                 reply.raise_for_status()
@@ -166,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url:
         prompts = [line.strip() for line in args.prompts.read_text("utf-8").splitlines()]
         wanted = [line for line in prompts if line]
-        asyncio.run(collect(args.url, wanted, args.answers, args.max_tokens))
+        asyncio.run(collect(args.url, wanted, args.answers, args.max_tokens, args.temperature))
     answers = read(args.answers)
     training = [one for one in answers if not held_out(one)]
     unseen = [one for one in answers if held_out(one)]
@@ -178,6 +183,9 @@ def run(args: argparse.Namespace) -> int:
     ways: dict[str, Left] = {"shipped": by_buckets(TextPredictor.load(None, 2), answers)}
     if args.learned:
         ways["learned"] = by_buckets(TextPredictor.load(args.learned, 2), answers)
+    if args.again:
+        again = {one["text"]: one["tokens"] for one in read(args.again)}
+        ways["another answer"] = lambda answer, there: max(1, again[answer["text"]] - there)
     ways["ridge on the prompt"] = by_ridge(training, unseen)
     whole = [one for one in training if one["finish"] == "stop"]
     ways["reading on"] = reading_on(whole, ways.get("learned", ways["shipped"]))
