@@ -139,7 +139,7 @@ def _beside_tasks(draft: _Draft) -> Example:
     text, level = draft.message()
     texts = draft.tasks()
     last = len(texts)
-    texts.insert(draft.rng.choice((0, last, last, *range(1, last))), text)
+    texts.insert(draft.rng.choice((0, 0, last, last, *range(1, last))), text)
     return Example(draft.typed(draft.joined(texts)), level)
 
 
@@ -299,14 +299,14 @@ _CLAIMED_FORMS = (
 
 # Forms of a composition and how often each is drawn.
 _FORMS: Mapping[Callable[[_Draft], Example], float] = {
-    _beside_tasks: 26,
+    _beside_tasks: 34,
     _two_messages: 3,
     _in_a_block: 6,
     _only_tasks: 15,
     _only_framed: 20,
     _framed_and_true: 4,
     _chat: 22,
-    _written_chat: 16,
+    _written_chat: 26,
     _chat_that_is_over: 15,
     _chat_that_begins_again: 5,
     _chat_without_one: 12,

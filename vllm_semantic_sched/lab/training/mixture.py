@@ -41,7 +41,7 @@ _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack: English ones, and
 # those of all other languages.
 _WRITTEN = 14_000
-_WRITTEN_ELSEWHERE = 24_000
+_WRITTEN_ELSEWHERE = 30_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _HARMLESS = 3600

@@ -39,7 +39,6 @@ _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of other languages
 _ALIGNED_EPOCHS = 2
 _TEXTS_PER_LANGUAGE = 1500
-_KEPT = 0.15  # of the weights of a network that was trained before: what it knew of other texts
 _FROZEN = 2  # lowest layers of a network that was trained before: its words have their place
 _VOCABULARY = 60_000  # pieces: 23 MB in int8
 _URGENT_RECALL = 0.72  # of visits of levels 0 and 1; unseen hospitals have a little less
@@ -109,7 +108,7 @@ def train_all(options: Options, root: Path, scale: float) -> int:
         on_step=options.on_step,
     )
     if known:
-        average(network, before, _KEPT)
+        average(network, before)
     calibrate(network, tokenizer, _calibration_texts(validation, options.seed))
     save_network(network, folder, options.output)
     texts = [one.text for one in _first_round(sources, options.seed, scale)]
