@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="one per line")
     parser.add_argument("--answers", type=Path, required=True, help="JSON lines, kept and added to")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of answers (%(default)s)")
-    parser.add_argument("--again", type=Path, help="other answers to the same prompts, as a way")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling (%(default)s)")
+    parser.add_argument("--again", type=Path, help="compare other answers to the same prompts")
     parser.add_argument("--learned", help="model that `semsched train length` wrote")
     parser.add_argument("--training-csv", type=Path, help="write the training part and exit")
 

@@ -14,12 +14,7 @@ from vllm_semantic_sched.lab.bench.metrics import differences, explain, throughp
 from vllm_semantic_sched.lab.bench.results import Comparison
 from vllm_semantic_sched.lab.bench.rounds import Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
-from vllm_semantic_sched.lab.bench.server import (
-    ServerConfig,
-    VllmServer,
-    has_gpu,
-    prefer_client,
-)
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_gpu, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
 
@@ -125,7 +120,7 @@ def compare(
         pending = [(visit, run.server(visit)) for visit in plan.visits(number)]
         with contextlib.ExitStack() as launched:
             if plan.quick and not has_gpu():
-                # Servers start on one core each; those that wait for their turn take none.
+                # A start keeps one core busy; a server that waits for its turn uses none.
                 for _, server in pending:
                     launched.callback(server.stop)
                     server.launch()
@@ -155,8 +150,8 @@ class _Run:
         return VllmServer(visit.leader.configure(self.plan.server, self.plan.output, visit.name))
 
     def serve(self, visit: Visit, server: VllmServer) -> tuple[str, ...]:
-        """Start the visit's server, measure its mixes and add the rounds; return the mixes with too
-        much steal."""
+        """Measure the visit's mixes on its server, which is started and stopped here, and add the
+        rounds; return the mixes with too much steal."""
         plan, leader = self.plan, visit.leader
         number = f"round {visit.name} of {plan.rounds}"
         names = ", ".join(spec.name for spec in visit.specs)

@@ -140,7 +140,7 @@ class VllmServer:
         return None if self._process is None else self._process.pid
 
     def launch(self) -> None:
-        """Start the process without waiting until it serves; no-op if it runs."""
+        """Start the process without waiting until it is healthy; no-op if already running."""
         if self._process is not None:
             return
         self.config.log.parent.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def written_texts() -> dict[str, list[str]]:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 180,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 210,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
     examples = _visit_examples(sources.visits, scale, rng)
     for written in _sample(sources.written, _WRITTEN * scale, rng):
