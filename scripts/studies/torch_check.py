@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.policy.profile.devices import recognize
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 
-BLOCKS, SLOTS, BLOCK_BYTES, REGIONS = 4096, 1024, 2**16, 4
+# Regions, their blocks, bytes of a block, blocks copied: 16 tokens of one layer of a model of
+# 8 billion parameters, and of all layers.
+SHAPES = ((4, 4096, 2**16, 1024), (1, 512, 2**21, 256))
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 
 
@@ -59,35 +62,40 @@ def seconds(work: Callable[[], object], wait: Callable[[], None], repeats: int =
 
 def check_copies(device: str, wait: Callable[[], None]) -> bool:
     """Print steps 1 and 2; whether all bytes came back."""
-    regions = [
-        torch.zeros((BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device) for _ in range(REGIONS)
-    ]
-    backend: Any = CpuCopies(regions, SLOTS)
-    if device == "cuda":
-        backend = CudaCopies(regions, SLOTS, copy=copy_each, pin=pin)
-    wrong = why_wrong(backend, regions, SLOTS)
-    print("copies:", wrong or "all bytes came back, in a step and beside one")
-    blocks, host = torch.randperm(BLOCKS)[:SLOTS].tolist(), [range(SLOTS)]
-    moved = SLOTS * BLOCK_BYTES * REGIONS / 1e9
     matrix = torch.full((4096 if device == "cuda" else 256,) * 2, 0.01, device=device)
 
     def products() -> None:
         for _ in range(50):
             torch.mm(matrix, matrix)
 
-    def both() -> None:
-        backend.load_beside("load", blocks, host)
-        products()
+    right = True
+    alone = seconds(products, wait)
+    for count, blocks, size, slots in SHAPES:
+        regions = [
+            torch.zeros((blocks, size), dtype=torch.uint8, device=device) for _ in range(count)
+        ]
+        backend: Any = CpuCopies(regions, slots)
+        if device == "cuda":
+            backend = CudaCopies(regions, slots, copy=copy_each, pin=pin)
+        wrong = why_wrong(backend, regions, slots)
+        right = right and wrong is None
+        print(f"blocks of {size >> 10} KiB:", wrong or "all came back, in a step and beside one")
+        chosen, host = torch.randperm(blocks)[:slots].tolist(), [range(slots)]
 
-    saved = seconds(lambda: backend.save(blocks, host), wait)
-    loaded = seconds(lambda: backend.load(blocks, host), wait)
-    alone, together = seconds(products, wait), seconds(both, wait)
-    print(f"save {moved / saved:.1f} GB/s, load {moved / loaded:.1f} GB/s ({moved:.2f} GB)")
-    print(
-        f"products {alone * 1e3:.1f} ms, load {loaded * 1e3:.1f} ms, both {together * 1e3:.1f} ms "
-        f"(one after the other: {(alone + loaded) * 1e3:.1f})"
-    )
-    return wrong is None
+        def both(backend: Any = backend, chosen: Any = chosen, host: Any = host) -> None:
+            backend.load_beside("load", chosen, host)
+            products()
+
+        moved = slots * size * count / 1e9
+        saved = seconds(partial(backend.save, chosen, host), wait)
+        loaded = seconds(partial(backend.load, chosen, host), wait)
+        together = seconds(both, wait)
+        print(f"  save {moved / saved:.1f} GB/s, load {moved / loaded:.1f} GB/s ({moved:.2f} GB)")
+        print(
+            f"  products {alone * 1e3:.1f} ms, load {loaded * 1e3:.1f} ms, both "
+            f"{together * 1e3:.1f} ms (one after the other: {(alone + loaded) * 1e3:.1f})"
+        )
+    return right
 
 
 def check_roofline(device: str, dtype: str) -> None:

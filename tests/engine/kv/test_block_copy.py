@@ -138,6 +138,9 @@ class FakeStream:
     def wait_stream(self, other: "FakeStream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def synchronize(self) -> None:
+        self.log.append(f"wait for {self.name}")
+
     def __enter__(self) -> None:
         self.log.append(f"on {self.name}")
 
@@ -179,6 +182,13 @@ class FakeCuda:
     def Event(self, enable_timing: bool) -> FakeEvent:
         self.events.append(FakeEvent(self.log))
         return self.events[-1]
+
+    def cudart(self) -> "FakeCuda":
+        return self
+
+    def cudaHostUnregister(self, place: int) -> int:
+        self.log.append(f"unpin {place}")
+        return 0
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
         import ctypes
@@ -224,3 +234,18 @@ def test_cuda_copies_and_compute_wait_for_each_other() -> None:
     assert (copies.saved(), copies.saved()) == ({3}, set())
     assert copies.take_seconds() == (0.5, 0.5)
     assert copies.take_seconds() == (0.0, 0.0)
+
+
+def test_host_memory_is_unpinned_before_it_is_freed() -> None:
+    """As when copies turn out to be wrong: what is pinned next may get the same addresses."""
+    cuda, places = FakeCuda(), []
+    copies = CudaCopies(
+        block_regions([layer_cache("BHNC")], BLOCKS),
+        8,
+        cuda=cuda,
+        copy=cuda.copy,
+        pin=lambda rows: places.append(rows.data_ptr()),
+    )
+    assert cuda.log == []
+    del copies
+    assert cuda.log == ["wait for side", f"unpin {places[0]}"]
