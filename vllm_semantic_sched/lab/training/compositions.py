@@ -306,7 +306,7 @@ _FORMS: Mapping[Callable[[_Draft], Example], float] = {
     _only_framed: 20,
     _framed_and_true: 4,
     _chat: 22,
-    _written_chat: 26,
+    _written_chat: 36,
     _chat_that_is_over: 15,
     _chat_that_begins_again: 5,
     _chat_without_one: 12,
