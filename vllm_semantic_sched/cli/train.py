@@ -30,6 +30,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     both.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
     both.add_argument(
         "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
+    )
+    both.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        choices=range(2, 13),
+        metavar="N",
+        help="of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher",
+    )
+    both.add_argument(
+        "--teacher",
+        type=Path,
+        metavar="DIR",
+        help="network that `semsched train all` wrote, to learn from beside the labels",
     )
     _common_arguments(both, epochs=3, base="pretrained")
     both.set_defaults(make=_train_all)
@@ -169,7 +184,8 @@ def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
 
-    texts = train_all(_options(args), root, args.scale)
+    options = replace(_options(args), teacher=args.teacher, layers=args.layers)
+    texts = train_all(options, root, args.scale)
     print(f"saved to {args.output}")
     _print_thresholds(args.output, texts)
 

@@ -29,6 +29,8 @@ class WindowTokenizer:
             raise ValueError(f"a window of {window} tokens leaves no room for text")
         pad = getattr(tokenizer, "pad_token_id", None)
         self._pad = 0 if pad is None else int(pad)
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        self.unknown = self._pad if unknown is None else int(unknown)
 
     def cut(self, texts: Sequence[str]) -> list[str]:
         """The part of each text that is read."""

@@ -1,11 +1,17 @@
 """The training loop: labels, progress reports, and averaging with other weights."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.fit import average, fit, shared_with_neighbors
+from vllm_semantic_sched.lab.training.fit import (
+    average,
+    fit,
+    shared_with_neighbors,
+    taught_loss,
+)
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
@@ -74,3 +80,24 @@ def test_every_step_is_reported() -> None:
     assert [(one.round, one.number) for one in steps] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all((one.rounds, one.steps) == (2, 2) and one.loss > 0 for one in steps)
     assert rounds == [2, 4]
+
+
+def test_answers_of_a_teacher_count_beside_the_labels() -> None:
+    teacher, alone, taught = tiny(layers=2), tiny(), tiny()
+    fit(teacher, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1)
+    before = teacher.classifier.weight.clone()
+    torch.manual_seed(0)
+    fit(alone, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1)
+    torch.manual_seed(0)
+    fit(taught, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1, teacher=teacher)
+    assert not taught.classifier.weight.equal(alone.classifier.weight)
+    assert teacher.classifier.weight.equal(before)
+
+
+def test_own_answers_teach_nothing() -> None:
+    logits = torch.randn(3, 5)
+    assert taught_loss(logits, logits + 2).item() == pytest.approx(0, abs=1e-6)
+    assert taught_loss(logits, logits.flip(1)) > 0.01
+    near, far = torch.tensor([[0.0, 9.0, 0.0]]), torch.tensor([[9.0, 0.0, 0.0]])
+    answer = torch.tensor([[0.0, 0.0, 9.0]])
+    assert taught_loss(near, answer) < taught_loss(far, answer)

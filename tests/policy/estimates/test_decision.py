@@ -61,7 +61,7 @@ def test_thresholds_follow_the_expected_level(one, other):
 @given(distributions(5))
 def test_certain_level_is_taken_as_it_is(probabilities):
     level = decide_level(probabilities, Decision())
-    if max(probabilities) >= 0.7:
+    if max(probabilities) >= Decision().certain:
         assert probabilities[level] == max(probabilities)
     else:
         assert level == decide_level(probabilities, Decision(certain=1.01))

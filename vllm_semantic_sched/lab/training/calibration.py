@@ -1,7 +1,7 @@
 """The end of training: temperatures and thresholds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
@@ -9,11 +9,12 @@ import torch
 import yaml
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
 from vllm_semantic_sched.lab.training.base import bucket_of
-from vllm_semantic_sched.lab.training.fit import autocast
+from vllm_semantic_sched.lab.training.fit import autocast, average
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict.model import TextPredictor
@@ -32,6 +33,7 @@ _ASCENTS = 4
 _STEPS = 25
 
 _TEMPERATURES = tuple(round(0.5 + 0.05 * step, 2) for step in range(71))
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.5)  # of the weights before training
 _TEXTS_PER_PASS = 64
 
 
@@ -65,6 +67,34 @@ def calibrate(
         if places:
             truth = torch.tensor([labels[at] for at in places])
             setattr(network.config, name, best_temperature(logits[places], truth))
+
+
+def average_for(
+    network: UrgencyLengthClassifier,
+    weights: Mapping[str, Tensor],
+    tokenizer: WindowTokenizer,
+    examples: Sequence[Example],
+) -> float:
+    """Average the network with `weights`, another state of it, in the proportion that reads the
+    labeled examples best, by the log loss of their levels.
+
+    Returns:
+        The share of `weights`.
+    """
+    leveled = [one for one in examples if one.level is not None]
+    truth = torch.tensor([one.level for one in leveled])
+    trained = {name: value.clone() for name, value in network.state_dict().items()}
+    network.eval()
+    losses = {}
+    for share in _SHARES:
+        network.load_state_dict(trained)
+        average(network, weights, share)
+        logits, _ = _logits(network, tokenizer, [one.text for one in leveled])
+        losses[share] = functional.cross_entropy(logits, truth).item()
+    best = min(losses, key=losses.__getitem__)
+    network.load_state_dict(trained)
+    average(network, weights, best)
+    return best
 
 
 def best_temperature(logits: Tensor, labels: Tensor) -> float:

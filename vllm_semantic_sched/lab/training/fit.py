@@ -25,6 +25,8 @@ from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfl
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _BATCH = 32
+# On an accelerator: texts in a batch and rates, times these.
+_LARGER, _FASTER = 16, 3.0
 ENCODER_RATE = 1.2e-4
 FINE_TUNING_RATE = 5e-5
 _HEAD_RATE = 1e-3
@@ -34,6 +36,8 @@ _LAYER_DECAY = 0.85
 _LENGTH_WEIGHT = 0.5
 _DISTANCE_WEIGHT = 1.0
 _SECOND_OPINION = 0.1
+_TAUGHT = 0.5  # weight of a teacher's answers beside the labels
+_LEFT_OUT = 0.05
 _WARMUP = 0.06
 _IGNORED = -100
 
@@ -58,6 +62,7 @@ def fit(
     minutes: float | None = None,
     encoder_rate: float = ENCODER_RATE,
     frozen: int = 0,
+    teacher: UrgencyLengthClassifier | None = None,
     after_round: Callable[[], object] = lambda: None,
     on_step: Callable[[Step], object] = lambda step: None,
 ) -> None:
@@ -67,28 +72,34 @@ def fit(
         round_examples: the examples of a round, given its number; as many in every round.
         encoder_rate: learning rate of the encoder.
         frozen: number of the encoder's lowest layers that stay as they are.
+        teacher: network with the same tokenizer and heads.
         after_round: called after each complete round.
         on_step: called after each step.
     """
     network.distilbert.embeddings.requires_grad_(False)
-    groups = _parameter_groups(network, encoder_rate, frozen)
+    place = device()
+    network.to(place).train()
+    if teacher is not None:
+        teacher.to(place).eval()
+    size, rate = (_BATCH, 1.0) if place.type == "cpu" else (_BATCH * _LARGER, _FASTER)
+    groups = _parameter_groups(network, encoder_rate * rate, frozen)
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     started, step = time.monotonic(), 0
-    network.train()
     for epoch in range(epochs):
         examples = round_examples(epoch)
-        steps = epochs * -(-len(examples) // _BATCH)
-        batches = _batches(examples, tokenizer, network.config.length_bucket_edges, seed + epoch)
-        for ids, mask, levels, lengths in batches:
+        steps = epochs * -(-len(examples) // size)
+        edges = network.config.length_bucket_edges
+        for batch in _batches(examples, tokenizer, edges, size, seed + epoch):
             progress = step / steps
             if minutes:
                 progress = max(progress, (time.monotonic() - started) / 60 / minutes)
                 if progress >= 1:
+                    network.to("cpu")
                     return
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            loss = _loss(network, ids, mask, levels, lengths)
+            for group, full in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = full * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
+            loss = _loss(network, batch.to(place), tokenizer.unknown, teacher)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -97,12 +108,18 @@ def fit(
             per_round = steps // epochs
             on_step(Step(epoch + 1, epochs, step - epoch * per_round, per_round, loss.item()))
         after_round()
+    network.to("cpu")
 
 
-def autocast() -> torch.autocast:
-    """Computes in bfloat16 within its `with` block where the processor has it; the weights stay
+def device() -> torch.device:
+    """Where training computes."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def autocast(kind: str = "cpu") -> torch.autocast:
+    """Computes in bfloat16 within its `with` block where the device has it; the weights stay
     fp32."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
+    return torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu" or has_bfloat16())
 
 
 def average(
@@ -147,7 +164,8 @@ def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over the rows of (rows, classes) of the squared earth mover's distance between the
     predicted distribution and the label."""
     cumulated = torch.softmax(logits, dim=1).cumsum(dim=1)
-    truth = (torch.arange(logits.shape[1]) >= labels[:, None]).float()
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    truth = (classes >= labels[:, None]).float()
     return (cumulated - truth).square().sum(dim=1).mean()
 
 
@@ -175,11 +193,27 @@ def batches_by_length(
     return batches
 
 
+class _Batch(NamedTuple):
+    """Tensors of a batch: ids and mask (texts, tokens), level and length bucket (texts,)."""
+
+    ids: Tensor
+    mask: Tensor
+    levels: Tensor
+    lengths: Tensor
+
+    def to(self, place: torch.device) -> "_Batch":
+        return _Batch(*(one.to(place) for one in self))
+
+
 def _batches(
-    examples: Sequence[Example], tokenizer: WindowTokenizer, edges: Sequence[int], seed: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    examples: Sequence[Example],
+    tokenizer: WindowTokenizer,
+    edges: Sequence[int],
+    size: int,
+    seed: int,
+) -> Iterator[_Batch]:
     rows = tokenizer.encode([example.text for example in examples])
-    for batch in batches_by_length(rows, _BATCH, random.Random(seed)):
+    for batch in batches_by_length(rows, size, random.Random(seed)):
         ids, mask = tokenizer.pad([rows[at] for at in batch])
         chosen = [examples[at] for at in batch]
         levels = [_IGNORED if one.level is None else one.level for one in chosen]
@@ -187,17 +221,33 @@ def _batches(
             _IGNORED if one.output_tokens is None else bucket_of(one.output_tokens, edges)
             for one in chosen
         ]
-        yield ids, mask, torch.tensor(levels), torch.tensor(lengths)
+        yield _Batch(ids, mask, torch.tensor(levels), torch.tensor(lengths))
 
 
 def _loss(
     network: UrgencyLengthClassifier,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    levels: torch.Tensor,
-    lengths: torch.Tensor,
-) -> torch.Tensor:
-    with autocast():
-        urgency, length = network(ids, mask)
-    loss = _ordinal_loss(urgency, levels, _SECOND_OPINION)
-    return loss + _LENGTH_WEIGHT * _ordinal_loss(length, lengths, 0.0)
+    batch: _Batch,
+    unknown: int,
+    teacher: UrgencyLengthClassifier | None,
+) -> Tensor:
+    gone = (torch.rand(batch.ids.shape, device=batch.ids.device) < _LEFT_OUT) & (batch.mask > 0)
+    gone[:, 0] = False  # the first token stands for no word
+    with autocast(batch.ids.device.type):
+        urgency, length = network(batch.ids.masked_fill(gone, unknown), batch.mask)
+    loss = _ordinal_loss(urgency, batch.levels, _SECOND_OPINION)
+    loss = loss + _LENGTH_WEIGHT * _ordinal_loss(length, batch.lengths, 0.0)
+    if teacher is None:
+        return loss
+    with torch.no_grad(), autocast(batch.ids.device.type):
+        levels, lengths = teacher(batch.ids, batch.mask)
+    taught = taught_loss(urgency, levels) + _LENGTH_WEIGHT * taught_loss(length, lengths)
+    return (1 - _TAUGHT) * loss + _TAUGHT * taught
+
+
+def taught_loss(logits: Tensor, answers: Tensor) -> Tensor:
+    """Mean over the rows of (rows, classes) of the divergence from a teacher's distribution, plus
+    the squared earth mover's distance to it. `answers`: the teacher's logits."""
+    own, aim = (torch.log_softmax(one.float(), dim=1) for one in (logits, answers))
+    distance = (own.exp().cumsum(dim=1) - aim.exp().cumsum(dim=1)).square().sum(dim=1).mean()
+    divergence = functional.kl_div(own, aim, reduction="batchmean", log_target=True)
+    return divergence + _DISTANCE_WEIGHT * distance

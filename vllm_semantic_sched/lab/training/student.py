@@ -25,13 +25,13 @@ _BATCH = 48
 _RATE = 3e-4
 _WARMUP = 0.05
 _POOLED_WEIGHT = 2.0
-_LAYERS = 6
+STUDENT_LAYERS = 6
 
 
-def student_of(teacher: BertModel) -> UrgencyLengthClassifier:
-    """A network of 6 layers with random heads, from every second layer of the teacher."""
+def student_of(teacher: BertModel, count: int = STUDENT_LAYERS) -> UrgencyLengthClassifier:
+    """A network of `count` layers with random heads, from evenly spaced layers of the teacher."""
     last = teacher.config.num_hidden_layers - 1
-    layers = [round(place * last / (_LAYERS - 1)) for place in range(_LAYERS)]
+    layers = [round(place * last / (count - 1)) for place in range(count)]
     return distilbert_from_bert(teacher, layers)
 
 

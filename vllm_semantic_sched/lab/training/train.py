@@ -17,13 +17,13 @@ from vllm_semantic_sched.lab.training.base import (
     set_length_buckets,
     set_level_names,
 )
-from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
+from vllm_semantic_sched.lab.training.calibration import average_for, calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil
 from vllm_semantic_sched.lab.training.e5 import QUERY_PREFIX, packed_file, read_encoder
-from vllm_semantic_sched.lab.training.fit import ENCODER_RATE, Step, average, fit
+from vllm_semantic_sched.lab.training.fit import ENCODER_RATE, Step, fit
 from vllm_semantic_sched.lab.training.languages import unlabeled_texts
 from vllm_semantic_sched.lab.training.mixture import Sources, training_round, written_texts
-from vllm_semantic_sched.lab.training.student import align, student_of
+from vllm_semantic_sched.lab.training.student import STUDENT_LAYERS, align, student_of
 from vllm_semantic_sched.lab.training.vocabulary import (
     chosen_pieces,
     piece_tokenizer,
@@ -32,7 +32,7 @@ from vllm_semantic_sched.lab.training.vocabulary import (
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.weights import save_network
+from vllm_semantic_sched.predict.weights import load_network, save_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
@@ -51,6 +51,8 @@ class Options:
     Attributes:
         output: folder for the trained model.
         base: model to start from, see `load_base`.
+        teacher: folder of a network to learn from beside the labels; None for none.
+        layers: of the network that is made if the base is `pretrained`; 12 for a teacher.
         seed: of weights, texts and their order.
         epochs: rounds over the texts.
         minutes: time limit; None for no limit.
@@ -65,6 +67,8 @@ class Options:
     minutes: float | None
     threads: int
     on_step: Callable[[Step], object]
+    teacher: Path | None = None
+    layers: int = STUDENT_LAYERS
 
 
 def train_all(options: Options, root: Path, scale: float) -> int:
@@ -89,6 +93,7 @@ def train_all(options: Options, root: Path, scale: float) -> int:
         folder, network, tokenizer = load_base(options.base)
     network.add_attention()
     known, instant = has_heads(network), InstantTable.load(folder)
+    teacher = None if options.teacher is None else load_network(options.teacher)
     before = {name: value.clone() for name, value in network.state_dict().items()}
     if not known:
         pairs = (*sources.prompts, *sources.questions)
@@ -102,17 +107,19 @@ def train_all(options: Options, root: Path, scale: float) -> int:
         epochs=options.epochs,
         minutes=options.minutes,
         encoder_rate=ENCODER_RATE,
-        frozen=_FROZEN if known else 0,
+        frozen=_FROZEN if known and teacher is None else 0,
+        teacher=teacher,
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: save_network(network, folder, options.output),
         on_step=options.on_step,
     )
+    texts = _calibration_texts(validation, options.seed)
     if known:
-        average(network, before)
-    calibrate(network, tokenizer, _calibration_texts(validation, options.seed))
+        average_for(network, before, tokenizer, texts)
+    calibrate(network, tokenizer, texts)
     save_network(network, folder, options.output)
-    texts = [one.text for one in _first_round(sources, options.seed, scale)]
-    distil(options.output, texts, options.output, seed=options.seed, start=instant)
+    read = [one.text for one in _first_round(sources, options.seed, scale)]
+    distil(options.output, read, options.output, seed=options.seed, start=instant)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
     write_thresholds(options.output, visits, options.threads, _URGENT_RECALL)
     return len(visits)
@@ -154,11 +161,12 @@ def _aligned_student(
     save_tokenizer(piece_tokenizer(packed.pieces, ids), folder)
     tokenizer = WindowTokenizer(AutoTokenizer.from_pretrained(folder), DEFAULT_WINDOW)
     teacher = packed.with_vocabulary(ids)
-    student = student_of(teacher)
+    student = student_of(teacher, options.layers)
     prefix = tokenizer.encode([QUERY_PREFIX])[0][1:-1]
     corpus = [*labeled, *itertools.chain.from_iterable(texts.values())]
-    align(student, teacher, tokenizer, prefix, corpus, seed=options.seed, epochs=_ALIGNED_EPOCHS,
-          on_step=options.on_step)  # fmt: skip
+    if options.layers < teacher.config.num_hidden_layers:
+        align(student, teacher, tokenizer, prefix, corpus, seed=options.seed,
+              epochs=_ALIGNED_EPOCHS, on_step=options.on_step)  # fmt: skip
     save_network(student, folder, folder, "fp16")
     return folder, student, tokenizer
 

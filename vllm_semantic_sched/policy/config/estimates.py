@@ -134,7 +134,7 @@ class Decision(Section):
         "request is more urgent than decided. `most_likely`: the most probable level.",
     )
     certain: float = Field(
-        0.7,
+        0.75,
         gt=0.5,
         le=1.01,
         description="`thresholds`: probability from which a level is taken as it is. Messages of "
