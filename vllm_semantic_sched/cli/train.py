@@ -57,26 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     both = kinds.add_parser("all", help="the shipped model, from the data folder")
-    both.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
-    both.add_argument(
-        "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
-    )
-    both.add_argument(
-        "--layers",
-        type=int,
-        default=6,
-        choices=range(2, 13),
-        metavar="N",
-        help="of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher",
-    )
-    both.add_argument(
-        "--teacher",
-        type=Path,
-        metavar="DIR",
-        help="network that `semsched train all` wrote, to learn from beside the labels",
-    )
-    _common_arguments(both, epochs=3, base="pretrained")
-    both.set_defaults(make=_train_all)
+    _all_arguments(both)
 
     instant = kinds.add_parser("instant", help="the instant reader of a model that exists")
     instant.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
@@ -103,6 +84,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     length = kinds.add_parser("length", help="the output lengths, from a server or a file")
     _length_arguments(length)
+
+
+def _all_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        choices=range(2, 13),
+        metavar="N",
+        help="of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher",
+    )
+    parser.add_argument(
+        "--teacher",
+        type=Path,
+        metavar="DIR",
+        help="network that `semsched train all` wrote, to learn from beside the labels",
+    )
+    _common_arguments(parser, epochs=3, base="pretrained")
+    parser.set_defaults(make=_train_all)
 
 
 def _length_arguments(parser: argparse.ArgumentParser) -> None:

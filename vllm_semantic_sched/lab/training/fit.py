@@ -76,39 +76,41 @@ def fit(
         after_round: called after each complete round.
         on_step: called after each step.
     """
-    network.distilbert.embeddings.requires_grad_(False)
     place = device()
     network.to(place).train()
     if teacher is not None:
         teacher.to(place).eval()
     size, rate = (_BATCH, 1.0) if place.type == "cpu" else (_BATCH * _LARGER, _FASTER)
-    groups = _parameter_groups(network, encoder_rate * rate, frozen)
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    optimizer = _optimizer(network, encoder_rate * rate, frozen)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    started, step = time.monotonic(), 0
+    started, step, edges = time.monotonic(), 0, network.config.length_bucket_edges
     for epoch in range(epochs):
         examples = round_examples(epoch)
         steps = epochs * -(-len(examples) // size)
-        edges = network.config.length_bucket_edges
         for batch in _batches(examples, tokenizer, edges, size, seed + epoch):
-            progress = step / steps
-            if minutes:
-                progress = max(progress, (time.monotonic() - started) / 60 / minutes)
-                if progress >= 1:
-                    network.to("cpu")
-                    return
+            spent = (time.monotonic() - started) / 60 / minutes if minutes else 0.0
+            progress = max(step / steps, spent)
+            if progress >= 1:
+                network.to("cpu")
+                return
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
             loss = _loss(network, batch.to(place), tokenizer.unknown, teacher)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            _take_step(network, optimizer, loss)
             step += 1
             per_round = steps // epochs
             on_step(Step(epoch + 1, epochs, step - epoch * per_round, per_round, loss.item()))
         after_round()
     network.to("cpu")
+
+
+def _take_step(
+    network: UrgencyLengthClassifier, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> None:
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def device() -> torch.device:
@@ -169,9 +171,10 @@ def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
     return (cumulated - truth).square().sum(dim=1).mean()
 
 
-def _parameter_groups(
+def _optimizer(
     network: UrgencyLengthClassifier, encoder_rate: float, frozen: int
-) -> list[dict[str, Any]]:
+) -> torch.optim.Optimizer:
+    network.distilbert.embeddings.requires_grad_(False)
     layers = network.distilbert.transformer
     layers.requires_grad_(True)
     layers.layer[:frozen].requires_grad_(False)
@@ -180,7 +183,7 @@ def _parameter_groups(
     for depth, layer in enumerate(reversed(layers.layer[frozen:])):
         rate = encoder_rate * _LAYER_DECAY**depth
         groups.append({"params": [*layer.parameters()], "lr": rate})
-    return groups
+    return torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
 
 
 def batches_by_length(

@@ -96,9 +96,7 @@ def train_all(options: Options, root: Path, scale: float) -> int:
     teacher = None if options.teacher is None else load_network(options.teacher)
     before = {name: value.clone() for name, value in network.state_dict().items()}
     if not known:
-        pairs = (*sources.prompts, *sources.questions)
-        set_length_buckets(network, [pair.output_tokens for pair in pairs])
-        set_level_names(network, _LEVEL_NAMES)
+        _begin_heads(network, sources)
     fit(
         network,
         tokenizer,
@@ -123,6 +121,12 @@ def train_all(options: Options, root: Path, scale: float) -> int:
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
     write_thresholds(options.output, visits, options.threads, _URGENT_RECALL)
     return len(visits)
+
+
+def _begin_heads(network: UrgencyLengthClassifier, sources: Sources) -> None:
+    pairs = (*sources.prompts, *sources.questions)
+    set_length_buckets(network, [pair.output_tokens for pair in pairs])
+    set_level_names(network, _LEVEL_NAMES)
 
 
 def train_instant(
