@@ -333,7 +333,7 @@ def test_autoscaler_reads_metrics_that_the_adapter_makes_of_ours(build) -> None:
     assert {one["name"] for one in metrics} == {rule["name"]["as"]}
     chosen = {(*one["selector"]["matchLabels"].items(),) for one in metrics}
     assert chosen == {(("resource", "kv"),), (("resource", "seats"),)}
-    assert use.labels == ("resource",)
+    assert list(use.labels) == ["resource"]
     (deployment,) = of_kind(build("base"), "Deployment")
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])

@@ -276,7 +276,7 @@ AT_THE_DOOR = [
     (preparation.GlanceRules, "glance"),
     (preparation.PreparationQueue, "enter"),
     (preparation.PreparationQueue, "leave"),
-    (preparation.SemanticStatLogger, "observe_in_api_server"),
+    (preparation.SemanticStatLogger, "in_api_server"),
 ]
 
 

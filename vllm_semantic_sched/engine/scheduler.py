@@ -108,12 +108,11 @@ class SemanticScheduler(HookedScheduler):
         self.core = core = SchedulingCore(
             policy, profile, clock=self.clock, on_error=self.guard.failed
         )
-        self._request_metrics = RequestMetrics(core, self.counters)
         self._event_log = self._open_event_log(core)
         if self._event_log is not None:
             core.lifecycle.listeners.append(self._event_log)
             core.record_why(self._event_log, time.monotonic)
-        core.lifecycle.later_listeners.append(self._request_metrics)
+        core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         core.set_capacity(engine_capacity(self), 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self._clients = ClientRequests(self.refuse, self.counters, logger)
@@ -433,7 +432,7 @@ class SemanticScheduler(HookedScheduler):
 
     def gauges(self) -> Gauges:
         """The values of all gauges; brings counters that are counted elsewhere up to date."""
-        return gauges_of(self, self._request_metrics, self._event_log)
+        return gauges_of(self, self._event_log)
 
 
 class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):

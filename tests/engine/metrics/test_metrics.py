@@ -258,9 +258,9 @@ def test_panels_and_rules_use_series_that_the_scheduler_reports(tmp_path) -> Non
     while scheduler.get_num_unfinished_requests():
         run_step(scheduler)
     # As the HTTP server does.
-    SemanticStatLogger.set_in_api_server("paused", 0.0)
-    SemanticStatLogger.set_in_api_server("preparation_queue", 0.0)
-    SemanticStatLogger.observe_in_api_server("preparation_seconds", 0.0)
+    SemanticStatLogger.in_api_server("paused").set(0.0)
+    SemanticStatLogger.in_api_server("preparation_queue").set(0.0)
+    SemanticStatLogger.in_api_server("preparation_seconds").observe(0.0)
     there: dict[str, list[dict[str, str]]] = {}
     for family in REGISTRY.collect():
         for sample in family.samples:

@@ -14,7 +14,7 @@ from vllm_semantic_sched.engine.metrics import stat_logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger, observe_all
 from vllm_semantic_sched.engine.metrics.table import HISTOGRAMS
-from vllm_semantic_sched.engine.vllm_api import RayMetrics, attach_message
+from vllm_semantic_sched.engine.vllm_api import attach_message
 
 pytestmark = pytest.mark.engine
 
@@ -46,7 +46,7 @@ class Collected:
 def test_all_kinds_are_published(monkeypatch) -> None:
     monkeypatch.setattr(SemanticStatLogger, "_metrics", {})
     monkeypatch.setattr(SemanticStatLogger, "_through_ray", False)
-    monkeypatch.setattr(stat_logger, "ray_metrics", lambda: RayMetrics(*[Collected] * 3))
+    monkeypatch.setattr(stat_logger, "ray_metrics", lambda: [Collected] * 3)
     SemanticStatLogger.publish_through_ray()
     counters = Counters()
     counters.add("policy_reloads", "adopted", 2)

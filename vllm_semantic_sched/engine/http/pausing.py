@@ -74,7 +74,7 @@ async def _end_lease(app: FastAPI) -> None:
 def show_paused(paused: bool) -> None:
     """Show on /metrics whether the server is paused."""
     try:
-        SemanticStatLogger.set_in_api_server("paused", float(paused))
+        SemanticStatLogger.in_api_server("paused").set(float(paused))
     except Exception:
         logger.exception("Semantic scheduling: the pause is not shown on /metrics")
 

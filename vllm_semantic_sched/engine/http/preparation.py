@@ -263,8 +263,8 @@ class UrgentFirst:
 
     def _report(self, waited: float) -> None:
         with contextlib.suppress(Exception):  # a figure less is no reason to fail
-            SemanticStatLogger.set_in_api_server("preparation_queue", len(self._queue))
-            SemanticStatLogger.observe_in_api_server("preparation_seconds", waited)
+            SemanticStatLogger.in_api_server("preparation_queue").set(len(self._queue))
+            SemanticStatLogger.in_api_server("preparation_seconds").observe(waited)
 
     @guarded(lambda self, rules, *args: Glance(rules.policy.default_level), logger)
     def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
@@ -13,6 +13,7 @@ from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
 _INTERVAL = 1.0
 
 Labels = tuple[str, ...]
+_Series = tuple[str, Labels]
 Gauges = Mapping[str, float | Mapping[Any, float]]
 """Values by name, or by name and label (several labels: a tuple)."""
 
@@ -25,10 +26,12 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._totals: defaultdict[tuple[str, Labels], float] = defaultdict(float)
-        self._sent: dict[tuple[str, Labels], float] = {}
-        self._observed: dict[tuple[str, Labels], _Observations] = {}
-        self._gauges: dict[tuple[str, Labels], float] = {}  # as last sent
+        self._totals: defaultdict[_Series, float] = defaultdict(float)
+        self._sent: dict[_Series, float] = {}
+        # Since the last message: counts by bucket, and sums.
+        self._observed: defaultdict[_Series, Counter[int]] = defaultdict(Counter)
+        self._sums: defaultdict[_Series, float] = defaultdict(float)
+        self._gauges: dict[_Series, float] = {}  # as last sent
         self._next_message = 0.0
 
     def start_at_zero(self, tiers: Sequence[str]) -> None:
@@ -38,7 +41,7 @@ class Counters:
                 self.add(name, labels, 0)
         for name, metric in HISTOGRAMS.items():
             for labels in metric.series(tiers):
-                self._observed[name, labels] = _Observations(name)
+                self._observed[name, labels] = Counter()
 
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
         """Add to a counter."""
@@ -52,11 +55,9 @@ class Counters:
 
     def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
         """Add a value to a histogram."""
-        key = name, _labels(label)
-        observed = self._observed.get(key)
-        if observed is None:
-            observed = self._observed[key] = _Observations(name)
-        observed.add(value)
+        series = name, _labels(label)
+        self._observed[series][bisect_left(HISTOGRAMS[name].buckets, value)] += 1
+        self._sums[series] += value
 
     def total(self, name: str, label: str | Labels | None = None) -> float:
         """Value of a counter; without a label, the sum over all labels."""
@@ -64,28 +65,30 @@ class Counters:
             return self._totals.get((name, _labels(label)), 0.0)
         return sum(count for (key, _), count in self._totals.items() if key == name)
 
-    def totals(self) -> dict[tuple[str, Labels], float]:
+    def totals(self) -> dict[_Series, float]:
         """Values of all counters by name and labels."""
         return dict(self._totals)
 
     def take_message(
         self, gauges: Callable[[], Gauges], now: float, idle: bool
     ) -> dict[str, Any] | None:
-        """What is new since the last message, for `SemanticStatLogger`. A message is due at
-        intervals, and when the engine is about to be idle: the next step that could carry one
-        may be far away.
+        """What is new since the last message, as plain values for `SemanticStatLogger`. A message
+        is due at intervals, and when the engine is about to be idle: the next step that could carry
+        one may be far away.
 
         Args:
             gauges: called only when a message is due.
             now: seconds, of any clock.
 
         Returns:
-            Plain values; None if no message is due or nothing is new.
+            None if no message is due or nothing is new.
         """
         if now < self._next_message and not idle:
             return None
         self._next_message = now + _INTERVAL
-        moved = self._moved(gauges())  # first, because it may bring counters up to date
+        # First, because `gauges` may bring counters up to date.
+        new = dict(one for one in _series(gauges()) if self._gauges.get(one[0]) != one[1])
+        self._gauges |= new
         message = {
             "counters": [
                 [name, labels, total - self._sent.get((name, labels), 0.0)]
@@ -93,41 +96,23 @@ class Counters:
                 if total != self._sent.get((name, labels))
             ],
             "histograms": [
-                [name, labels, list(observed.counts.items()), observed.sum]
-                for (name, labels), observed in self._observed.items()
+                [name, labels, list(counts.items()), self._sums[name, labels]]
+                for (name, labels), counts in self._observed.items()
             ],
-            "gauges": [[name, labels, value] for (name, labels), value in moved],
+            "gauges": [[name, labels, value] for (name, labels), value in new.items()],
         }
         if not any(message.values()):
             return None
         self._sent = dict(self._totals)
         self._observed.clear()
+        self._sums.clear()
         return message
 
-    def _moved(self, gauges: Gauges) -> list[tuple[tuple[str, Labels], float]]:
-        """The gauges that changed since they were last sent."""
-        moved = []
-        for name, values in gauges.items():
-            each = values.items() if isinstance(values, Mapping) else [((), values)]
-            for label, value in each:
-                key = name, _labels(label)
-                if self._gauges.get(key) != value:
-                    self._gauges[key] = value
-                    moved.append((key, value))
-        return moved
 
-
-class _Observations:
-    """Bucket counts of one histogram since the last message."""
-
-    def __init__(self, name: str) -> None:
-        self._bounds = HISTOGRAMS[name].buckets
-        self.counts: Counter[int] = Counter()
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+def _series(gauges: Gauges) -> Iterator[tuple[_Series, float]]:
+    for name, values in gauges.items():
+        for label, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            yield (name, _labels(label)), value
 
 
 def _labels(label: str | Labels) -> Labels:

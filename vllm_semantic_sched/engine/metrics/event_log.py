@@ -27,7 +27,6 @@ _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a 
 _CHUNK = 32  # lines per write; the file may be rotated between writes
 _ENGINE = 10.0  # seconds between lines about the engine
 _CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
-
 _OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
 _READ = ("prediction", "instant", "second_look")  # what a line's `level_from` says of a level read
 _TAIL = 65_536  # bytes at the end of a file in which its last line is looked for
@@ -73,7 +72,6 @@ class EventLog(Listener):
         self._hash_ids = settings.hash_ids
         self._policy_hash = policy_hash
         self._model = model
-        self._limit = _QUEUE
         self._engine = engine
         self._tier_names = tier_names
         self._logger = logger
@@ -90,20 +88,13 @@ class EventLog(Listener):
         self._thread.start()
 
     def moved(self, transition: Transition) -> None:
-        """Queue a transition, or drop it if the queue is full."""
-        if self._has_room():
-            self._events.append(Event.of(transition, time.time(), self._policy_hash()))
+        self._queue(Event.of, transition)
 
     def held(self, job: Job, seconds: float) -> None:
-        """Queue the end of a hold, or drop it if the queue is full."""
-        if self._has_room():
-            self._events.append(Event.of_hold(job, seconds, time.time(), self._policy_hash()))
+        self._queue(Event.of_hold, job, seconds)
 
     def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
-        """Queue a decision, or drop it if the queue is full."""
-        if self._has_room():
-            now, policy = time.time(), self._policy_hash()
-            self._events.append(Event.of_note(job, what, details, now, policy))
+        self._queue(Event.of_note, job, what, details)
 
     def engine(self, describe: Callable[[], dict[str, Any]], now: float) -> None:
         """Queue a line about the engine, if one is due; `now` in seconds of any clock."""
@@ -111,8 +102,13 @@ class EventLog(Listener):
             self._next_engine = now + _ENGINE
             self._events.append(EngineLine(time.time(), describe()))
 
+    def _queue(self, event: Callable[..., Event], *facts: Any) -> None:
+        """Queue a line, or drop it if the queue is full."""
+        if self._has_room():
+            self._events.append(event(*facts, time.time(), self._policy_hash()))
+
     def _has_room(self) -> bool:
-        if len(self._events) < self._limit:
+        if len(self._events) < _QUEUE:
             return True
         self._dropped += 1
         return False
@@ -186,8 +182,7 @@ class EventLog(Listener):
 
     def _line(self, event: Event | EngineLine, tier: str) -> dict[str, Any]:
         line = event.line(self._engine, tier)
-        model = self._models.get(line.get("level_from", ""))
-        if model:
+        if model := self._models.get(line.get("level_from", "")):
             line["model"] = model
         if self._hash_ids:
             hash_ids(line, self._chain.key)
@@ -210,8 +205,8 @@ class EventLog(Listener):
 
 
 class _File(RotatingFileHandler):
-    """The standard library's rotating file, but errors are raised instead of printed, nobody else
-    can read it, and old parts go: it says who asked for urgent help, and when."""
+    """A rotating file whose errors are raised instead of printed. Nobody else can read it, and old
+    parts are deleted: it says who asked for urgent help, and when."""
 
     _head: int | None = None
 
@@ -230,13 +225,11 @@ class _File(RotatingFileHandler):
 
     def is_full(self, size: int) -> bool:
         """Whether so many more characters belong into a new file."""
-        if self.stream is None:
-            self.stream = self._open()
+        self.stream = self.stream or self._open()
         return self.stream.tell() > 0 and self.stream.tell() + size >= self.maxBytes
 
     def write(self, text: str) -> None:
-        if self.stream is None:
-            self.stream = self._open()
+        self.stream = self.stream or self._open()
         self.stream.write(text + "\n")
         self.stream.flush()
 

@@ -1,46 +1,43 @@
-"""All gauges of an engine: what it says of itself once a second."""
+"""All gauges of an engine: what it reports of itself once a second."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
-from vllm_semantic_sched.engine.metrics.requests import RequestMetrics
 from vllm_semantic_sched.policy.core import SchedulingCore
 
 
-def gauges_of(scheduler: Any, requests: RequestMetrics, event_log: EventLog | None) -> Gauges:
+def gauges_of(scheduler: Any, event_log: EventLog | None) -> Gauges:
     """The values of all gauges of a scheduler; brings its counters that are counted elsewhere up to
     date."""
-    core = scheduler.core
+    core, counters = scheduler.core, scheduler.counters
     if scheduler.observing and core.overload is not None:
         core.overload.load.slo.advance(scheduler.clock())
     if event_log is not None:
-        event_log.report(scheduler.counters)
+        event_log.report(counters)
         event_log.engine(lambda: describe(scheduler), time.monotonic())
+    version, scale = scheduler.live_policy.version, core.estimates.scale
     gauges: dict[str, Any] = {
-        **requests.gauges(),
+        **_queues(core),
         **_overload(core),
         **scheduler.predictions.gauges(),
-        **_fairness(core, scheduler.counters),
+        **_seating(core, counters),
         **scheduler.preemptions.gauges(),
         "unpredicted_requests": core.waiting.buffered,
         "observing": float(scheduler.observing),
         "canary": float(scheduler.canary.running is not None),
+        "policy_version": version.number,
+        "policy_hash": version.as_number,
+        "profile_scale": {
+            name: getattr(scale, name) for name in ("prefill", "decode", "batch", "load")
+        },
     }
-    version = scheduler.live_policy.version
-    gauges |= {"policy_version": version.number, "policy_hash": version.as_number}
-    scale = core.estimates.scale
-    gauges["profile_scale"] = {
-        "prefill": scale.prefill,
-        "decode": scale.decode,
-        "batch": scale.batch,
-        "load": scale.load,
-    }
-    scheduler.counters.raise_to("hold_steps", core.protection.steps)
-    scheduler.counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
+    counters.raise_to("hold_steps", core.protection.steps)
+    counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
     if core.protection.enabled:
         gauges["hold_cost"] = core.protection.budget.share
     if core.estimates.length_ratio is not None:
@@ -65,61 +62,79 @@ def describe(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _fairness(core: SchedulingCore, counters: Counters) -> Gauges:
+def _by_tier(
+    core: SchedulingCore, value: Callable[[int], float], levels: Iterable[int] | None = None
+) -> dict[str, float]:
+    """A value by tier name, for some levels or all."""
+    names = core.policy.tier_names
+    return {names[one]: value(one) for one in (range(len(names)) if levels is None else levels)}
+
+
+def _queues(core: SchedulingCore) -> Gauges:
+    """Length and age of the queues. O(tiers)."""
+    names, lifecycle = core.policy.tier_names, core.lifecycle
+    return {
+        "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
+        "waiting_requests": _by_tier(core, lifecycle.waiting),
+        "running_requests": _by_tier(core, lambda level: core.holdings.level(level).seats),
+        "longest_wait_seconds": _by_tier(
+            core, lambda level: round(lifecycle.longest_wait(level), 3)
+        ),
+    }
+
+
+def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     """Update the counters of aging, deadlines and tenants, and return the gauges of fair shares,
     reservations and tenants that the policy uses. O(tiers)."""
-    fairness, names = core.seating, core.policy.tier_names
-    counters.raise_to("promotions", fairness.promotions.count)
-    counters.raise_to("overtakings", fairness.overtaking.count)
-    counters.raise_to("hurried_requests", fairness.deadlines.count)
-    counters.raise_to("capped_requests", fairness.top_levels.count)
-    gauges: dict[str, float | dict[str, float]] = {}
-    if fairness.fair_share.knobs.enabled:
-        shares = fairness.fair_share.shares(core.waiting.levels)
-        pairs = [shares.get(level, (0.0, 0.0)) for level in range(len(names))]
-        gauges["fair_share_deviation"] = {
-            name: round(share - target, 4)
-            for name, (share, target) in zip(names, pairs, strict=True)
-        }
-    if fairness.reservation.enabled:
+    seating = core.seating
+    counters.raise_to("promotions", seating.promotions.count)
+    counters.raise_to("overtakings", seating.overtaking.count)
+    counters.raise_to("hurried_requests", seating.deadlines.count)
+    counters.raise_to("capped_requests", seating.top_levels.count)
+    gauges: dict[str, dict[str, float]] = {}
+    if seating.fair_share.knobs.enabled:
+        shares = seating.fair_share.shares(core.waiting.levels)
+
+        def deviation(level: int) -> float:
+            share, target = shares.get(level, (0.0, 0.0))
+            return round(share - target, 4)
+
+        gauges["fair_share_deviation"] = _by_tier(core, deviation)
+    if seating.reservation.enabled:
         gauges["reservation_free_seats"] = {
-            names[level]: limit.seats - core.holdings.below(level).seats
-            for level in range(len(names))
-            if (limit := fairness.reservation.limit_below(level, hard=False)) is not None
+            name: limit.seats - core.holdings.below(level).seats
+            for level, name in enumerate(core.policy.tier_names)
+            if (limit := seating.reservation.limit_below(level, hard=False)) is not None
         }
     if core.policy.tenants.fair:
-        gauges["waiting_tenants"] = {
-            names[level]: len(core.waiting.queue(level).counters) for level in range(len(names))
-        }
-    return dict(gauges)
+        gauges["waiting_tenants"] = _by_tier(
+            core, lambda level: len(core.waiting.queue(level).counters)
+        )
+    return gauges
 
 
 def _overload(core: SchedulingCore) -> Gauges:
     """Gauges of pressure, shedding and promises. O(tiers)."""
     assert core.overload is not None
     load, account = core.overload.load, core.overload.account
-    names = core.policy.tier_names
-    use = load.use()
-    levels = range(len(names))
-    # Where nothing was measured of late, nothing was broken.
-    promised = [level for level in levels if load.slo.promises(level)]
-    compliance = {level: load.slo.compliance(level) for level in promised}
-    headroom = {level: load.slo.headroom(level) for level in promised}
+    levels, use = range(core.policy.levels), load.use()
+
+    def promises(share: Callable[[int], float | None]) -> dict[str, float]:
+        """Where nothing was measured of late, nothing was broken."""
+
+        def value(level: int) -> float:
+            known = share(level)
+            return 1.0 if known is None else round(known, 4)
+
+        return _by_tier(core, value, filter(load.slo.promises, levels))
+
     return {
         "pressure": float(load.pressure.level),
         "resource_use": {
             name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
         },
         "shed_tiers": float(sum(map(load.is_shed, levels))),
-        "queued_tokens": {
-            name: round(account.level(level).tokens) for level, name in enumerate(names)
-        },
-        "slo_compliance": {
-            names[level]: 1.0 if share is None else round(share, 4)
-            for level, share in compliance.items()
-        },
-        "slo_headroom": {
-            names[level]: 1.0 if room is None else round(room, 4)
-            for level, room in headroom.items()
-        },
+        "queued_tokens": _by_tier(core, lambda level: round(account.level(level).tokens)),
+        "slo_compliance": promises(load.slo.compliance),
+        "slo_headroom": promises(load.slo.headroom),
     }

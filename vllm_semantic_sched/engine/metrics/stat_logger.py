@@ -1,4 +1,4 @@
-"""Publishes the scheduler's metrics on the server's own /metrics (a vLLM stat logger plugin), or
+"""Publishes the scheduler's metrics on the server's own /metrics, as a vLLM stat logger plugin, or
 through Ray."""
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ from vllm_semantic_sched.engine.vllm_api import (
 logger = logging.getLogger("vllm.semantic_sched")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Metrics that are not published harm nobody."""
-
-
 class SemanticStatLogger(StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
@@ -35,7 +31,7 @@ class SemanticStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
 
-    @guarded(_nothing, logger)
+    @guarded(lambda *args, **kwargs: None, logger)  # metrics that are not published harm nobody
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
@@ -49,11 +45,15 @@ class SemanticStatLogger(StatLoggerBase):
             if name in COUNTERS:
                 self._labeled(name, labels).inc(count)
         for name, labels, counts, total in message["histograms"]:
+            histogram = self._labeled(name, labels)
             if self._through_ray:
-                bounds = HISTOGRAMS[name].buckets
-                observe_all(self._labeled(name, labels), bounds, dict(counts), total)
-            else:
-                _add(self._labeled(name, labels), counts, total)
+                observe_all(histogram, HISTOGRAMS[name].buckets, dict(counts), total)
+                continue
+            # Values already counted by bucket: prometheus_client accepts only one value at a time,
+            # so this adds to its private fields, which are the same in all its modes.
+            for index, count in counts:
+                histogram._buckets[index].inc(count)
+            histogram._sum.inc(total)
         for name, labels, value in message["gauges"]:
             if name in GAUGES:
                 self._labeled(name, labels).set(value)
@@ -62,22 +62,10 @@ class SemanticStatLogger(StatLoggerBase):
         pass
 
     @classmethod
-    def count_in_api_server(cls, name: str, label: str) -> None:
-        """See `ApiServerCounters`."""
+    def in_api_server(cls, name: str, *labels: str) -> Any:
+        """A metric of the API server itself, under the label engine="http"."""
         cls._register()
-        cls._metrics[name].labels("http", label).inc()
-
-    @classmethod
-    def set_in_api_server(cls, name: str, value: float) -> None:
-        """Set a gauge of the API server itself, under the label engine="http"."""
-        cls._register()
-        cls._metrics[name].labels("http").set(value)
-
-    @classmethod
-    def observe_in_api_server(cls, name: str, value: float) -> None:
-        """Add a value to a histogram of the API server itself, under the label engine="http"."""
-        cls._register()
-        cls._metrics[name].labels("http").observe(value)
+        return cls._metrics[name].labels("http", *labels)
 
     @classmethod
     def publish_through_ray(cls) -> None:
@@ -102,9 +90,8 @@ class SemanticStatLogger(StatLoggerBase):
                     f"semsched:{name}", metric.help, ["engine", *metric.labels], **options, **more
                 )
 
-        counter, gauge, histogram = (
-            ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
-        )
+        kinds = ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
+        counter, gauge, histogram = kinds
         make(COUNTERS, counter)
         make(HISTOGRAMS, histogram)
         # Each of several API servers receives some of the changes.
@@ -114,27 +101,25 @@ class SemanticStatLogger(StatLoggerBase):
 def observe_all(
     histogram: Any, bounds: Sequence[float], counts: Mapping[int, int], total: float
 ) -> None:
-    """Add values that are counted by bucket to a histogram that accepts one value at a time: values
-    of the same buckets and the same sum.
+    """Add values to a histogram that accepts one at a time: values of the same buckets and the same
+    sum.
 
     Args:
         bounds: upper bounds of the buckets but the last.
-        counts: by number of the bucket.
+        counts: of values, by number of the bucket.
         total: sum of the values.
     """
     lows = (0.0, *bounds)
-    sums = [0.0, 0.0]  # with all values at the lower and at the upper ends of their buckets
-    for index, count in counts.items():
-        sums[0] += count * lows[index]
-        sums[1] += count * (bounds[index] if index < len(bounds) else lows[index])
-    spread = sums[1] - sums[0]
+    highs = (*bounds, lows[-1])
+    # With all values at the lower and at the upper ends of their buckets.
+    least, most = (sum(count * ends[at] for at, count in counts.items()) for ends in (lows, highs))
+    spread = most - least
     # Not quite at the lower ends, which belong to the buckets below.
-    part = min(1.0, max(1e-3, (total - sums[0]) / spread)) if spread else 0.0
-    beyond = max(0.0, total - sums[1])
+    part = min(1.0, max(1e-3, (total - least) / spread)) if spread else 0.0
+    beyond = max(0.0, total - most)
     for index, count in counts.items():
-        if index < len(bounds):
-            value = lows[index] + part * (bounds[index] - lows[index])
-        else:
+        value = lows[index] + part * (highs[index] - lows[index])
+        if index == len(bounds):
             value = max(lows[index] + beyond / count, math.nextafter(lows[index], math.inf))
         for _ in range(count):
             histogram.observe(value)
@@ -145,12 +130,4 @@ class ApiServerCounters:
 
     def add(self, name: str, label: str) -> None:
         """Add 1 to a counter."""
-        SemanticStatLogger.count_in_api_server(name, label)
-
-
-def _add(histogram: Any, counts: list[tuple[int, int]], total: float) -> None:
-    """Add values that are already counted by bucket. prometheus_client accepts only one value at a
-    time, so this adds to its private fields, which are the same in all its modes."""
-    for index, count in counts:
-        histogram._buckets[index].inc(count)
-    histogram._sum.inc(total)
+        SemanticStatLogger.in_api_server(name, label).inc()

@@ -7,7 +7,8 @@ a tenant or a text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
@@ -17,25 +18,19 @@ from vllm_semantic_sched.predict.window import REASONS
 
 
 class Metric(NamedTuple):
-    """A metric `semsched:NAME`, where NAME is its key in the table; counters end in `_total`.
-
-    Attributes:
-        labels: in addition to `engine`, which all metrics have.
-        buckets: ascending upper bounds of a histogram, without +Inf.
-        values: for each label other than `tier`, the values known beforehand.
-    """
+    """A metric `semsched:NAME`, where NAME is its key in the table; counters end in `_total`."""
 
     help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    values: tuple[tuple[str, ...], ...] = ()
+    # In addition to `engine`, which all metrics have: labels with the values known beforehand;
+    # those of `tier` depend on the policy.
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
+    buckets: tuple[float, ...] = ()  # ascending upper bounds of a histogram, without +Inf
 
     def series(self, tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """The combinations of label values that are known beforehand. They are published as 0 at
         the start, because Prometheus sees no increase from absent to 1."""
-        values = iter(self.values)
-        known = [tiers if label == "tier" else next(values, ()) for label in self.labels]
-        return itertools.product(*known)
+        known = self.labels.items()
+        return itertools.product(*(tiers if one == "tier" else values for one, values in known))
 
 
 _SECONDS = (
@@ -44,49 +39,44 @@ _SECONDS = (
 _STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0)
 _RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 5.0, 10.0)
 
+_TIER: Mapping[str, Sequence[str]] = {"tier": ()}
 _KINDS = tuple(kind.value for kind in PreemptionKind)
 
 COUNTERS = {
     "requests": Metric(
         "Requests by what was known of their urgency on arrival.",
-        ("level_from",),
-        values=(("hint", "priority", "instant", "default"),),
+        {"level_from": ("hint", "priority", "instant", "default")},
     ),
     "ended_requests": Metric(
         "Requests by how they ended: completed, failed, cancelled, refused.",
-        ("tier", "outcome"),
-        values=(("completed", "failed", "cancelled", "refused"),),
+        {**_TIER, "outcome": ("completed", "failed", "cancelled", "refused")},
     ),
     "refused": Metric(
         "Requests ended without their answer, by the code that the client got.",
-        ("code", "tier"),
-        values=(tuple(code.value for code in Code),),
+        {"code": [code.value for code in Code], **_TIER},
     ),
     "finish_order_violations": Metric(
         "Completed requests that were there when a less urgent one finished (paper, eq. 2).",
-        ("tier",),
+        _TIER,
     ),
     "seat_order_violations": Metric(
         "Requests that got their first seat after a less urgent one that arrived later, by cause "
         "(unread: the prediction of one of them was not back; shorter: the policy puts short "
         "requests first; promoted: the other one gained levels; limit: a tenant's cap or a "
         "reservation; not_ready: the engine skipped it).",
-        ("tier", "cause"),
         # A misread level is known to nobody here.
-        values=(tuple(cause.value for cause in PassCause if cause is not PassCause.MISREAD),),
+        {**_TIER, "cause": [one.value for one in PassCause if one is not PassCause.MISREAD]},
     ),
-    "predictions": Metric("Urgency levels read from prompts.", ("level",)),
+    "predictions": Metric("Urgency levels read from prompts.", {"level": ()}),
     "instant_predictions": Metric("Prompts that the instant reader read on arrival."),
     "corrected_levels": Metric(
         "Requests whose provisional level the predictor raised (made more urgent) or lowered.",
-        ("direction",),
-        values=(("raised", "lowered"),),
+        {"direction": ("raised", "lowered")},
     ),
     "second_looks": Metric(
         "Second looks at requests whose first reading did not see all, by whether they raised the "
         "level.",
-        ("raised",),
-        values=(("yes", "no"),),
+        {"raised": ("yes", "no")},
     ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
@@ -95,8 +85,7 @@ COUNTERS = {
         "Prompts that the predictor cannot judge, served at the default level (empty: no word; "
         "broken: binary data; script: letters of no language that it knows; encoded: base64 and "
         "the like; repetitive: the same words over and over).",
-        ("reason",),
-        values=(REASONS,),
+        {"reason": REASONS},
     ),
     "cached_predictions": Metric(
         "Prompts answered from the predictions remembered of earlier ones."
@@ -116,14 +105,16 @@ COUNTERS = {
         "ended) and why (urgent: a more urgent request took the seat; reservation: it sat on "
         "reserved capacity; tenant_cap: its tenant held too much KV; kv_shortage: the KV cache was "
         "full; reset: the cache was reset).",
-        ("kind", "reason"),
-        values=(_KINDS, ("urgent", "reservation", "tenant_cap", "kv_shortage", "reset")),
+        {
+            "kind": _KINDS,
+            "reason": ("urgent", "reservation", "tenant_cap", "kv_shortage", "reset"),
+        },
     ),
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."
     ),
     "hold_steps": Metric("Engine steps in which requests were held for a protected one."),
-    "held_seconds": Metric("Seconds in which running requests were held.", ("tier",)),
+    "held_seconds": Metric("Seconds in which running requests were held.", _TIER),
     "tokens_forgone": Metric("Tokens that held requests would have got in these steps."),
     "promotions": Metric("Promotions of requests by their waiting time."),
     "overtakings": Metric("Admissions of requests that only their age put before others."),
@@ -141,67 +132,63 @@ COUNTERS = {
     "thrashing": Metric("Preemptions of requests that had got few tokens since the last one."),
     "copy_seconds": Metric(
         "Seconds of saves and loads, by the engine profile and as measured.",
-        ("copy", "source"),
-        values=(("save", "load"), ("predicted", "measured")),
+        {"copy": ("save", "load"), "source": ("predicted", "measured")},
     ),
     "resume_seconds": Metric(
         "Seconds from a victim's new seat, or the start of its load, to its next token, by the "
         "engine profile (alone) and as measured (in whole engine steps, with all that run).",
-        ("kind", "source"),
-        values=(_KINDS[:-1], ("predicted", "measured")),
+        {"kind": _KINDS[:-1], "source": ("predicted", "measured")},
     ),
     "policy_reloads": Metric(
         "Times that the policy file was read again: adopted, unchanged or refused.",
-        ("result",),
-        values=(("adopted", "unchanged", "refused"),),
+        {"result": ("adopted", "unchanged", "refused")},
     ),
     "policy_errors": Metric(
         "Exceptions in the scheduler's own code; vLLM's order was used instead. "
         'engine="http": in the HTTP server.',
-        ("doing",),
+        {"doing": ()},
     ),
     "event_log_lines": Metric("Lines written to the event log."),
     "event_log_dropped": Metric(
         "Transitions that the event log lacks: its queue was full, or its file not writable.",
-        ("reason",),
-        values=(("queue_full", "not_writable"),),
+        {"reason": ("queue_full", "not_writable")},
     ),
 }
 
 GAUGES = {
-    "tier_info": Metric("1; says which level a tier is.", ("tier", "level")),
+    "tier_info": Metric("1; says which level a tier is.", {**_TIER, "level": ()}),
     "pressure": Metric("How scarce resources are: 0 none, 1 warning, 2 critical."),
     "resource_use": Metric(
         "Use of each resource by what there is: kv, seats and queue as predicted, step by the "
         "shortest promised time per token.",
-        ("resource",),
+        {"resource": ()},
     ),
     "shed_tiers": Metric("Tiers whose requests are refused for the good of more urgent ones."),
-    "queued_tokens": Metric("Predicted tokens of requests that wait for a first seat.", ("tier",)),
+    "queued_tokens": Metric("Predicted tokens of requests that wait for a first seat.", _TIER),
     "slo_compliance": Metric(
-        "Share of requests that met what their tier is promised, over the window.", ("tier",)
+        "Share of requests that met what their tier is promised, over the window.", _TIER
     ),
     "slo_headroom": Metric(
         "How far the promised percentile is below its target, as a share of the target; negative "
         "where a promise is broken.",
-        ("tier",),
+        _TIER,
     ),
-    "waiting_requests": Metric("Requests without a seat.", ("tier",)),
-    "running_requests": Metric("Requests with a seat.", ("tier",)),
+    "waiting_requests": Metric("Requests without a seat.", _TIER),
+    "running_requests": Metric("Requests with a seat.", _TIER),
     "longest_wait_seconds": Metric(
-        "How long the request that waits longest has been without a seat.", ("tier",)
+        "How long the request that waits longest has been without a seat.", _TIER
     ),
     "fair_share_deviation": Metric(
         "Share of the engine's time used lately less the target share, among the tiers with "
         "requests waiting.",
-        ("tier",),
+        _TIER,
     ),
     "reservation_free_seats": Metric(
         "Seats that less urgent tiers can still take beside the reservations of a tier and more "
         "urgent ones; negative: seats that they have borrowed.",
-        ("tier",),
+        _TIER,
     ),
-    "waiting_tenants": Metric("Tenants with requests waiting.", ("tier",)),
+    "waiting_tenants": Metric("Tenants with requests waiting.", _TIER),
     "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
     "predictor_queue": Metric("Prompts that wait for the predictor."),
     "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),
@@ -210,11 +197,9 @@ GAUGES = {
     "host_copies": Metric("Waiting requests that have KV on the host."),
     "preparation_queue": Metric(
         "Requests in the HTTP server that wait for less than two others to be parsed and tokenized "
-        '(engine="http").',
+        '(engine="http").'
     ),
-    "paused": Metric(
-        'Whether an operator has paused the server (engine="http").',
-    ),
+    "paused": Metric('Whether an operator has paused the server (engine="http").'),
     "canary": Metric("Whether a canary is running (`semsched canary`)."),
     "observing": Metric(
         "Whether vLLM orders the requests by itself and the scheduler only observes."
@@ -228,7 +213,7 @@ GAUGES = {
     "profile_scale": Metric(
         "Time observed by that of the engine profile, for prefill, decode (a step of one "
         "sequence), batch (a step of the largest batch so far) and load.",
-        ("kind",),
+        {"kind": ()},
     ),
     "hold_cost": Metric(
         "Share of the last minute of engine time that holds cost; at most `protect.price`. Absent "
@@ -240,33 +225,29 @@ GAUGES = {
 }
 
 HISTOGRAMS = {
-    "queueing_delay_seconds": Metric(
-        "Arrival at the scheduler to first seat.", ("tier",), _SECONDS
-    ),
+    "queueing_delay_seconds": Metric("Arrival at the scheduler to first seat.", _TIER, _SECONDS),
     "time_to_first_token_seconds": Metric(
-        "Arrival at the scheduler to first token.", ("tier",), _SECONDS
+        "Arrival at the scheduler to first token.", _TIER, _SECONDS
     ),
     "e2e_latency_seconds": Metric(
-        "Arrival at the scheduler to last token, of completed requests.", ("tier",), _SECONDS
+        "Arrival at the scheduler to last token, of completed requests.", _TIER, _SECONDS
     ),
-    "schedule_seconds": Metric("Time of one scheduling step.", (), _STEP_SECONDS),
+    "schedule_seconds": Metric("Time of one scheduling step.", buckets=_STEP_SECONDS),
     "preparation_seconds": Metric(
         'How long a request waits in the HTTP server until it is parsed (engine="http").',
-        (),
-        _SECONDS,
+        buckets=_SECONDS,
     ),
     "prediction_latency_seconds": Metric(
-        "Arrival of a request to its prediction being applied.", (), _SECONDS
+        "Arrival of a request to its prediction being applied.", buckets=_SECONDS
     ),
     "prediction_pass_seconds": Metric(
-        "One forward pass of the predictor, with its pipes.", (), _SECONDS
+        "One forward pass of the predictor, with its pipes.", buckets=_SECONDS
     ),
     "prediction_batch_size": Metric(
-        "Texts in one forward pass of the predictor.", (), (1, 2, 4, 8, 16, 32, 64)
+        "Texts in one forward pass of the predictor.", buckets=(1, 2, 4, 8, 16, 32, 64)
     ),
     "length_error_ratio": Metric(
         "Output tokens of an answer that the model ended, by those that were predicted for it.",
-        (),
-        _RATIOS,
+        buckets=_RATIOS,
     ),
 }

@@ -1,9 +1,6 @@
-"""The seam to vLLM: the only package that imports it.
-
-It re-exports the classes that engine/ builds on, and wraps every private or version-dependent
-name of vLLM in a function, a hook or a property. A new vLLM release is supported by changing
-this package alone; what releases differ in is found by `capabilities`.
-"""
+"""The seam to vLLM: re-exports the classes that engine/ builds on, and wraps every private or
+version-dependent name. A new vLLM release is supported by changing this package alone; differences
+between releases are found by `capabilities`."""
 
 from __future__ import annotations
 
@@ -32,18 +29,15 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.engine.vllm_api.authentication import Unauthorized
 from vllm_semantic_sched.engine.vllm_api.capabilities import (
     CAPABILITIES,
     HOOKS,
-    Capabilities,
     Hooks,
     active_workarounds,
     capabilities_of,
     find_hooks,
 )
 from vllm_semantic_sched.engine.vllm_api.channels import (
-    RayMetrics,
     add_utility,
     attach_arrival,
     attach_message,
@@ -82,13 +76,6 @@ from vllm_semantic_sched.engine.vllm_api.machine import (
     describe_hardware,
     describe_model,
 )
-from vllm_semantic_sched.engine.vllm_api.parallel import (
-    RANK,
-    api_server_count,
-    api_server_rank,
-    engine_count,
-    shares_host,
-)
 from vllm_semantic_sched.engine.vllm_api.scheduling import (
     HookedScheduler,
     TokenLimits,
@@ -106,93 +93,11 @@ from vllm_semantic_sched.engine.vllm_api.scheduling import (
     total_seats,
     why_no_holds,
 )
-
-__all__ = [
-    "CAPABILITIES",
-    "HOOKS",
-    "RANK",
-    "AsyncScheduler",
-    "AttentionSpec",
-    "Capabilities",
-    "EngineCoreEventType",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "GenerationError",
-    "Hardware",
-    "HookedScheduler",
-    "Hooks",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheManager",
-    "KVConnector",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorOutput",
-    "KVConnectorRole",
-    "KVConnectorWorkerMetadata",
-    "ModelRunnerOutput",
-    "PauseState",
-    "RayMetrics",
-    "Request",
-    "RequestQueue",
-    "RequestStatus",
-    "Scheduler",
-    "SchedulerOutput",
-    "StatLoggerBase",
-    "TokenLimits",
-    "Unauthorized",
-    "VllmConfig",
-    "active_workarounds",
-    "add_utility",
-    "all_kv_connectors",
-    "api_server_count",
-    "api_server_rank",
-    "attach_arrival",
-    "attach_message",
-    "attached_arrival",
-    "batched_block_copy",
-    "blocks_can_be_freed",
-    "blocks_freed_by",
-    "blocks_held",
-    "blocks_needed",
-    "call_engines",
-    "can_advance",
-    "capabilities_of",
-    "describe_hardware",
-    "describe_model",
-    "detach_message",
-    "engine_count",
-    "find_hooks",
-    "free_blocks",
-    "free_blocks_at_once",
-    "free_kv_blocks",
-    "free_seats",
-    "group_kernel_blocks",
-    "has_one_block_table",
-    "hold_for_one_step",
-    "inflight_prefills",
-    "is_ready",
-    "iter_layer_specs",
-    "keep_blocks",
-    "kv_cache_groups",
-    "kv_cache_usage",
-    "let_prefills_run",
-    "most_blocks_of_a_step",
-    "pin_memory",
-    "preempt",
-    "prefix_cached_blocks",
-    "ray_metrics",
-    "recompute_unloaded",
-    "refused_output",
-    "replace_queues",
-    "restore_queues",
-    "set_token_limits",
-    "shares_host",
-    "token_limits",
-    "tokens_with_kv",
-    "total_kv_blocks",
-    "total_seats",
-    "watch_new_requests",
-    "watermark_blocks",
-    "why_no_holds",
-]  # fmt: skip
+from vllm_semantic_sched.engine.vllm_api.server import (
+    RANK,
+    Unauthorized,
+    api_server_count,
+    api_server_rank,
+    engine_count,
+    shares_host,
+)

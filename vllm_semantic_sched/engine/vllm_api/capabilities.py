@@ -1,8 +1,5 @@
-"""What the installed vLLM offers, found by looking at its classes.
-
-The other modules of `vllm_api` ask here instead of comparing versions, so that a patched or a newer
-vLLM is used for what it has.
-"""
+"""What the installed vLLM offers, found by looking at its classes. The rest of `vllm_api` asks here
+instead of comparing versions, so that a patched or newer vLLM is used for what it has."""
 
 from __future__ import annotations
 
@@ -21,24 +18,13 @@ _CARRIERS = ("num_kv_fetch_reqs_by_stage", "waiting_lora_adapters")
 
 
 class Capabilities(NamedTuple):
-    """
-    Attributes:
-        carrier: field of SchedulerStats that can carry a message; None if there is none.
-        request_errors: whether a request's last output can say why the request failed (since
-            vLLM 0.33).
-    """
-
-    carrier: str | None
-    request_errors: bool
+    carrier: str | None  # field of SchedulerStats that can carry a message
+    request_errors: bool  # a request's last output can say why it failed (since vLLM 0.33)
 
 
 def capabilities_of(statistics: Any, output: Any) -> Capabilities:
-    """The capabilities of a vLLM.
-
-    Args:
-        statistics: the dataclass of the scheduler's statistics.
-        output: the msgspec structure of a request's output.
-    """
+    """The capabilities of a vLLM, from its dataclass of the scheduler's statistics and its msgspec
+    structure of a request's output."""
     fields = {field.name for field in dataclasses.fields(statistics)}
     return Capabilities(
         carrier=next((name for name in _CARRIERS if name in fields), None),
@@ -51,23 +37,14 @@ CAPABILITIES = capabilities_of(SchedulerStats, EngineCoreOutput)
 
 
 class Hooks(NamedTuple):
-    """Which of the hooks in patches/ this vLLM has. What it lacks, `vllm_api` works around.
+    """Which of the hooks in patches/ this vLLM has. `vllm_api` works around those that it lacks."""
 
-    Attributes:
-        preempt_for_waiting: a call at the start of schedule(), and a public way to preempt.
-        refuse_request: an output with an HTTP status and Retry-After.
-        custom_stats: a field of SchedulerStats.
-        skip_next_step: a public way to hold a request.
-        on_preemption: a call before a preemption, and connectors that free blocks at once.
-        utilities: calls of the scheduler by API servers, and of new requests.
-    """
-
-    preempt_for_waiting: bool
-    refuse_request: bool
-    custom_stats: bool
-    skip_next_step: bool
-    on_preemption: bool
-    utilities: bool
+    preempt_for_waiting: bool  # a call at the start of schedule(), and a public way to preempt
+    refuse_request: bool  # an output with an HTTP status and Retry-After
+    custom_stats: bool  # a field of SchedulerStats
+    skip_next_step: bool  # a public way to hold a request
+    on_preemption: bool  # a call before a preemption, and connectors that free blocks at once
+    utilities: bool  # calls of the scheduler by API servers, and of new requests
 
 
 def find_hooks(scheduler: type, core: type, stats: type, output: type, error: type | None) -> Hooks:

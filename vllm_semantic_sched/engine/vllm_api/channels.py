@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -36,31 +36,21 @@ def attach_message(stats: Any, message: dict[str, Any]) -> None:
 def detach_message(stats: Any) -> dict[str, Any] | None:
     """Take the message off a SchedulerStats; None if there is none."""
     if capabilities.HOOKS.custom_stats:
-        sent: dict[str, Any] | None = (stats.custom_stats or {}).pop(_MARK, None)
-        return sent
+        return (stats.custom_stats or {}).pop(_MARK, None)
     carrier = getattr(stats, CAPABILITIES.carrier or "", None) or {}
     text = next((key for key in carrier if key.startswith(_MARK)), None)
     if text is None:
         return None
     del carrier[text]
-    message: dict[str, Any] = json.loads(text.removeprefix(_MARK))
-    return message
+    return json.loads(text.removeprefix(_MARK))
 
 
-class RayMetrics(NamedTuple):
-    """vLLM's stand-ins for prometheus_client's classes, which publish through Ray. They put `_` for
-    `:` in names, and add the tag ReplicaId."""
-
-    counter: Any
-    gauge: Any
-    histogram: Any
-
-
-def ray_metrics() -> RayMetrics:
-    """See `RayMetrics`; needs Ray."""
+def ray_metrics() -> tuple[Any, Any, Any]:
+    """vLLM's stand-ins for prometheus_client's Counter, Gauge and Histogram, which publish through
+    Ray; they put `_` for `:` in names, and add the tag ReplicaId. Needs Ray."""
     from vllm.v1.metrics import ray_wrappers as ray
 
-    return RayMetrics(ray.RayCounterWrapper, ray.RayGaugeWrapper, ray.RayHistogramWrapper)
+    return ray.RayCounterWrapper, ray.RayGaugeWrapper, ray.RayHistogramWrapper
 
 
 # New requests
@@ -126,14 +116,11 @@ def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
 
 
 def add_utility(scheduler: Scheduler, name: str, function: Callable[[Any, Any], Any]) -> None:
-    """Let API servers call a function in this engine process; see `call_engines`.
+    """Let API servers call a function in this engine process (`call_engines`), with the scheduler
+    and the argument of the call. It returns plain values or a future of them.
 
     vLLM runs it between two steps on the scheduling thread, whether the engine is busy, idle or
     paused. Without the hook, it looks the name up among the methods of EngineCore.
-
-    Args:
-        function: gets the scheduler and the argument of the call; returns plain values or a
-            future of them.
     """
     if capabilities.HOOKS.utilities:
         hooked(scheduler).utilities[name] = functools.partial(function, scheduler)
@@ -147,18 +134,11 @@ def add_utility(scheduler: Scheduler, name: str, function: Callable[[Any, Any], 
 
 async def call_engines(engine_client: Any, name: str, argument: Any) -> Sequence[Any]:
     """Call a utility (`add_utility`) in every engine process; what each returned."""
-    answers: Sequence[Any]
     if capabilities.HOOKS.utilities:
-        answers = await engine_client.call_scheduler(name, argument)
-        return answers
+        return await engine_client.call_scheduler(name, argument)
     client = engine_client.engine_core
     if hasattr(client, "call_utility_all_async"):
-        answers = await client.call_utility_all_async(name, argument)
-        return answers
+        return await client.call_utility_all_async(name, argument)
     # vLLM 0.31 returns the answer of the first engine only.
-    return await asyncio.gather(
-        *(
-            client._call_utility_async(name, argument, engine=engine)
-            for engine in client.core_engines
-        )
-    )
+    call = functools.partial(client._call_utility_async, name, argument)
+    return await asyncio.gather(*(call(engine=engine) for engine in client.core_engines))

@@ -36,26 +36,22 @@ def has_one_block_table(scheduler: Scheduler) -> bool:
 
 def total_kv_blocks(scheduler: Scheduler) -> int:
     """Blocks that requests can hold: all but vLLM's null block."""
-    blocks: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-    return blocks - 1
+    return scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
 
 def free_kv_blocks(scheduler: Scheduler) -> int:
     """Blocks that no request holds; O(1)."""
-    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return free
+    return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def watermark_blocks(scheduler: Scheduler) -> int:
     """Free blocks that vLLM keeps back when it admits a request."""
-    blocks: int = scheduler.kv_cache_manager.watermark_blocks
-    return blocks
+    return scheduler.kv_cache_manager.watermark_blocks
 
 
 def kv_cache_usage(scheduler: Scheduler) -> float:
     """Share of the blocks that requests hold, 0 to 1."""
-    usage: float = scheduler.kv_cache_manager.usage
-    return usage
+    return scheduler.kv_cache_manager.usage
 
 
 def blocks_needed(scheduler: Scheduler, request: Request) -> int:
@@ -68,7 +64,7 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
         cached, hits = manager.empty_kv_cache_blocks, 0
     else:
         cached, hits, _ = manager.get_computed_blocks(request)
-    needed: int = manager.coordinator.get_num_blocks_to_allocate(
+    return manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=tokens,
         new_computed_blocks=cached.blocks,
@@ -79,7 +75,6 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
         apply_admission_cap=True,
         prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
     )
-    return needed
 
 
 def blocks_held(scheduler: Scheduler, request: Request) -> int:
@@ -97,23 +92,21 @@ def blocks_freed_by(scheduler: Scheduler, request: Request) -> int:
 def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
     """Whether a preempted request's blocks are free at once; not while a step in flight may
     still write to them."""
-    free: bool = scheduler._request_blocks_can_be_freed(request)
-    return free
+    return scheduler._request_blocks_can_be_freed(request)
 
 
 def most_blocks_of_a_step(scheduler: Scheduler) -> int:
     """Blocks that the coming step takes at most for what it computes: one more a request beside
     those that its tokens fill."""
-    tokens = -(-scheduler.max_num_scheduled_tokens // scheduler.block_size)
-    requests: int = scheduler.max_num_running_reqs
-    return (tokens + requests) * kv_cache_groups(scheduler) + watermark_blocks(scheduler)
+    filled = -(-scheduler.max_num_scheduled_tokens // scheduler.block_size)
+    blocks = filled + scheduler.max_num_running_reqs
+    return blocks * kv_cache_groups(scheduler) + watermark_blocks(scheduler)
 
 
 def keep_blocks(
     manager: KVCacheManager, request: Request, numbers: Collection[int]
 ) -> list[KVCacheBlock]:
-    """Keep some blocks of a running request allocated when it is preempted, until they are freed
-    (`free_blocks`)."""
+    """Keep some blocks of a running request allocated when it is preempted, until `free_blocks`."""
     wanted, tables = set(numbers), manager.get_blocks(request.request_id).blocks
     blocks = [block for table in tables for block in table if block.block_id in wanted]
     manager.block_pool.touch(blocks)
@@ -134,15 +127,8 @@ def free_blocks_at_once(scheduler: Scheduler) -> None:
 
 
 def prefix_cached_blocks(scheduler: Scheduler, request: Request, first: int) -> tuple[int, int]:
-    """How much of a running request the prefix cache can find again, counted in whole blocks from
-    the start of the request's only block table.
-
-    Args:
-        first: look at so many blocks.
-
-    Returns:
-        Blocks in the prefix cache, and how many of these other requests hold as well.
-    """
+    """How many of the `first` blocks of a running request's only block table are in the prefix
+    cache, without a gap from the start, and how many of these other requests hold as well."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching:
         return 0, 0
@@ -163,13 +149,10 @@ def recompute_unloaded(
 ) -> bool:
     """Compute again what should have been loaded into blocks and was not. Running requests that
     hold one of them, or a block computed from one, lose their KV and the output of steps in flight.
+    `unreported`: requests that wait for a load whose end no worker reports.
 
-    Args:
-        unreported: requests that wait for a load whose end no worker reports.
-
-    Returns:
-        Whether a request that may have held such a block was preempted in the meantime: what was
-        saved of it may be wrong.
+    Returns whether a request that may have held such a block was preempted in the meantime: what
+    was saved of it may be wrong.
     """
     manager = scheduler.kv_cache_manager
     null = manager.block_pool.null_block.block_id
@@ -209,8 +192,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def extra_config(self) -> dict[str, Any]:
         """The `kv_connector_extra_config` of the command line."""
-        config: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
-        return config
+        return self._kv_transfer_config.kv_connector_extra_config
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -232,17 +214,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 def all_kv_connectors(scheduler: Scheduler) -> list[Any]:
     """The scheduler's KV connector and, if it combines several, its members."""
     connector = scheduler.connector
-    if connector is None:
-        return []
-    return [connector, *getattr(connector, "sub_connectors", ())]
+    return [] if connector is None else [connector, *getattr(connector, "sub_connectors", ())]
 
 
 def batched_block_copy() -> Callable[..., Any]:
     """vLLM's `swap_blocks_batch(sources, targets, sizes)`: int64 tensors of addresses and bytes."""
     from vllm import _custom_ops  # needs the compiled extension of a GPU build
 
-    copy: Callable[..., Any] = _custom_ops.swap_blocks_batch
-    return copy
+    return _custom_ops.swap_blocks_batch
 
 
 def pin_memory(tensor: Any) -> None:

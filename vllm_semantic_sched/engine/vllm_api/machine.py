@@ -9,21 +9,13 @@ from vllm.config import VllmConfig
 
 
 class Hardware(NamedTuple):
-    """The device of an engine.
+    """The device of an engine."""
 
-    Attributes:
-        kind: torch's device type: cpu, cuda.
-        name: as the driver reports it.
-        dtype: of weights and activations, as torch names it.
-        memory: GB of one device.
-        here: whether the calling process uses the device.
-    """
-
-    kind: str
-    name: str
-    dtype: str
-    memory: float
-    here: bool
+    kind: str  # torch's device type: cpu, cuda
+    name: str  # as the driver reports it
+    dtype: str  # of weights and activations, as torch names it
+    memory: float  # GB of one device
+    here: bool  # whether the calling process uses the device
 
 
 def describe_hardware(config: VllmConfig) -> Hardware:

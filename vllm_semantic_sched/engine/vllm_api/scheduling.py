@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
@@ -31,11 +31,8 @@ class HookedScheduler(Scheduler):
         """Called at the start of schedule()."""
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
-        """Called while a running request still holds its blocks, before vLLM frees them.
-
-        Args:
-            keep_kv: whether its KV may be used later; False when the prefix cache is reset.
-        """
+        """Called while a running request still holds its blocks, before vLLM frees them. `keep_kv`:
+        whether its KV may be used later; False when the prefix cache is reset."""
 
     def before_free(self, request: Request) -> None:
         """Called when a request has finished, before vLLM frees its resources."""
@@ -85,12 +82,9 @@ class HookedScheduler(Scheduler):
 def replace_queues(
     scheduler: Scheduler, waiting: RequestQueue, kv_holding_waiting: RequestQueue
 ) -> None:
-    """Replace the waiting queues of a new scheduler, and make vLLM take its victims from the tail
-    of `scheduler.running`, as it does under its policy FCFS.
-
-    Args:
-        kv_holding_waiting: queue of the waiting requests that already hold blocks.
-    """
+    """Replace the waiting queues of a new scheduler (`kv_holding_waiting`: of requests that already
+    hold blocks), and make vLLM take its victims from the tail of `scheduler.running`, as it does
+    under its policy FCFS."""
     scheduler.policy = SchedulingPolicy.FCFS
     scheduler.waiting = waiting
     scheduler.kv_holding_waiting = kv_holding_waiting
@@ -104,11 +98,8 @@ def restore_queues(scheduler: Scheduler) -> None:
 
 
 def preempt(scheduler: Scheduler, request: Request, drop_output: bool = False) -> None:
-    """Preempt a running request between two calls of schedule().
-
-    Args:
-        drop_output: drop its KV, and its output of steps in flight, as a reset of the cache does.
-    """
+    """Preempt a running request between two calls of schedule(). `drop_output`: drop its KV, and
+    its output of steps in flight, as a reset of the cache does."""
     if capabilities.HOOKS.preempt_for_waiting and not drop_output:
         hooked(scheduler).preempt(request)
         return
@@ -120,10 +111,9 @@ def preempt(scheduler: Scheduler, request: Request, drop_output: bool = False) -
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def inflight_prefills(scheduler: Scheduler) -> Collection[Request]:
+def inflight_prefills(scheduler: Scheduler) -> Set[Request]:
     """Running requests whose prompt is not fully computed."""
-    prefills: set[Request] = scheduler._inflight_prefills
-    return prefills
+    return scheduler._inflight_prefills
 
 
 def hold_for_one_step(scheduler: Scheduler, request: Request) -> None:
@@ -145,8 +135,7 @@ def can_advance(scheduler: Scheduler, request: Request) -> bool:
         return False  # its last token is in flight
     if scheduler.current_step + 1 < request.next_decode_eligible_step:
         return False
-    tokens: int = request.num_tokens_with_spec
-    return tokens + in_flight > computed
+    return request.num_tokens_with_spec + in_flight > computed
 
 
 def let_prefills_run(scheduler: Scheduler) -> None:
@@ -157,13 +146,11 @@ def let_prefills_run(scheduler: Scheduler) -> None:
 
 
 def why_no_holds(config: VllmConfig) -> str | None:
-    """Why running requests cannot be held on this engine; None if they can.
-
-    The V1 model runner loses the draft tokens of a request that sits out a step, and with pipeline
-    parallelism vLLM itself decides in which steps a request decodes.
-    """
+    """Why running requests cannot be held on this engine; None if they can."""
+    # vLLM itself decides then in which steps a request decodes.
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism"
+    # The V1 model runner loses the draft tokens of a request that sits out a step.
     if config.speculative_config is not None and not config.use_v2_model_runner:
         return "speculative decoding on vLLM's V1 model runner"
     return None
@@ -173,11 +160,10 @@ def why_no_holds(config: VllmConfig) -> str | None:
 
 
 class TokenLimits(NamedTuple):
-    """Limits of one step. `step`: tokens of all requests; `prefill`: tokens of one prefill, 0 for
-    no limit."""
+    """Limits of one step, in tokens."""
 
-    step: int
-    prefill: int
+    step: int  # of all requests
+    prefill: int  # of one prefill; 0 for no limit
 
 
 def token_limits(scheduler: Scheduler) -> TokenLimits:
@@ -198,16 +184,14 @@ def set_token_limits(scheduler: Scheduler, limits: TokenLimits) -> None:
 
 def total_seats(scheduler: Scheduler) -> int:
     """Requests that can run at the same time."""
-    seats: int = scheduler.max_num_running_reqs
-    return seats
+    return scheduler.max_num_running_reqs
 
 
 def free_seats(scheduler: Scheduler) -> int:
     """Seats that waiting requests can take in the coming step; may be negative."""
     taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
     # vLLM seats waiting requests that hold blocks before all others.
-    free: int = scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
-    return free
+    return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
 
 
 def is_ready(scheduler: Scheduler, request: Request) -> bool:
