@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
+from vllm_semantic_sched.engine.kv.recovery import take
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.vllm_api import (
@@ -238,7 +239,7 @@ class Preemptions:
             return
         self._counters.add("policy_errors", "loading KV")
         with self.because("reset"):
-            if recompute_unloaded(self._scheduler, blocks, connector.failed.take_requests()):
+            if recompute_unloaded(self._scheduler, blocks, take(connector.failed.requests)):
                 self.lose_copies(jobs)
 
     def gauges(self) -> dict[str, float]:

@@ -223,7 +223,7 @@ class SwapEngine:
         cancelled: list[str] = []
 
         def abort(step: int, names: list[str]) -> None:
-            away = self.ledger.saved if step % 20 else self.ledger.loading
+            away = list(self.ledger.saved if step % 20 else self.ledger.loading)
             if step % 10 == 0 and away and len(cancelled) < 6:
                 self.engine.abort_request([away[0]], internal=True)
                 cancelled.append(away[0])

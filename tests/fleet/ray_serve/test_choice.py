@@ -185,7 +185,7 @@ def test_counts_equal_a_plain_list(events):
 def test_load_of_several_engines():
     status = {"running": 2, "waiting": 3, "levels": [1, 0, 4], "kv_free": 0.5}
     load = ReplicaLoad.of_engines([status, status | {"kv_free": 1.0}], before=6)
-    assert load == ReplicaLoad(7, 10, (2, 0, 8), 0.75)
+    assert load == ReplicaLoad(7, 10, [2, 0, 8], 0.75)
     assert ReplicaLoad.from_stats(load.to_stats()) == load
 
 

@@ -112,8 +112,7 @@ def with_refusals(parts, refusals):
         finally:
             closed.append(True)
 
-    answers = fake_ray.load("answers")
-    stream = answers.with_refusals(answer(), refusals, lambda refusal: refusal)
+    stream = fake_ray.load("server").with_refusals(answer(), refusals, lambda refusal: refusal)
     got = asyncio.run(parts_of(stream))
     assert closed
     return got

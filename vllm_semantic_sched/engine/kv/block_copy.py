@@ -1,11 +1,11 @@
-"""Copies KV blocks between device and host: one interface, one backend per kind of device."""
+"""Copies KV blocks between device and host: one backend per kind of device."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,34 +16,72 @@ class UnsupportedLayout(ValueError):
     """The KV cache does not store each block in contiguous memory."""
 
 
-class CopyBackend(Protocol):
+class CopyBackend:
     """Copies blocks of one worker's KV cache. A block is a row of every region. Block `device[i]`
     is copied to or from the i-th slot of `host`."""
 
+    def __init__(self) -> None:
+        # Copies beside steps, with a function that tells whether the copy has ended.
+        self._saves: dict[int, Callable[[], bool]] = {}
+        self._loads: dict[str, Callable[[], bool]] = {}
+        self._seconds = {"save": 0.0, "load": 0.0}
+
+    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
+        """Begin a copy ("save" or "load"); a function that tells whether it has ended."""
+        raise NotImplementedError
+
+    def _order(self) -> None:
+        """Let device work queued from now on wait for the copies."""
+
+    def _wait(self) -> None:
+        """Wait for all copies."""
+
     def save(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the host. Device work queued after this call may overwrite the blocks."""
+        self._copy("save", device, host)
+        self._order()
 
     def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the host while the device continues to work; `saved` reports the end. Until then
         nothing may overwrite the blocks."""
+        self._saves[number] = self._copy("save", device, host)
 
     def load(self, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the device. Device work queued after this call may read the blocks."""
+        self._copy("load", device, host)
+        self._order()
 
     def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
         """Copy to the device while it continues to work; `finished` reports the end."""
+        self._loads[key] = self._copy("load", device, host)
 
     def finished(self) -> set[str]:
         """Keys of the `load_beside` copies that ended since the last call."""
+        return _take_ended(self._loads)
 
     def saved(self) -> set[int]:
         """Numbers of the `save_beside` copies that ended since the last call."""
+        return _take_ended(self._saves)
 
     def drain(self) -> tuple[set[str], set[int]]:
         """Wait for all copies; what `finished` and `saved` would have reported."""
+        self._wait()
+        copies = set(self._loads), set(self._saves)
+        self._loads, self._saves = {}, {}
+        return copies
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of saves and of loads since the last call, as far as measured."""
+        seconds, self._seconds = self._seconds, {"save": 0.0, "load": 0.0}
+        return seconds["save"], seconds["load"]
+
+
+def _take_ended(copies: dict[Key, Callable[[], bool]]) -> set[Key]:
+    """Remove and return the keys of the copies that have ended."""
+    ended = {key for key, has_ended in copies.items() if has_ended()}
+    for key in ended:
+        del copies[key]
+    return ended
 
 
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
@@ -63,27 +101,19 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
         blocks = group_kernel_blocks(cache, num_blocks)
         size = blocks.element_size()
         page = blocks[0].numel() * size
-        span = sum(
-            (length - 1) * stride
-            for length, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True)
-        )
+        shape, strides = tuple(blocks.shape[1:]), tuple(blocks.stride()[1:])
+        span = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
         if (span + 1) * size != page:
             raise UnsupportedLayout(
-                f"a KV block of shape {tuple(blocks.shape[1:])} and strides "
-                f"{tuple(blocks.stride()[1:])} is not contiguous; set "
+                f"a KV block of shape {shape} and strides {strides} is not contiguous; set "
                 "VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC, or start without the connector"
             )
         stride = blocks.stride(0) * size
         place = (blocks.data_ptr(), stride, page)
         if place not in regions:
             raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
-            raw.set_(
-                blocks.untyped_storage(),
-                blocks.storage_offset() * size,
-                (num_blocks, page),
-                (stride, 1),
-            )
-            regions[place] = raw
+            rows, offset = (num_blocks, page), blocks.storage_offset() * size
+            regions[place] = raw.set_(blocks.untyped_storage(), offset, rows, (stride, 1))
     return list(regions.values())
 
 
@@ -96,72 +126,35 @@ def _as_words(region: torch.Tensor) -> torch.Tensor:
     return region
 
 
-class CpuCopies:
-    """Copies at once: device and host are the same memory. torch gathers rows fastest; NumPy
-    scatters them at twice torch's speed."""
+class CpuCopies(CopyBackend):
+    """Copies at once: device and host are the same memory, and a thread beside steps would take
+    cores from the forward pass. torch gathers rows fastest; NumPy scatters them at twice torch's
+    speed."""
 
     def __init__(self, regions: Sequence[torch.Tensor], slots: int) -> None:
+        super().__init__()
         self.device = [_as_words(region) for region in regions]
         self.host = [
             torch.empty((slots, region.shape[1]), dtype=region.dtype) for region in self.device
         ]
-        self._finished: set[str] = set()
-        self._saved: set[int] = set()
-        self._save_seconds = self._load_seconds = 0.0
 
     @torch.inference_mode()  # vLLM allocates KV in this mode but may call from outside it
-    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
-        start = time.perf_counter()
-        for rows, run in _pieces(device, host):
-            for source, target in zip(self.device, self.host, strict=True):
-                torch.index_select(source, 0, rows, out=target[run.start : run.stop])
-        self._save_seconds += time.perf_counter() - start
-
-    @torch.inference_mode()
-    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
-        start = time.perf_counter()
-        for rows, run in _pieces(device, host):
-            for target, source in zip(self.device, self.host, strict=True):
-                target.numpy()[rows.numpy()] = source[run.start : run.stop].numpy()
-        self._load_seconds += time.perf_counter() - start
-
-    # Beside steps a thread would take cores from the forward pass.
-
-    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
-        self.save(device, host)
-        self._saved.add(number)
-
-    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        self.load(device, host)
-        self._finished.add(key)
-
-    def finished(self) -> set[str]:
-        finished, self._finished = self._finished, set()
-        return finished
-
-    def saved(self) -> set[int]:
-        saved, self._saved = self._saved, set()
-        return saved
-
-    def drain(self) -> tuple[set[str], set[int]]:
-        copies = self._finished, self._saved
-        self._finished, self._saved = set(), set()
-        return copies
-
-    def take_seconds(self) -> tuple[float, float]:
-        taken = self._save_seconds, self._load_seconds
-        self._save_seconds = self._load_seconds = 0.0
-        return taken
+    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
+        start, done = time.perf_counter(), 0
+        for run in host:
+            blocks = torch.tensor(device[done : done + len(run)], dtype=torch.int64)
+            done += len(run)
+            for cache, pool in zip(self.device, self.host, strict=True):
+                rows = pool[run.start : run.stop]
+                if what == "save":
+                    torch.index_select(cache, 0, blocks, out=rows)
+                else:
+                    cache.numpy()[blocks.numpy()] = rows.numpy()
+        self._seconds[what] += time.perf_counter() - start
+        return lambda: True
 
 
-def _pieces(device: Sequence[int], host: Sequence[range]) -> Iterable[tuple[torch.Tensor, range]]:
-    done = 0
-    for run in host:
-        yield torch.tensor(device[done : done + len(run)], dtype=torch.int64), run
-        done += len(run)
-
-
-class CudaCopies:
+class CudaCopies(CopyBackend):
     """Copies through pinned host memory on a side stream, with vLLM's batched block copy; the host
     never waits.
 
@@ -185,69 +178,41 @@ class CudaCopies:
         copy: Any = None,
         pin: Any = None,
     ) -> None:
-        self._device = list(regions)
+        super().__init__()
         self._cuda = cuda
         # Late, so that this module loads without vLLM.
         if copy is None or pin is None:
             from vllm_semantic_sched.engine import vllm_api
 
             copy, pin = copy or vllm_api.batched_block_copy(), pin or vllm_api.pin_memory
-        self._copy = copy
+        self._batched_copy = copy
         self._stream = cuda.Stream()
-        self._host = []
-        for region in regions:
-            rows = torch.empty((slots, region.shape[1]), dtype=torch.uint8)
+        self._device = list(regions)
+        sizes = [region.shape[1] for region in regions]
+        self._host = [torch.empty((slots, size), dtype=torch.uint8) for size in sizes]
+        for rows in self._host:
             pin(rows)
-            self._host.append(rows)
         places = [rows.data_ptr() for rows in self._host]
         weakref.finalize(self, _unpin, cuda, self._stream, places).atexit = False
-        self._saves: dict[int, Any] = {}
-        self._loads: dict[str, Any] = {}
-        self._timed: list[tuple[bool, Any, Any]] = []
+        self._timed: list[tuple[str, Any, Any]] = []
 
-    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
-        self._run(device, host, saving=True)
+    def _order(self) -> None:
         self._cuda.current_stream().wait_stream(self._stream)
 
-    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
-        self._run(device, host, saving=False)
-        self._cuda.current_stream().wait_stream(self._stream)
-
-    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
-        self._saves[number] = self._run(device, host, saving=True)
-
-    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
-        self._loads[key] = self._run(device, host, saving=False)
-
-    def finished(self) -> set[str]:
-        return _take_ended(self._loads)
-
-    def saved(self) -> set[int]:
-        return _take_ended(self._saves)
-
-    def drain(self) -> tuple[set[str], set[int]]:
+    def _wait(self) -> None:
         self._stream.synchronize()
-        copies = set(self._loads), set(self._saves)
-        self._loads, self._saves = {}, {}
-        return copies
 
     def take_seconds(self) -> tuple[float, float]:
-        seconds = {True: 0.0, False: 0.0}
         pending = []
-        for saving, begin, end in self._timed:
+        for what, begin, end in self._timed:
             if end.query():
-                seconds[saving] += begin.elapsed_time(end) / 1000
+                self._seconds[what] += begin.elapsed_time(end) / 1000
             else:
-                pending.append((saving, begin, end))
+                pending.append((what, begin, end))
         self._timed = pending
-        return seconds[True], seconds[False]
+        return super().take_seconds()
 
-    def _run(self, device: Sequence[int], host: Sequence[range], saving: bool) -> Any:
-        """Queue a copy on the side stream.
-
-        Returns:
-            The event recorded at its end.
-        """
+    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
         slots = torch.tensor([slot for run in host for slot in run], dtype=torch.int64)
         blocks = torch.tensor(device, dtype=torch.int64)
         on_device, on_host, sizes = [], [], []
@@ -256,15 +221,15 @@ class CudaCopies:
             on_host.append(rows.data_ptr() + slots * rows.stride(0))
             sizes.append(torch.full_like(blocks, region.shape[1]))
         ends = torch.cat(on_device), torch.cat(on_host)
-        sources, targets = ends if saving else ends[::-1]
+        sources, targets = ends if what == "save" else ends[::-1]
         begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
             begin.record(self._stream)
-            self._copy(sources, targets, torch.cat(sizes))
+            self._batched_copy(sources, targets, torch.cat(sizes))
             end.record(self._stream)
-        self._timed.append((saving, begin, end))
-        return end
+        self._timed.append((what, begin, end))
+        return lambda: bool(end.query())
 
 
 def _unpin(cuda: Any, stream: Any, places: Sequence[int]) -> None:
@@ -275,14 +240,6 @@ def _unpin(cuda: Any, stream: Any, places: Sequence[int]) -> None:
         cuda.cudart().cudaHostUnregister(place)
 
 
-def _take_ended(copies: dict[Key, Any]) -> set[Key]:
-    """Remove and return the keys of the copies whose event has fired."""
-    ended = {key for key, done in copies.items() if done.query()}
-    for key in ended:
-        del copies[key]
-    return ended
-
-
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     """The backend for the device of the regions.
 
@@ -290,13 +247,12 @@ def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
         UnsupportedLayout: no backend supports this kind of device.
     """
     kind = regions[0].device.type
-    if kind == "cpu":
-        return CpuCopies(regions, slots)
-    if kind == "cuda":
-        return CudaCopies(regions, slots)
-    raise UnsupportedLayout(
-        f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
-    )
+    backends: dict[str, type[CpuCopies | CudaCopies]] = {"cpu": CpuCopies, "cuda": CudaCopies}
+    if kind not in backends:
+        raise UnsupportedLayout(
+            f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
+        )
+    return backends[kind](regions, slots)
 
 
 _PROOF_BLOCKS = 4
@@ -320,21 +276,21 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
         _compute(regions[0].device)
         for region, pattern in zip(regions, patterns, strict=True):
             region[blocks] = pattern
-        if beside:
+        if not beside:
+            backend.save(blocks, host)
+        else:
             backend.save_beside(0, blocks, host)
             if not _ended(backend.saved):
                 return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
-        else:
-            backend.save(blocks, host)
         for region in regions:
             region[blocks] = 0
         _compute(regions[0].device)
-        if beside:
+        if not beside:
+            backend.load(blocks, host)
+        else:
             backend.load_beside("proof", blocks, host)
             if not _ended(backend.finished):
                 return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
-        else:
-            backend.load(blocks, host)
         for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
             if not torch.equal(region[blocks], pattern):
                 way = "beside a step" if beside else "before a step"

@@ -1,15 +1,11 @@
-"""SemanticSwapConnector: copies victims' KV to host memory and back, as the policy plans.
-
-Users name it in `--kv-transfer-config`, because the workers build their own instances. The
-decision what to save is in `policy.eviction.retention`, the accounts are in `engine.kv.ledger`, the
-copies in `engine.kv.block_copy`. This module implements vLLM's connector interface.
-"""
+"""vLLM's connector interface to KV swap. `policy.eviction.retention` decides what to save,
+`engine.kv.ledger` keeps the accounts, `engine.kv.block_copy` copies."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,8 +20,9 @@ from vllm_semantic_sched.engine.kv.block_copy import (
     why_wrong,
 )
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger
+from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger, Transfer
 from vllm_semantic_sched.engine.kv.messages import FailedProof, SwapMetadata, SwapReport
+from vllm_semantic_sched.engine.kv.recovery import take
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
     AttentionSpec,
@@ -85,7 +82,8 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
 
 
 class SemanticSwapConnector(KVConnector):
-    """Keeps host copies of preempted requests' KV.
+    """Copies victims' KV to host memory and back. Users name it in `--kv-transfer-config`, because
+    the workers build their own instances.
 
     The scheduler's instance keeps the ledger; the workers' instances hold the memory. A copy lives
     from a preemption until the request is admitted again, ends, or the cache is reset.
@@ -110,15 +108,13 @@ class SemanticSwapConnector(KVConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_section(SwapConfig, self.extra_config, "kv_connector_extra_config")
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
-        slots = 0
-        if self.unsupported is None:
-            slots = host_slots(kv_cache_config, config.host_gib)
-        self.slots = slots
+        supported = self.unsupported is None
+        self.slots = host_slots(kv_cache_config, config.host_gib) if supported else 0
         self.backend: CopyBackend | None = None
         self.block_sizes = [
             group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
         ]
-        self.ledger = SwapLedger(HostPool(slots), self.block_sizes)
+        self.ledger = SwapLedger(HostPool(self.slots), self.block_sizes)
         self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}
         self.failures: Counter[str] = Counter()
@@ -165,36 +161,26 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.not_saved, logger)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Save victims' blocks before the step overwrites them. Some model runners call this
-        twice per step, so each order is removed once it is carried out."""
+        """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
         orders = kv_connector_metadata.orders
-        while orders.saves:
-            transfer = orders.saves[-1]
-            self._copies.save(transfer.device, transfer.host)
-            self.failed.unsaved.difference_update(transfer.slots)
-            orders.saves.pop()
-        while orders.later_saves:
-            transfer = orders.later_saves[-1]
-            self._copies.save_beside(transfer.number, transfer.device, transfer.host)
-            self.failed.unsaved.difference_update(transfer.slots)
-            orders.later_saves.pop()
+        for save in _one_by_one(orders.saves):
+            self._copies.save(save.device, save.host)
+            self.failed.unsaved.difference_update(save.slots)
+        for save in _one_by_one(orders.later_saves):
+            self._copies.save_beside(save.number, save.device, save.host)
+            self.failed.unsaved.difference_update(save.slots)
 
     @guarded(recovery.not_loaded, logger)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
-        orders = metadata.orders
-        while orders.loads:
-            transfer = orders.loads[-1]
-            if self.failed.can_load(transfer):
-                self._copies.load(transfer.device, transfer.host)
-            orders.loads.pop()
-        while orders.later_loads:
-            transfer = orders.later_loads[-1]
-            if self.failed.can_load(transfer, beside=True):
-                self._copies.load_beside(transfer.request_id, transfer.device, transfer.host)
-            orders.later_loads.pop()
+        for load in _one_by_one(metadata.orders.loads):
+            if self.failed.can_load(load, beside=False):
+                self._copies.load(load.device, load.host)
+        for load in _one_by_one(metadata.orders.later_loads):
+            if self.failed.can_load(load, beside=True):
+                self._copies.load_beside(load.request_id, load.device, load.host)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -208,16 +194,15 @@ class SemanticSwapConnector(KVConnector):
     @guarded(recovery.all_finished, logger)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         finished = set() if self.backend is None else self.backend.finished()
-        return None, finished | self.failed.take_requests() or None
+        return None, finished | take(self.failed.requests) or None
 
     @guarded(recovery.only_failures, logger)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        seconds = (0.0, 0.0)
-        if self.backend is not None:
-            seconds = self.backend.take_seconds()
-            self.failed.saves += self.backend.saved()
-        unloaded, saved = self.failed.take_blocks(), self.failed.take_saves()
-        return SwapReport(*seconds, unloaded, saved) if unloaded or saved or any(seconds) else None
+        if self.backend is None:
+            return self.failed.report()
+        seconds = self.backend.take_seconds()
+        self.failed.saves += self.backend.saved()
+        return self.failed.report(*seconds)
 
     @property
     def _copies(self) -> CopyBackend:
@@ -246,7 +231,7 @@ class SemanticSwapConnector(KVConnector):
                 )
                 return
 
-    @guarded(recovery.no_groups, logger)
+    @guarded(lambda self, request: tuple[int, ...](), logger)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self.cache_config.transfer_group_ids
 
@@ -264,7 +249,11 @@ class SemanticSwapConnector(KVConnector):
             False if the host pool is too small.
         """
         blocks = self.cache_manager.get_block_ids(request.request_id)
-        unchanged = _unchanged(request, end, hash_block_size)
+        saved = _fingerprint(request, end, hash_block_size)
+
+        def unchanged() -> bool:  # a session may remove tokens
+            known = request.num_tokens >= end
+            return known and saved == _fingerprint(request, end, hash_block_size)
 
         def keep(numbers: list[int]) -> int:
             return self.ledger.kept.add(keep_blocks(self.cache_manager, request, numbers))
@@ -306,17 +295,14 @@ class SemanticSwapConnector(KVConnector):
         for one in getattr(report, "metadata", (report,)):  # of each part of a MultiConnector
             if isinstance(one, SwapReport):
                 self.failed.blocks |= one.unloaded
-        return self.failed.take_blocks()
+        return take(self.failed.blocks)
 
     @guarded(recovery.noted_later, logger)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.failed.loaded.update(connector_output.finished_recving or ())
+        report = self.failed.note(connector_output)
         self.ledger.load_finished(self.failed.loaded)
         self.failed.loaded.clear()
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, SwapReport):
-            self.failed.saves += report.saved
-            report.saved = []
+        if report is not None:
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
         self.ledger.kept.saved(self.failed.saves)
@@ -349,15 +335,12 @@ class SemanticSwapConnector(KVConnector):
         return not self.ledger.loading
 
 
-def _unchanged(request: Request, end: int, hash_block_size: int) -> Callable[[], bool]:
-    """A function that tells whether a request's first `end` tokens are still the same: a session
-    may remove tokens."""
-    saved = _fingerprint(request, end, hash_block_size)
-
-    def unchanged() -> bool:
-        return request.num_tokens >= end and saved == _fingerprint(request, end, hash_block_size)
-
-    return unchanged
+def _one_by_one(orders: list[Transfer]) -> Iterator[Transfer]:
+    """Yield orders from the last on, and remove each once it is carried out: some model runners
+    call the same method twice per step, and those left after an error are given up."""
+    while orders:
+        yield orders[-1]
+        orders.pop()
 
 
 def _fingerprint(request: Request, end: int, hash_block_size: int) -> tuple[Any, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from operator import attrgetter
+
+_START = attrgetter("start")
 
 
 class HostPool:
@@ -16,7 +19,7 @@ class HostPool:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.free = slots
-        self._runs: list[tuple[int, int]] = [(0, slots)] if slots else []  # start, end
+        self._runs = [range(slots)] if slots else []
 
     @property
     def used(self) -> int:
@@ -26,8 +29,7 @@ class HostPool:
     @property
     def fragmentation(self) -> float:
         """Share of the free slots outside the longest free run, 0 to 1."""
-        longest = max((end - start for start, end in self._runs), default=0)
-        return 1.0 - longest / self.free if self.free else 0.0
+        return 1.0 - max(map(len, self._runs)) / self.free if self.free else 0.0
 
     def allocate(self, count: int) -> list[range] | None:
         """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs.
@@ -37,20 +39,16 @@ class HostPool:
         """
         if count > self.free:
             return None
+        self.free -= count
         taken: list[range] = []
         while count:
-            fitting = [run for run in self._runs if run[1] - run[0] >= count]
-            if fitting:
-                start, end = min(fitting, key=lambda run: run[1] - run[0])
-            else:
-                start, end = max(self._runs, key=lambda run: run[1] - run[0])
-            self._runs.remove((start, end))
-            size = min(count, end - start)
-            if start + size < end:
-                bisect.insort(self._runs, (start + size, end))
-            taken.append(range(start, start + size))
-            self.free -= size
-            count -= size
+            fitting = [run for run in self._runs if len(run) >= count]
+            run = min(fitting, key=len) if fitting else max(self._runs, key=len)
+            self._runs.remove(run)
+            if len(run) > count:
+                bisect.insort(self._runs, run[count:], key=_START)
+            taken.append(run[:count])
+            count -= len(taken[-1])
         return taken
 
     def give_back(self, taken: Sequence[range]) -> None:
@@ -58,10 +56,10 @@ class HostPool:
         for run in taken:
             self.free += len(run)
             start, end = run.start, run.stop
-            place = bisect.bisect(self._runs, (start, end))
-            if place < len(self._runs) and self._runs[place][0] == end:
-                end = self._runs.pop(place)[1]
-            if place and self._runs[place - 1][1] == start:
-                start = self._runs.pop(place - 1)[0]
+            place = bisect.bisect(self._runs, start, key=_START)
+            if place < len(self._runs) and self._runs[place].start == end:
+                end = self._runs.pop(place).stop
+            if place and self._runs[place - 1].stop == start:
                 place -= 1
-            self._runs.insert(place, (start, end))
+                start = self._runs.pop(place).start
+            self._runs.insert(place, range(start, end))

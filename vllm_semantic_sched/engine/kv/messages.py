@@ -1,4 +1,4 @@
-"""What the scheduler's and the workers' instances of the swap connector tell each other."""
+"""Messages between the scheduler's and the workers' instances of the swap connector."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ class SwapMetadata(KVConnectorMetadata):
 
 @dataclass
 class SwapReport(KVConnectorWorkerMetadata):
-    """What the workers say of their copies.
+    """What the workers say of their copies."""
 
-    Attributes:
-        save_seconds, load_seconds: that copies took; the maximum over workers.
-        unloaded: blocks that a load should have filled and did not, on any worker.
-        saved: numbers of saves beside steps that ended, once for each worker.
-    """
-
-    save_seconds: float
-    load_seconds: float
+    save_seconds: float = 0.0  # the maximum over workers
+    load_seconds: float = 0.0
+    # Blocks that a load should have filled and did not, on any worker.
     unloaded: set[int] = field(default_factory=set)
+    # Numbers of saves beside steps that ended, once for each worker.
     saved: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend
 from vllm_semantic_sched.engine.kv.ledger import Orders, Transfer
@@ -18,34 +18,38 @@ from vllm_semantic_sched.engine.vllm_api import (
     KVCacheBlocks,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorWorkerMetadata,
     Request,
 )
+
+_Items = TypeVar("_Items", set[int], set[str], list[int])
+
+
+def take(items: _Items) -> _Items:
+    """Empty a collection, and return what was in it."""
+    taken = items.copy()
+    items.clear()
+    return taken
 
 
 @dataclass(slots=True)
 class FailedCopies:
-    """Copies that were not made, on one side of the connector.
+    """Copies that were not made, on one side of the connector."""
 
-    Attributes:
-        blocks: on the device, that a load should have filled.
-        requests: whose load beside steps is over, and which no copy reports.
-        unsaved: slots of the host pool without what was to be saved there; on a worker.
-        asked: the last request whose copy vLLM asked for, and its tokens on the device.
-        loaded, ended: requests of which the ledger has still to be told.
-        saves: numbers of saves beside steps that are over, made or not, and still to be reported;
-            in the scheduler, of which the ledger has still to be told.
-    """
-
+    # Blocks on the device that a load should have filled.
     blocks: set[int] = field(default_factory=set)
+    # Requests whose load beside steps is over, and which no copy reports.
     requests: set[str] = field(default_factory=set)
+    # On a worker: slots of the host pool without what was to be saved there.
     unsaved: set[int] = field(default_factory=set)
-    asked: tuple[str, int] = ("", 0)
+    # Numbers of saves beside steps that are over, made or not, and still to be reported. In the
+    # scheduler, the ledger has still to be told of these, and of requests loaded and ended.
+    saves: list[int] = field(default_factory=list)
     loaded: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
-    saves: list[int] = field(default_factory=list)
+    # The last request whose copy vLLM asked for, and its tokens on the device.
+    asked: tuple[str, int] = ("", 0)
 
-    def can_load(self, load: Transfer, beside: bool = False) -> bool:
+    def can_load(self, load: Transfer, beside: bool) -> bool:
         """Whether the host has what is to be loaded; the load is given up if not."""
         there = self.unsaved.isdisjoint(load.slots)
         if not there:
@@ -58,16 +62,6 @@ class FailedCopies:
         if beside:
             self.requests.add(load.request_id)
 
-    def take_blocks(self) -> set[int]:
-        """Remove and return `blocks`."""
-        blocks, self.blocks = self.blocks, set()
-        return blocks
-
-    def take_requests(self) -> set[str]:
-        """Remove and return `requests`."""
-        requests, self.requests = self.requests, set()
-        return requests
-
     def drain(self, backend: CopyBackend | None) -> None:
         """Wait for the copies beside steps, which are over then."""
         if backend is not None:
@@ -75,10 +69,19 @@ class FailedCopies:
             self.requests |= loads
             self.saves += saves
 
-    def take_saves(self) -> list[int]:
-        """Remove and return `saves`."""
-        saves, self.saves = self.saves, []
-        return saves
+    def report(self, save_seconds: float = 0.0, load_seconds: float = 0.0) -> SwapReport | None:
+        """A worker's report of these and of the time of the copies made; None if it is empty."""
+        report = SwapReport(save_seconds, load_seconds, take(self.blocks), take(self.saves))
+        return report if report != SwapReport() else None
+
+    def note(self, output: KVConnectorOutput) -> SwapReport | None:
+        """Note the copies beside steps that a worker says are over; its report."""
+        self.loaded.update(output.finished_recving or ())
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, SwapReport):
+            return None
+        self.saves += take(report.saved)
+        return report
 
 
 def _forget(self: Any, request_id: str, save: int = 0) -> None:
@@ -134,11 +137,7 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
 def noted_later(self: Any, connector_output: KVConnectorOutput) -> None:
     """The slots of finished loads and the blocks of finished saves become free with the next
     call."""
-    self.failed.loaded.update(connector_output.finished_recving or ())
-    report = connector_output.kv_connector_worker_meta
-    if isinstance(report, SwapReport):
-        self.failed.saves += report.saved
-        report.saved = []
+    self.failed.note(connector_output)
 
 
 def released_later(
@@ -176,20 +175,14 @@ def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
 def all_finished(self: Any, *args: Any, **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
     """Wait for the copies beside steps, so that none is waited for in vain."""
     self.failed.drain(self.backend)
-    return None, self.failed.take_requests() or None
+    return None, take(self.failed.requests) or None
 
 
-def only_failures(self: Any) -> KVConnectorWorkerMetadata | None:
+def only_failures(self: Any) -> Any:
     """No seconds, but the copies that were not made, and all saves."""
     self.failed.drain(self.backend)
-    blocks, saves = self.failed.take_blocks(), self.failed.take_saves()
-    return SwapReport(0.0, 0.0, blocks, saves) if blocks or saves else None
+    return self.failed.report()
 
 
 def nothing(*args: Any, **kwargs: Any) -> Any:
     """None."""
-
-
-def no_groups(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-    """No group of layers is loaded."""
-    return ()

@@ -5,30 +5,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
 
 _KEY = "semsched"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """Requests of a replica, on all its engines.
+class ReplicaLoad(NamedTuple):
+    """Requests of a replica, on all its engines."""
 
-    Attributes:
-        number: increases while there are requests, so that an unchanged load is known to be
-            current; Ray passes on changes only.
-        work: requests, waiting and running.
-        by_level: the same per level, most urgent first; None if unknown.
-        kv_free: share of the KV cache that is free, 0 to 1; None if unknown.
-    """
-
+    # Increases while there are requests, so that an unchanged load is known to be current; Ray
+    # passes on changes only.
     number: int
-    work: int
-    by_level: tuple[int, ...] | None = None
-    kv_free: float | None = None
+    work: int  # requests, waiting and running
+    by_level: Sequence[int] | None = None  # the same per level, most urgent first; None: unknown
+    kv_free: float | None = None  # share of the KV cache that is free, 0 to 1; None: unknown
 
     @classmethod
     def of_engines(cls, statuses: Sequence[Mapping[str, Any]], before: int) -> Self:
@@ -38,7 +31,7 @@ class ReplicaLoad:
         levels = [status["levels"] for status in statuses]
         by_level = None
         if all(levels) and len(set(map(len, levels))) == 1:
-            by_level = tuple(map(sum, zip(*levels, strict=True)))
+            by_level = [sum(counts) for counts in zip(*levels, strict=True)]
             work = sum(by_level)
         free = [status["kv_free"] for status in statuses]
         kv_free = round(sum(free) / len(free), 2) if free else None
@@ -46,30 +39,26 @@ class ReplicaLoad:
 
     def to_stats(self) -> dict[str, Any]:
         """An entry for Ray's routing statistics."""
-        by_level = None if self.by_level is None else list(self.by_level)
-        return {_KEY: asdict(self) | {"by_level": by_level}}
+        return {_KEY: self._asdict()}
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any] | None) -> Self | None:
         """The load in Ray's routing statistics; None if it is missing."""
         given = (stats or {}).get(_KEY)
-        if given is None:
-            return None
-        by_level = None if given["by_level"] is None else tuple(given["by_level"])
-        return cls(given["number"], given["work"], by_level, given["kv_free"])
+        return None if given is None else cls(*(given[name] for name in cls._fields))
 
 
-Replica = TypeVar("Replica", bound=Hashable)
+Replica = Hashable
 
 
 @dataclass(slots=True)
-class _Request(Generic[Replica]):
+class _Request:
     replica: Replica
     placed: Placed
     sent: bool = False
 
 
-class ReplicaChoice(Generic[Replica]):
+class ReplicaChoice:
     """Chooses a replica for each request. Replicas come and go; the requests of one that has gone
     are forgotten. A request counts from its choice on, because a burst would otherwise see the same
     loads. Not thread-safe."""
@@ -82,7 +71,7 @@ class ReplicaChoice(Generic[Replica]):
         self._placement = Placement(1, levels)
         self._loads: dict[Replica, tuple[float, ReplicaLoad]] = {}
         # By Ray's id of the request, which calls that depend on each other share.
-        self._requests: dict[str, list[_Request[Replica]]] = {}
+        self._requests: dict[str, list[_Request]] = {}
 
     def update(self, loads: Mapping[Replica, ReplicaLoad | None]) -> None:
         """Take in the replicas that serve, with the load that each reports."""
@@ -100,10 +89,8 @@ class ReplicaChoice(Generic[Replica]):
             self._set_replicas([one for one in self._replicas if one != replica])
 
     def choose(self, request: str, level: int) -> Replica | None:
-        """Choose a replica and count the request there; None without replicas.
-
-        A request that was chosen for but not sent is counted at the new choice only.
-        """
+        """Choose a replica and count the request there; None without replicas. A request that was
+        chosen for but not sent is counted at the new choice only."""
         self.drop(request)
         if not self._replicas:
             return None
@@ -145,11 +132,11 @@ class ReplicaChoice(Generic[Replica]):
         entries = [entry for entries in self._requests.values() for entry in entries]
         return sum(entry.replica == replica for entry in entries)
 
-    def _unsent(self, request: str) -> _Request[Replica] | None:
+    def _unsent(self, request: str) -> _Request | None:
         entries = self._requests.get(request, ())
         return next((entry for entry in entries if not entry.sent), None)
 
-    def _remove(self, request: str, entry: _Request[Replica]) -> None:
+    def _remove(self, request: str, entry: _Request) -> None:
         self._placement.leave(entry.placed)
         entries = self._requests[request]
         entries.remove(entry)
@@ -161,7 +148,7 @@ class ReplicaChoice(Generic[Replica]):
         self._index = {replica: index for index, replica in enumerate(replicas)}
         self._placement = Placement(max(1, len(replicas)), self._levels)
         self._loads = {one: load for one, load in self._loads.items() if one in self._index}
-        requests: dict[str, list[_Request[Replica]]] = {}
+        requests: dict[str, list[_Request]] = {}
         for request, entries in self._requests.items():
             for entry in entries:
                 if entry.replica in self._index:
@@ -174,7 +161,7 @@ class ReplicaChoice(Generic[Replica]):
 
     def _report(self, replica: Replica) -> None:
         seen, load = self._loads[replica]
-        known = load.by_level is not None and len(load.by_level) == self._levels
-        by_level = load.by_level if known else None
-        report = EngineReport(seen, load.work, by_level, load.kv_free)
+        by_level = tuple(load.by_level or ())
+        known = by_level if len(by_level) == self._levels else None
+        report = EngineReport(seen, load.work, known, load.kv_free)
         self._placement.report(self._index[replica], report)

@@ -28,9 +28,8 @@ class UrgencyRouter(RequestRouter):
     replica with the shortest queue."""
 
     def initialize_state(self, policy: str) -> None:
-        """Called by Ray with `request_router_kwargs`: name or path of the replicas' policy. Without
-        it, as where its file is missing, the default one is used: an exception here would leave all
-        requests waiting."""
+        """Called by Ray with `request_router_kwargs`: name or path of the replicas' policy. If it
+        cannot be loaded, the default one is used: an exception would leave all requests waiting."""
         self._file: PolicyFile | None = None
         self._rules = GlanceRules(Policy(), None)
         try:
@@ -38,7 +37,7 @@ class UrgencyRouter(RequestRouter):
             self._rules = GlanceRules.of(load_policy(self._file.path))
         except Exception:
             logger.exception("Semantic scheduling: the router has no policy; hints only")
-        self._choice: ReplicaChoice[ReplicaID] = ReplicaChoice(self._rules.policy.levels)
+        self._choice = ReplicaChoice(self._rules.policy.levels)
         self._failed: set[str] = set()
 
     async def choose_replicas(
@@ -51,8 +50,9 @@ class UrgencyRouter(RequestRouter):
             return [candidate_replicas]
         # Else Ray asks again at once, over and over, while all replicas are full.
         pending_request.routing_context.should_backoff = True
+        request = pending_request.metadata.internal_request_id
         try:
-            chosen = self._choice.choose(_id(pending_request), self._level(pending_request))
+            chosen = self._choice.choose(request, self._level(pending_request))
         except Exception:
             self._report("choosing a replica")
             return [candidate_replicas]
@@ -83,7 +83,7 @@ class UrgencyRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        request = _id(pending_request)
+        request = pending_request.metadata.internal_request_id
         try:
             replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except BaseException:
@@ -115,11 +115,6 @@ class UrgencyRouter(RequestRouter):
         if doing not in self._failed:  # a traceback for every request would fill the log
             self._failed.add(doing)
             logger.exception("Semantic scheduling: error while %s", doing)
-
-
-def _id(pending: PendingRequest) -> str:
-    name: str = pending.metadata.internal_request_id
-    return name
 
 
 def _priority(body: Any, more: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -16,17 +17,22 @@ from ray.serve.llm import LLMServer
 
 from vllm_semantic_sched.engine.http.admin import ask_engines, reload_engines
 from vllm_semantic_sched.engine.http.incoming import TENANT_HEADER, tenant_arguments
-from vllm_semantic_sched.engine.http.middleware import collect_refusals, watch
+from vllm_semantic_sched.engine.http.middleware import (
+    STREAMED_ERROR,
+    RequestRefused,
+    collect_refusals,
+    watch,
+)
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
 from vllm_semantic_sched.engine.startup.settings import parse_settings
-from vllm_semantic_sched.fleet.ray.answers import with_refusals
 from vllm_semantic_sched.fleet.ray.choice import ReplicaLoad
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 logger = logging.getLogger("ray.serve")
 
 _RELOAD_SECONDS = 2.0  # between looks at the policy file
+_STREAMED_ERROR = STREAMED_ERROR.decode()
 
 
 class UrgencyServer(LLMServer):
@@ -58,7 +64,8 @@ class UrgencyServer(LLMServer):
         """Called by Ray at intervals: the load, for `UrgencyRouter`."""
         stats: dict[str, Any] = dict(await super().record_routing_stats())
         with contextlib.suppress(Exception):  # the engine is starting, stuck or dead
-            load = ReplicaLoad.of_engines(await self._ask("status"), self._number)
+            statuses = await ask_engines(self._client, "status")
+            load = ReplicaLoad.of_engines(statuses, self._number)
             self._number = load.number
             stats |= load.to_stats()
         return stats
@@ -66,12 +73,12 @@ class UrgencyServer(LLMServer):
     async def semsched_status(self) -> dict[str, Any]:
         """Requests and policy of this replica's engines."""
         replica = serve.get_replica_context().replica_id.unique_id
-        return {"replica": replica, "pid": os.getpid(), "engines": await self._ask("status")}
+        engines = await ask_engines(self._client, "status")
+        return {"replica": replica, "pid": os.getpid(), "engines": engines}
 
     async def reload_policy(self) -> list[dict[str, Any]]:
         """Reload the policy file on this replica; the outcome on each of its engines."""
-        reports: list[dict[str, Any]] = await reload_engines(self._client)
-        return reports
+        return await reload_engines(self._client)
 
     async def _answer(
         self,
@@ -83,9 +90,6 @@ class UrgencyServer(LLMServer):
         request.vllm_xargs = tenant_arguments(request.vllm_xargs, request.user, header)
         refusals = collect_refusals()  # before `run`, which may start a task
         return with_refusals(await run(request, info), refusals, _error)
-
-    async def _ask(self, command: str) -> list[Any]:
-        return await ask_engines(self._client, command)
 
     async def _reload_on_change(self) -> None:
         config = self._client.vllm_config.additional_config
@@ -100,7 +104,42 @@ class UrgencyServer(LLMServer):
 
 
 def _error(refusal: Refusal) -> ErrorResponse:
-    code = refusal.code.status
-    return ErrorResponse(
-        error=ErrorInfo(message=refusal.message, type=refusal.to_text(), code=code)
-    )
+    # Ray passes an error on as message, type and status. The type carries the whole refusal, so
+    # that the ingress can answer with its code and Retry-After.
+    message, code = refusal.message, refusal.code.status
+    return ErrorResponse(error=ErrorInfo(message=message, type=refusal.to_text(), code=code))
+
+
+async def with_refusals(
+    parts: AsyncGenerator[Any, None],
+    refusals: list[Refusal],
+    error: Callable[[Refusal], Any],
+) -> AsyncGenerator[Any, None]:
+    """Pass on what an `LLMServer` answers (a response, or events of a stream, one by one or in
+    lists), with the request's refusal (see `collect_refusals`) in place of vLLM's error: before the
+    first token as Ray's `error` response, streamed or not, later as the stream's last event but
+    one."""
+    started = False
+    try:
+        async for part in parts:
+            if refusals:
+                events = part if isinstance(part, list) else [part]
+                if not started and _is_error(events[0]):
+                    yield error(refusals[0])
+                    return
+                replaced = [_with_refusal(event, refusals[0]) for event in events]
+                part = replaced if isinstance(part, list) else replaced[0]
+            started = True
+            yield part
+    except RequestRefused as refused:
+        yield error(refused.refusal)
+    finally:
+        await parts.aclose()
+
+
+def _is_error(event: Any) -> bool:
+    return isinstance(event, str) and event.startswith(_STREAMED_ERROR)
+
+
+def _with_refusal(event: Any, refusal: Refusal) -> Any:
+    return f"data: {json.dumps(refusal.body())}\n\n" if _is_error(event) else event
