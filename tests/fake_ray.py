@@ -68,6 +68,12 @@ class Replica:
         return self.queue
 
 
+def in_flight(choice: Any, replica: str) -> int:
+    """Requests that a `ReplicaChoice` counts at a replica."""
+    entries = [entry for entries in choice._requests.values() for entry in entries]
+    return sum(entry.replica == replica for entry in entries)
+
+
 def pending(name: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     """A request on its way to a replica."""
     metadata = SimpleNamespace(internal_request_id=name, multiplexed_model_id="")

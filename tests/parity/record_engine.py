@@ -124,7 +124,7 @@ def run(llm: LLM, time: VirtualTime, policy: str) -> Recording:
         scheduler.gauges()  # brings the counters up to date
         recording.counters = {
             "_".join((name, *labels)): total
-            for (name, labels), total in scheduler.counters.totals().items()
+            for (name, labels), total in scheduler.counters.totals.items()
         }
     return recording
 

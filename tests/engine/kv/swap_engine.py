@@ -127,7 +127,7 @@ class SwapEngine:
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler.counters
         scheduler.preemptions.gauges()  # takes over what the workers measured
-        before = counters.totals()
+        before = dict(counters.totals)
         names = [f"{seed}-{index}" for index in range(prompts or len(self.prompts))]
         together = names[:-1] if prompts else names
         for name, prompt in zip(together, self.prompts, strict=False):
@@ -153,7 +153,7 @@ class SwapEngine:
         scheduler.preemptions.gauges()
         totals = {
             "_".join((name, *labels)): total - before.get((name, labels), 0)
-            for (name, labels), total in counters.totals().items()
+            for (name, labels), total in counters.totals.items()
         }
         return {
             "forced": forced,

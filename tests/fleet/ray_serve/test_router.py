@@ -49,7 +49,7 @@ async def route(router, name, request, headers=None):
 
 
 def counts(router):
-    return [router._choice.in_flight(name) for name in "ab"]
+    return [fake_ray.in_flight(router._choice, name) for name in "ab"]
 
 
 def test_requests_go_where_the_fewest_at_least_as_urgent_are(policy):

@@ -86,10 +86,8 @@ def _take_ended(copies: dict[Key, Callable[[], bool]]) -> set[Key]:
 
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
     """A KV cache as bytes: one uint8 tensor [num_blocks, bytes per block] per region of memory.
-    Layers that share storage (groups of a hybrid model) yield one region.
-
-    Args:
-        caches: per layer, as vLLM registers them; kernel blocks may be smaller than blocks.
+    Layers that share storage (groups of a hybrid model) yield one region. Kernel blocks of `caches`
+    may be smaller than blocks.
 
     Raises:
         UnsupportedLayout: a block of some layer is not contiguous.
@@ -156,13 +154,10 @@ class CpuCopies(CopyBackend):
 
 class CudaCopies(CopyBackend):
     """Copies through pinned host memory on a side stream, with vLLM's batched block copy; the host
-    never waits.
+    never waits. The side stream waits for work queued earlier, which may still write the blocks.
 
     Seen on an H200, with one `cudaMemcpyAsync` per block in place of vLLM's copy; not yet within
     vLLM. So it proves itself at every start (`why_wrong`).
-
-    The side stream waits for work queued earlier, which may still write the blocks. Work queued
-    later waits for the side stream, except for copies beside steps.
 
     Args:
         cuda: `torch.cuda`, or a fake in tests.
@@ -262,12 +257,9 @@ _PROOF_PRODUCTS = 20  # of matrices: they keep a device busy for some millisecon
 
 @torch.inference_mode()
 def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int) -> str | None:
-    """Save, overwrite, load and compare some blocks while the device computes. The KV cache must
-    not be in use yet; its bytes are as before afterwards.
-
-    Returns:
-        What came back wrong; None if all bytes came back, in a step and beside one.
-    """
+    """Save, overwrite, load and compare some blocks while the device computes: what came back
+    wrong; None if all bytes came back, in a step and beside one. The KV cache must not be in use
+    yet; its bytes are as before afterwards."""
     blocks = list(range(min(_PROOF_BLOCKS, slots, regions[0].shape[0])))
     host = [range(len(blocks))]
     before = [region[blocks].clone() for region in regions]

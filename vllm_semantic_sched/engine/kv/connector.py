@@ -21,8 +21,7 @@ from vllm_semantic_sched.engine.kv.block_copy import (
 )
 from vllm_semantic_sched.engine.kv.host_pool import HostPool
 from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger, Transfer
-from vllm_semantic_sched.engine.kv.messages import FailedProof, SwapMetadata, SwapReport
-from vllm_semantic_sched.engine.kv.recovery import take
+from vllm_semantic_sched.engine.kv.recovery import FailedProof, SwapMetadata, SwapReport, take
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (
     AttentionSpec,
@@ -60,10 +59,8 @@ def host_slots(config: KVCacheConfig, host_gib: float) -> int:
 
 def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | None:
     """The reason why this engine's KV cannot be swapped; None if it can."""
-    parallel = vllm_config.parallel_config
-    specs = [
-        spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)
-    ]
+    parallel, groups = vllm_config.parallel_config, config.kv_cache_groups
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -74,9 +71,8 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
         return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
     if not all(isinstance(spec, AttentionSpec) for spec in specs):
         return "not all of the model's state is attention KV"
-    if len(config.transfer_group_ids) != len(config.kv_cache_groups) or any(
-        group.host_resident for group in config.kv_cache_groups
-    ):
+    on_host = any(group.host_resident for group in groups)
+    if on_host or len(config.transfer_group_ids) != len(groups):
         return "part of the model's KV lives outside the device's block pool"
     return None
 
@@ -89,12 +85,8 @@ class SemanticSwapConnector(KVConnector):
     from a preemption until the request is admitted again, ends, or the cache is reset.
 
     Attributes:
-        ledger: host copies by request; on the scheduler's side.
-        slots: blocks that the host pool holds.
-        backend: copies the blocks; on a worker's side, once the KV cache is registered.
-        measured: total seconds of copies, by "save" and "load".
         unsupported: why KV cannot be swapped here; None if it can.
-        failures: exceptions that were caught, by method.
+        ledger: host copies by request; on the scheduler's side.
         failed: copies that were not made, until the scheduler computes again what they would have
             brought.
 
@@ -109,15 +101,15 @@ class SemanticSwapConnector(KVConnector):
         config = parse_section(SwapConfig, self.extra_config, "kv_connector_extra_config")
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
         supported = self.unsupported is None
+        # Blocks that the host pool holds.
         self.slots = host_slots(kv_cache_config, config.host_gib) if supported else 0
-        self.backend: CopyBackend | None = None
-        self.block_sizes = [
-            group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
-        ]
+        self.backend: CopyBackend | None = None  # on a worker, once the KV cache is registered
+        groups = kv_cache_config.kv_cache_groups
+        self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.ledger = SwapLedger(HostPool(self.slots), self.block_sizes)
         self._workers: int = vllm_config.parallel_config.world_size
-        self.measured = {"save": 0.0, "load": 0.0}
-        self.failures: Counter[str] = Counter()
+        self.measured = {"save": 0.0, "load": 0.0}  # total seconds of copies
+        self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
         self.failed = recovery.FailedCopies()
         self._failed_proof: FailedProof | None = None
 
@@ -148,11 +140,8 @@ class SemanticSwapConnector(KVConnector):
             self.refuse_copies(wrong)
             return
         self.backend = backend
-        logger.info(
-            "KV swap: %d blocks, %.2f GiB of host memory.",
-            self.slots,
-            self.slots * sum(region.shape[1] for region in regions) / 2**30,
-        )
+        gib = self.slots * sum(region.shape[1] for region in regions) / 2**30
+        logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
     @guarded(recovery.nothing, logger)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -252,15 +241,14 @@ class SemanticSwapConnector(KVConnector):
         saved = _fingerprint(request, end, hash_block_size)
 
         def unchanged() -> bool:  # a session may remove tokens
-            known = request.num_tokens >= end
-            return known and saved == _fingerprint(request, end, hash_block_size)
+            there = request.num_tokens >= end
+            return there and saved == _fingerprint(request, end, hash_block_size)
 
         def keep(numbers: list[int]) -> int:
             return self.ledger.kept.add(keep_blocks(self.cache_manager, request, numbers))
 
-        return self.ledger.save(
-            request.request_id, blocks, start, end, unchanged, keep if beside else None
-        )
+        kept = keep if beside else None
+        return self.ledger.save(request.request_id, blocks, start, end, unchanged, kept)
 
     @guarded(recovery.no_copy, logger)
     def get_num_new_matched_tokens(
@@ -275,12 +263,11 @@ class SemanticSwapConnector(KVConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if request.request_id in self.failed.loaded:  # of an earlier load
-            self.ledger.load_finished((request.request_id,))
-            self.failed.loaded.discard(request.request_id)
-        self.ledger.admitted(
-            request.request_id, blocks.get_block_ids(), num_external_tokens, request.num_tokens
-        )
+        name, table = request.request_id, blocks.get_block_ids()
+        if name in self.failed.loaded:  # of an earlier load
+            self.ledger.load_finished((name,))
+            self.failed.loaded.discard(name)
+        self.ledger.admitted(name, table, num_external_tokens, request.num_tokens)
 
     @guarded(recovery.nothing_ordered, logger)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -57,12 +57,8 @@ class Loaded(NamedTuple):
 
 
 class KeptBlocks:
-    """Blocks of victims that stay allocated until all workers have saved them.
-
-    Args:
-        free: frees blocks, in the form in which `add` gets them.
-        workers: each reports each save.
-    """
+    """Blocks of victims that stay allocated until all workers have saved them. `free` frees
+    blocks, in the form in which `add` gets them."""
 
     def __init__(self, free: Callable[[Any], None], workers: int = 1) -> None:
         self._free, self._workers = free, workers
@@ -96,37 +92,27 @@ class KeptBlocks:
             self._free(self._kept.pop(number)[0])
 
     def free_all(self) -> None:
-        """Free all blocks, when no copy is needed any more: a save under way may read others'
-        data."""
+        """Free all blocks, when no copy is needed: a save under way may read others' data."""
         for number in list(self._kept):
             self.free(number)
 
 
 class SwapLedger:
-    """Host copies of preempted requests.
+    """Host copies of preempted requests. `block_sizes`: tokens per block, by KV cache group.
 
     The slots of a load become free one step later, when the workers have copied them, or for a
     load beside steps when the workers report it.
-
-    Args:
-        block_sizes: tokens per block, by KV cache group.
-        null_block: the block number that means "no block".
-
-    Attributes:
-        loads_beside: whether to load this many tokens beside the engine's steps.
-        kept: blocks of victims that are saved beside the engine's steps.
-        saved: copies that are not ordered to be loaded, by request.
-        loading: copies whose load beside steps the workers have not reported yet.
     """
 
-    def __init__(self, pool: HostPool, block_sizes: Sequence[int], null_block: int = 0) -> None:
+    def __init__(self, pool: HostPool, block_sizes: Sequence[int]) -> None:
         self.pool = pool
+        # Whether to load this many tokens beside the engine's steps.
         self.loads_beside: Callable[[int], bool] = lambda tokens: False
-        self.kept = KeptBlocks(lambda blocks: None)
+        self.kept = KeptBlocks(lambda blocks: None)  # saved beside the engine's steps
+        self.null_block = 0  # the number that means "no block"
+        self.saved: dict[str, HostCopy] = {}  # not ordered to be loaded, by request
+        self.loading: dict[str, HostCopy] = {}  # beside steps, not reported by the workers yet
         self._block_sizes = tuple(block_sizes)
-        self.null_block = null_block
-        self.saved: dict[str, HostCopy] = {}
-        self.loading: dict[str, HostCopy] = {}
         self._spent: list[HostCopy] = []
         self._loaded: dict[str, Loaded] = {}
         self._orders = Orders()
@@ -171,8 +157,8 @@ class SwapLedger:
     def _places(
         self, blocks: Sequence[Sequence[int]], start: int, end: int
     ) -> dict[tuple[int, int], int]:
-        """The blocks of tokens `start` to `end`, by group and position; without those before a
-        sliding window, which are never read."""
+        """The blocks of tokens `start` to `end`, by group and position. Those before a sliding
+        window are absent and never read."""
         return {
             (group, position): table[position]
             for group, (table, size) in enumerate(zip(blocks, self._block_sizes, strict=True))
@@ -181,15 +167,9 @@ class SwapLedger:
         }
 
     def loadable(self, request_id: str, on_device: int, tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `on_device` can be loaded, and whether the load runs
-        beside steps. Changes nothing.
-
-        Args:
-            tokens: tokens that the request has; the last one is always computed.
-
-        Returns:
-            None tokens if the save itself has not been sent to the workers yet.
-        """
+        """How many of a request's `tokens` can be loaded after the first `on_device`, and whether
+        the load runs beside steps; the last token is always computed. None tokens if the save
+        itself has not been sent to the workers yet. Changes nothing."""
         copy = self.saved.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
             return 0, False

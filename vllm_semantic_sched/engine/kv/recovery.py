@@ -1,4 +1,4 @@
-"""What becomes of KV copies that fail, and what the swap connector's methods answer then.
+"""What the two sides of the swap connector tell each other, and what they do if a copy fails.
 
 A copy that was not made is reported, and the scheduler computes again what it should have brought:
 nothing that could change an output is passed over. vLLM's own report of failed blocks would end
@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend
 from vllm_semantic_sched.engine.kv.ledger import Orders, Transfer
-from vllm_semantic_sched.engine.kv.messages import SwapMetadata, SwapReport
 from vllm_semantic_sched.engine.vllm_api import (
     KVCacheBlocks,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
+    KVConnectorWorkerMetadata,
     Request,
 )
 
@@ -29,6 +30,41 @@ def take(items: _Items) -> _Items:
     taken = items.copy()
     items.clear()
     return taken
+
+
+@dataclass
+class SwapMetadata(KVConnectorMetadata):
+    """What the workers have to copy in a step."""
+
+    orders: Orders
+
+
+@dataclass
+class SwapReport(KVConnectorWorkerMetadata):
+    """What the workers say of their copies."""
+
+    save_seconds: float = 0.0  # the maximum over workers
+    load_seconds: float = 0.0
+    # Blocks that a load should have filled and did not, on any worker.
+    unloaded: set[int] = field(default_factory=set)
+    # Numbers of saves beside steps that ended, once for each worker.
+    saved: list[int] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, SwapReport)
+        return SwapReport(
+            max(self.save_seconds, other.save_seconds),
+            max(self.load_seconds, other.load_seconds),
+            self.unloaded | other.unloaded,
+            self.saved + other.saved,
+        )
+
+
+@dataclass
+class FailedProof(KVConnectorHandshakeMetadata):
+    """What a worker says at the start if its copies are wrong."""
+
+    reason: str
 
 
 @dataclass(slots=True)

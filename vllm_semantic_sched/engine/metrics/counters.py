@@ -26,7 +26,7 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._totals: defaultdict[_Series, float] = defaultdict(float)
+        self.totals: defaultdict[_Series, float] = defaultdict(float)  # of the counters
         self._sent: dict[_Series, float] = {}
         # Since the last message: counts by bucket, and sums.
         self._observed: defaultdict[_Series, Counter[int]] = defaultdict(Counter)
@@ -45,7 +45,7 @@ class Counters:
 
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
         """Add to a counter."""
-        self._totals[name, (label,) if isinstance(label, str) else label] += count
+        self.totals[name, (label,) if isinstance(label, str) else label] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
         """Raise a counter to a total that is counted elsewhere."""
@@ -62,12 +62,8 @@ class Counters:
     def total(self, name: str, label: str | Labels | None = None) -> float:
         """Value of a counter; without a label, the sum over all labels."""
         if label is not None:
-            return self._totals.get((name, _labels(label)), 0.0)
-        return sum(count for (key, _), count in self._totals.items() if key == name)
-
-    def totals(self) -> dict[_Series, float]:
-        """Values of all counters by name and labels."""
-        return dict(self._totals)
+            return self.totals.get((name, _labels(label)), 0.0)
+        return sum(count for (key, _), count in self.totals.items() if key == name)
 
     def take_message(
         self, gauges: Callable[[], Gauges], now: float, idle: bool
@@ -92,7 +88,7 @@ class Counters:
         message = {
             "counters": [
                 [name, labels, total - self._sent.get((name, labels), 0.0)]
-                for (name, labels), total in self._totals.items()
+                for (name, labels), total in self.totals.items()
                 if total != self._sent.get((name, labels))
             ],
             "histograms": [
@@ -103,7 +99,7 @@ class Counters:
         }
         if not any(message.values()):
             return None
-        self._sent = dict(self._totals)
+        self._sent = dict(self.totals)
         self._observed.clear()
         self._sums.clear()
         return message

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
@@ -62,12 +63,8 @@ def describe(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _by_tier(
-    core: SchedulingCore, value: Callable[[int], float], levels: Iterable[int] | None = None
-) -> dict[str, float]:
-    """A value by tier name, for some levels or all."""
-    names = core.policy.tier_names
-    return {names[one]: value(one) for one in (range(len(names)) if levels is None else levels)}
+def _by_tier(core: SchedulingCore, value: Callable[[int], float]) -> dict[str, float]:
+    return {name: value(level) for level, name in enumerate(core.policy.tier_names)}
 
 
 def _queues(core: SchedulingCore) -> Gauges:
@@ -94,12 +91,9 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     gauges: dict[str, dict[str, float]] = {}
     if seating.fair_share.knobs.enabled:
         shares = seating.fair_share.shares(core.waiting.levels)
-
-        def deviation(level: int) -> float:
-            share, target = shares.get(level, (0.0, 0.0))
-            return round(share - target, 4)
-
-        gauges["fair_share_deviation"] = _by_tier(core, deviation)
+        gauges["fair_share_deviation"] = _by_tier(
+            core, lambda level: round(operator.sub(*shares.get(level, (0.0, 0.0))), 4)
+        )
     if seating.reservation.enabled:
         gauges["reservation_free_seats"] = {
             name: limit.seats - core.holdings.below(level).seats
@@ -117,24 +111,20 @@ def _overload(core: SchedulingCore) -> Gauges:
     """Gauges of pressure, shedding and promises. O(tiers)."""
     assert core.overload is not None
     load, account = core.overload.load, core.overload.account
-    levels, use = range(core.policy.levels), load.use()
+    names, use = core.policy.tier_names, load.use()
 
-    def promises(share: Callable[[int], float | None]) -> dict[str, float]:
+    def promised(share: Callable[[int], float | None]) -> dict[str, float]:
         """Where nothing was measured of late, nothing was broken."""
-
-        def value(level: int) -> float:
-            known = share(level)
-            return 1.0 if known is None else round(known, 4)
-
-        return _by_tier(core, value, filter(load.slo.promises, levels))
+        shares = {level: share(level) for level in range(len(names)) if load.slo.promises(level)}
+        return {names[one]: 1.0 if it is None else round(it, 4) for one, it in shares.items()}
 
     return {
         "pressure": float(load.pressure.level),
         "resource_use": {
             name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
         },
-        "shed_tiers": float(sum(map(load.is_shed, levels))),
+        "shed_tiers": float(sum(map(load.is_shed, range(len(names))))),
         "queued_tokens": _by_tier(core, lambda level: round(account.level(level).tokens)),
-        "slo_compliance": promises(load.slo.compliance),
-        "slo_headroom": promises(load.slo.headroom),
+        "slo_compliance": promised(load.slo.compliance),
+        "slo_headroom": promised(load.slo.headroom),
     }

@@ -66,7 +66,6 @@ class ReplicaChoice:
     def __init__(self, levels: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._levels = levels
         self._clock = clock
-        self._replicas: list[Replica] = []
         self._index: dict[Replica, int] = {}
         self._placement = Placement(1, levels)
         self._loads: dict[Replica, tuple[float, ReplicaLoad]] = {}
@@ -86,17 +85,17 @@ class ReplicaChoice:
     def forget(self, replica: Replica) -> None:
         """A replica has died."""
         if replica in self._index:
-            self._set_replicas([one for one in self._replicas if one != replica])
+            self._set_replicas([one for one in self._index if one != replica])
 
     def choose(self, request: str, level: int) -> Replica | None:
         """Choose a replica and count the request there; None without replicas. A request that was
         chosen for but not sent is counted at the new choice only."""
         self.drop(request)
-        if not self._replicas:
+        if not self._index:
             return None
         self._placement.expire(self._clock())
         placed = self._placement.place(level)
-        replica = self._replicas[placed.engine]
+        replica = list(self._index)[placed.engine]
         self._requests.setdefault(request, []).append(_Request(replica, placed))
         return replica
 
@@ -127,11 +126,6 @@ class ReplicaChoice:
                 self._remove(request, entry)
                 return
 
-    def in_flight(self, replica: Replica) -> int:
-        """Requests that count at a replica, by this router."""
-        entries = [entry for entries in self._requests.values() for entry in entries]
-        return sum(entry.replica == replica for entry in entries)
-
     def _unsent(self, request: str) -> _Request | None:
         entries = self._requests.get(request, ())
         return next((entry for entry in entries if not entry.sent), None)
@@ -144,7 +138,6 @@ class ReplicaChoice:
             del self._requests[request]
 
     def _set_replicas(self, replicas: list[Replica]) -> None:
-        self._replicas = replicas
         self._index = {replica: index for index, replica in enumerate(replicas)}
         self._placement = Placement(max(1, len(replicas)), self._levels)
         self._loads = {one: load for one, load in self._loads.items() if one in self._index}
