@@ -157,7 +157,7 @@ def send(body: bytes, given: list[tuple[bytes, bytes]], path: str, pieces: int) 
 def test_whatever_is_annotated_gets_a_level(request_body) -> None:
     annotator = Annotator(Policy(), INSTANT)
     assert 0 <= annotator.answer(request_body)["level"] < 5
-    assert not annotator._failed, "the reading itself failed"
+    assert not annotator.failures, "the reading itself failed"
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,7 @@ from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
-from vllm_semantic_sched.engine.metrics.gauges import gauges_of
-from vllm_semantic_sched.engine.metrics.requests import RequestMetrics
+from vllm_semantic_sched.engine.metrics.gauges import RequestMetrics, gauges_of
 from vllm_semantic_sched.engine.observing import hand_back, take_over, why_waiting
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals

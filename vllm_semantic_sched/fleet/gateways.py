@@ -1,7 +1,5 @@
-"""The fields by which gateways in front of vLLM order requests, filled from an urgency level.
-
-Each function takes the policy, the level and the expected output tokens of a request.
-"""
+"""The fields by which gateways in front of vLLM order requests, by policy, urgency level and
+expected output tokens of a request."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
 
 def llm_d_objective(policy: Policy, level: int, pool: str) -> dict[str, Any]:
     """The InferenceObjective of a level for an InferencePool, as a Kubernetes manifest. llm-d
-    serves higher priorities first and sheds negative ones: levels less urgent than the default
-    level."""
+    serves higher priorities first and sheds negative ones: levels after the default level."""
     return {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferenceObjective",

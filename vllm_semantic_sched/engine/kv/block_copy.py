@@ -87,11 +87,7 @@ def _take_ended(copies: dict[Key, Callable[[], bool]]) -> set[Key]:
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
     """A KV cache as bytes: one uint8 tensor [num_blocks, bytes per block] per region of memory.
     Layers that share storage (groups of a hybrid model) yield one region. Kernel blocks of `caches`
-    may be smaller than blocks.
-
-    Raises:
-        UnsupportedLayout: a block of some layer is not contiguous.
-    """
+    may be smaller than blocks. UnsupportedLayout: a block of some layer is not contiguous."""
     from vllm_semantic_sched.engine.vllm_api import group_kernel_blocks
 
     regions: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -125,9 +121,8 @@ def _as_words(region: torch.Tensor) -> torch.Tensor:
 
 
 class CpuCopies(CopyBackend):
-    """Copies at once: device and host are the same memory, and a thread beside steps would take
-    cores from the forward pass. torch gathers rows fastest; NumPy scatters them at twice torch's
-    speed."""
+    """Copies at once: a thread beside steps would take cores from the forward pass. torch gathers
+    rows fastest; NumPy scatters them at twice torch's speed."""
 
     def __init__(self, regions: Sequence[torch.Tensor], slots: int) -> None:
         super().__init__()
@@ -236,11 +231,7 @@ def _unpin(cuda: Any, stream: Any, places: Sequence[int]) -> None:
 
 
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
-    """The backend for the device of the regions.
-
-    Raises:
-        UnsupportedLayout: no backend supports this kind of device.
-    """
+    """The backend for the device of the regions; UnsupportedLayout if there is none."""
     kind = regions[0].device.type
     backends: dict[str, type[CpuCopies | CudaCopies]] = {"cpu": CpuCopies, "cuda": CudaCopies}
     if kind not in backends:

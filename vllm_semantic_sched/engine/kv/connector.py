@@ -228,14 +228,11 @@ class SemanticSwapConnector(KVConnector):
         self, request: Request, start: int, end: int, hash_block_size: int, beside: bool
     ) -> bool:
         """Order a save of a running request's KV for tokens `start` to `end`, before its blocks are
-        freed.
+        freed; False if the host pool is too small.
 
         Args:
             hash_block_size: tokens per entry of `request.block_hashes`.
             beside: keep the blocks allocated until they are saved, so that no step waits for that.
-
-        Returns:
-            False if the host pool is too small.
         """
         blocks = self.cache_manager.get_block_ids(request.request_id)
         saved = _fingerprint(request, end, hash_block_size)
@@ -313,11 +310,8 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.not_reset, logger)
     def reset_cache(self) -> bool | None:
-        """Drop every host copy, because the weights may have changed.
-
-        Returns:
-            False while loads are in flight, which cannot be undone.
-        """
+        """Drop every host copy, because the weights may have changed; False while loads are in
+        flight, which cannot be undone."""
         self.ledger.release_all()
         return not self.ledger.loading
 

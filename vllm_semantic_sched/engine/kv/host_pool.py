@@ -23,7 +23,6 @@ class HostPool:
 
     @property
     def used(self) -> int:
-        """Slots that are allocated."""
         return self.slots - self.free
 
     @property
@@ -32,11 +31,8 @@ class HostPool:
         return 1.0 - max(map(len, self._runs)) / self.free if self.free else 0.0
 
     def allocate(self, count: int) -> list[range] | None:
-        """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs.
-
-        Returns:
-            None, and nothing is allocated, if too few slots are free.
-        """
+        """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs;
+        None, and no slots, if too few are free."""
         if count > self.free:
             return None
         self.free -= count

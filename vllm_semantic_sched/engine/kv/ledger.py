@@ -76,8 +76,7 @@ class KeptBlocks:
         return number
 
     def saved(self, numbers: list[int]) -> None:
-        """Note, and remove, saves that one or several workers have ended; those of blocks already
-        freed are ignored."""
+        """Note, and remove, saves that workers have ended; blocks already freed are ignored."""
         while numbers:
             number = numbers.pop()
             blocks, missing = self._kept.get(number, (None, 0))
@@ -129,15 +128,12 @@ class SwapLedger:
         still_valid: Callable[[], bool],
         keep: Callable[[list[int]], int] | None = None,
     ) -> bool:
-        """Order a save of KV for tokens `start` to `end` in the coming step.
+        """Order a save of KV for tokens `start` (at the beginning of a block) to `end` in the
+        coming step; False, and no order, if the pool has too few free slots.
 
         Args:
             blocks: the request's block table, by group.
-            start: first token, at the beginning of a block.
             keep: keeps these blocks allocated (`KeptBlocks.add`) for a save beside steps.
-
-        Returns:
-            False, and nothing is ordered, if the pool has too few free slots.
         """
         self.release(request_id)
         places = self._places(blocks, start, end)
@@ -232,8 +228,7 @@ class SwapLedger:
         return self._loaded.pop(request_id, None)
 
     def load_finished(self, request_ids: Iterable[str]) -> None:
-        """Free the slots of loads that the workers finished beside steps; unknown ids are
-        ignored."""
+        """Free the slots of loads finished beside steps; unknown ids are ignored."""
         for request_id in request_ids:
             copy = self.loading.pop(request_id, None)
             if copy is not None:

@@ -171,8 +171,7 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
 
 
 def noted_later(self: Any, connector_output: KVConnectorOutput) -> None:
-    """The slots of finished loads and the blocks of finished saves become free with the next
-    call."""
+    """What finished loads and saves used becomes free with the next call."""
     self.failed.note(connector_output)
 
 

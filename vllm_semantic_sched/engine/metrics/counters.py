@@ -68,17 +68,10 @@ class Counters:
     def take_message(
         self, gauges: Callable[[], Gauges], now: float, idle: bool
     ) -> dict[str, Any] | None:
-        """What is new since the last message, as plain values for `SemanticStatLogger`. A message
-        is due at intervals, and when the engine is about to be idle: the next step that could carry
-        one may be far away.
-
-        Args:
-            gauges: called only when a message is due.
-            now: seconds, of any clock.
-
-        Returns:
-            None if no message is due or nothing is new.
-        """
+        """What is new at time `now` since the last message, as plain values for
+        `SemanticStatLogger`; None if nothing is, or no message is due. One is due at intervals, and
+        when the engine is about to be idle: the next step that could carry one may be far away.
+        `gauges` is called only then."""
         if now < self._next_message and not idle:
             return None
         self._next_message = now + _INTERVAL

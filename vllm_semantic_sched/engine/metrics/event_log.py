@@ -252,8 +252,7 @@ class _File(RotatingFileHandler):
         return ""
 
     def last_hash(self) -> tuple[str, bool]:
-        """The hash of the last whole line, empty without one, and whether a part of a line follows
-        it."""
+        """The hash of the last whole line, else empty, and whether a part of a line follows it."""
         path = Path(self.baseFilename)
         if not path.is_file():
             return "", False

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from vllm_semantic_sched.engine.guard import guarded
-from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS, Metric
+from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.vllm_api import (
     StatLoggerBase,
     VllmConfig,
@@ -36,10 +36,8 @@ class SemanticStatLogger(StatLoggerBase):
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         message = None if scheduler_stats is None else detach_message(scheduler_stats)
-        if message is not None:  # else another scheduler, or nothing new
-            self._publish(message)
-
-    def _publish(self, message: Any) -> None:
+        if message is None:  # another scheduler, or nothing new
+            return
         self._register()
         for name, labels, count in message["counters"]:
             if name in COUNTERS:
@@ -82,33 +80,25 @@ class SemanticStatLogger(StatLoggerBase):
         # even if it runs another scheduler.
         if cls._metrics:
             return
-
-        def make(table: Mapping[str, Metric], kind: Any, **options: Any) -> None:
-            for name, metric in table.items():
-                more = {"buckets": metric.buckets} if metric.buckets else {}
-                cls._metrics[name] = kind(
-                    f"semsched:{name}", metric.help, ["engine", *metric.labels], **options, **more
-                )
-
         kinds = ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
         counter, gauge, histogram = kinds
-        make(COUNTERS, counter)
-        make(HISTOGRAMS, histogram)
-        # Each of several API servers receives some of the changes.
-        make(GAUGES, gauge, multiprocess_mode="mostrecent")
+        for name, metric in (COUNTERS | HISTOGRAMS | GAUGES).items():
+            kind: Any = counter
+            options: dict[str, Any] = {}
+            if name in HISTOGRAMS:
+                kind, options = histogram, {"buckets": metric.buckets}
+            elif name in GAUGES:
+                # Each of several API servers receives some of the changes.
+                kind, options = gauge, {"multiprocess_mode": "mostrecent"}
+            labels = ["engine", *metric.labels]
+            cls._metrics[name] = kind(f"semsched:{name}", metric.help, labels, **options)
 
 
 def observe_all(
     histogram: Any, bounds: Sequence[float], counts: Mapping[int, int], total: float
 ) -> None:
-    """Add values to a histogram that accepts one at a time: values of the same buckets and the same
-    sum.
-
-    Args:
-        bounds: upper bounds of the buckets but the last.
-        counts: of values, by number of the bucket.
-        total: sum of the values.
-    """
+    """Add values to a histogram that accepts one at a time: as many for each bucket as `counts`
+    says, with the sum `total`. `bounds`: upper bounds of the buckets but the last."""
     lows = (0.0, *bounds)
     highs = (*bounds, lows[-1])
     # With all values at the lower and at the upper ends of their buckets.

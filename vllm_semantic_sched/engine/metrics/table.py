@@ -1,8 +1,5 @@
-"""All metrics that this package adds to the server's /metrics.
-
-Label values are bounded: tiers (or levels), engines, and words from the code; never a request id,
-a tenant or a text.
-"""
+"""All metrics that this package adds to the server's /metrics. Label values are bounded: tiers (or
+levels), engines, and words from the code; never a request id, a tenant or a text."""
 
 from __future__ import annotations
 

@@ -53,8 +53,6 @@ def ray_metrics() -> tuple[Any, Any, Any]:
     return ray.RayCounterWrapper, ray.RayGaugeWrapper, ray.RayHistogramWrapper
 
 
-# New requests
-
 _PREPROCESS = EngineCore.preprocess_add_request
 
 
@@ -82,9 +80,6 @@ def attached_arrival(request: Request) -> Any:
     return getattr(request, "semsched_arrival", None)
 
 
-# Last outputs
-
-
 def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
     """The last output of a request that was ended by `finish_requests`.
 
@@ -110,9 +105,6 @@ def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
         trace_headers=request.trace_headers,
         **error,
     )
-
-
-# Utility calls
 
 
 def add_utility(scheduler: Scheduler, name: str, function: Callable[[Any, Any], Any]) -> None:

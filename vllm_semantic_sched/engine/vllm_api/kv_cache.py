@@ -20,8 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_semantic_sched.engine.vllm_api import capabilities
 from vllm_semantic_sched.engine.vllm_api.scheduling import preempt
 
-# Blocks
-
 
 def kv_cache_groups(scheduler: Scheduler) -> int:
     """Groups of layers that have block tables of their own; at least 1."""
@@ -90,8 +88,7 @@ def blocks_freed_by(scheduler: Scheduler, request: Request) -> int:
 
 
 def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
-    """Whether a preempted request's blocks are free at once; not while a step in flight may
-    still write to them."""
+    """Whether preemption frees blocks at once: not while a step in flight may write to them."""
     return scheduler._request_blocks_can_be_freed(request)
 
 
@@ -114,8 +111,7 @@ def keep_blocks(
 
 
 def free_blocks(manager: KVCacheManager, blocks: list[KVCacheBlock]) -> None:
-    """Free what `keep_blocks` returned, the last first, as vLLM does: the prefix cache gives those
-    up first."""
+    """Free what `keep_blocks` returned, the last first: the prefix cache gives those up first."""
     manager.block_pool.free_blocks(reversed(blocks))
 
 
@@ -139,8 +135,7 @@ def prefix_cached_blocks(scheduler: Scheduler, request: Request, first: int) -> 
 
 
 def tokens_with_kv(request: Request) -> int:
-    """Tokens whose KV is on the device. vLLM counts tokens in flight as computed, but their KV
-    is not there yet."""
+    """Tokens whose KV is on the device; vLLM counts tokens in flight as computed, too."""
     return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
 
 
@@ -152,8 +147,7 @@ def recompute_unloaded(
     `unreported`: requests that wait for a load whose end no worker reports.
 
     Returns whether a request that may have held such a block was preempted in the meantime: what
-    was saved of it may be wrong.
-    """
+    was saved of it may be wrong."""
     manager = scheduler.kv_cache_manager
     null = manager.block_pool.null_block.block_id
     tables = {one: manager.get_block_ids(one.request_id) for one in scheduler.running}
@@ -181,9 +175,6 @@ def recompute_unloaded(
         if any(not spoiled.isdisjoint(table) for table in groups):
             preempt(scheduler, request, drop_output=True)
     return preempted_since
-
-
-# Connectors and copies
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):

@@ -33,14 +33,12 @@ def describe_hardware(config: VllmConfig) -> Hardware:
 
 
 def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
-    """The size of an engine's tensor-parallel group, and the arguments of
-    `ModelShape.from_config`."""
+    """The tensor-parallel size of an engine, and the arguments of `ModelShape.from_config`."""
     model = config.model_config
-    facts = {
+    return config.parallel_config.tensor_parallel_size, {
         "name": str(model.served_model_name or model.model),
         "config": model.hf_config.to_dict(),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": model.quantization,
     }
-    return config.parallel_config.tensor_parallel_size, facts

@@ -24,8 +24,7 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 
 class HookedScheduler(Scheduler):
-    """vLLM's scheduler with public hooks, of vLLM where it has them. They do nothing here; a
-    subclass overrides them."""
+    """vLLM's scheduler with public hooks, which do nothing here; a subclass overrides them."""
 
     def before_step(self) -> None:
         """Called at the start of schedule()."""
@@ -139,8 +138,7 @@ def can_advance(scheduler: Scheduler, request: Request) -> bool:
 
 
 def let_prefills_run(scheduler: Scheduler) -> None:
-    """Compute prefills in the coming step, also where vLLM would put them off because of
-    `prefill_schedule_interval`."""
+    """Compute prefills in the coming step in spite of `prefill_schedule_interval`."""
     # vLLM looks at it when it puts prefills off, and sets it anew in a step that does not.
     scheduler.prefill_capacity_bound = True
 
@@ -154,9 +152,6 @@ def why_no_holds(config: VllmConfig) -> str | None:
     if config.speculative_config is not None and not config.use_v2_model_runner:
         return "speculative decoding on vLLM's V1 model runner"
     return None
-
-
-# Limits of a step
 
 
 class TokenLimits(NamedTuple):
@@ -177,9 +172,6 @@ def set_token_limits(scheduler: Scheduler, limits: TokenLimits) -> None:
     """Change the limits for the next schedule() and all after it."""
     scheduler.max_num_scheduled_tokens = limits.step
     scheduler.scheduler_config.long_prefill_token_threshold = limits.prefill
-
-
-# Seats
 
 
 def total_seats(scheduler: Scheduler) -> int:

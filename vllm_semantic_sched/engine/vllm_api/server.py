@@ -17,20 +17,16 @@ _DEEPEST = 32  # layers of middleware
 
 class Unauthorized:
     """Tells requests that vLLM's own authentication, inside the middleware that users name, would
-    refuse.
-
-    Args:
-        app: the next layer of the server's middleware.
-    """
+    refuse. `app`: the next layer of the server's middleware."""
 
     def __init__(self, app: Any) -> None:
-        self._layer = None
-        layer = app
+        self._layer = app
         for _ in range(_DEEPEST):
-            if hasattr(layer, "verify_token"):
-                self._layer = layer
+            if hasattr(self._layer, "verify_token"):
                 break
-            layer = getattr(layer, "app", None)
+            self._layer = getattr(self._layer, "app", None)
+        else:
+            self._layer = None
         module = sys.modules.get(type(self._layer).__module__)
         self._guarded: str = getattr(module, "GUARDED_PREFIX", "/v1")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, NamedTuple, Self
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.preparation import read_user
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
@@ -19,15 +21,12 @@ from vllm_semantic_sched.predict.instant import InstantReader
 logger = logging.getLogger("vllm.semantic_sched")
 
 
-@dataclass(frozen=True, slots=True)
-class Annotation:
-    """What is known of a request: the level of its hint, else of the reading, else the default one;
-    expected output tokens; the instant reader's provisional reading, None if the request has no
-    text."""
+class Annotation(NamedTuple):
+    """What is known of a request."""
 
-    level: int
-    tokens: float
-    reading: Prediction | None
+    level: int  # of its hint, else of the reading, else the default one
+    tokens: float  # expected output
+    reading: Prediction | None  # the instant reader's, provisional; None without a text
 
 
 class Annotator:
@@ -36,28 +35,21 @@ class Annotator:
     def __init__(self, policy: Policy, instant: InstantReader | None) -> None:
         self.policy = policy
         self._instant = instant
-        self._failed = False
+        self.failures: Counter[str] = Counter()  # by method
 
     @classmethod
     def load(cls, policy: str) -> Self:
-        """An annotator for a policy, by name or path. ValueError: the policy is invalid, or the
-        instant reader is damaged."""
+        """For a policy, by name or path; ValueError if it or the instant reader is invalid."""
         loaded = load_policy(policy)
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
+    def _default(self, request: dict[str, Any]) -> Annotation:
+        return Annotation(self.policy.default_level, self.policy.length.default_tokens, None)
+
+    @guarded(_default, logger)
     def annotate(self, request: dict[str, Any]) -> Annotation:
         """Annotate `{"text": ...}` or an OpenAI request. Never raises; a request that cannot be
         read gets the default level and length."""
-        try:
-            return self._annotate(request)
-        except Exception:
-            if not self._failed:  # a traceback for every request would fill the log
-                self._failed = True
-                logger.exception("Semantic scheduling: a request was not annotated")
-            policy = self.policy
-            return Annotation(policy.default_level, policy.length.default_tokens, None)
-
-    def _annotate(self, request: dict[str, Any]) -> Annotation:
         policy = self.policy
         hint = read_hints(
             request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
@@ -65,9 +57,8 @@ class Annotator:
         given = request.get("text")
         text = given if isinstance(given, str) else "\n".join(read_user(request).texts)
         reading = self._instant.read(text) if text and self._instant is not None else None
-        return Annotation(
-            reading_level(policy, hint, reading), self._tokens(request, reading), reading
-        )
+        level = reading_level(policy, hint, reading)
+        return Annotation(level, self._tokens(request, reading), reading)
 
     def _tokens(self, request: dict[str, Any], reading: Prediction | None) -> float:
         given = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]

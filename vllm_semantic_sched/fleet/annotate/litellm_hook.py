@@ -13,6 +13,7 @@ from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator
 from vllm_semantic_sched.fleet.gateways import litellm_fields
 
@@ -27,24 +28,18 @@ class UrgencyHook(CustomLogger):
         super().__init__()
         self._models = frozenset(models)
         self._annotator = Annotator.load(policy)
-        self._failed = False
 
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
     ) -> dict[str, Any]:
         """Called by LiteLLM before each request. Never raises; on an error `data` is unchanged."""
-        try:
-            if data.get("model") in self._models:
-                self._add_level(data)
-        except Exception:
-            if not self._failed:
-                self._failed = True
-                logger.exception("Semantic scheduling: a request was not annotated")
+        self._add_level(data)
         return data
 
+    @guarded(lambda self, data: None, logger)
     def _add_level(self, data: dict[str, Any]) -> None:
         given = data.get("vllm_xargs") or {}
-        if "urgency" in given:
+        if data.get("model") not in self._models or "urgency" in given:
             return
         found = self._annotator.annotate(data)
         if found.reading is not None:

@@ -1,8 +1,5 @@
 """Runs this package on Ray Serve LLM (the extra `ray`): urgent requests first on each replica, and
-each request on the replica with the least work at least as urgent.
-
-Importing this module does not import Ray.
-"""
+each request on the replica with the least work at least as urgent. Importing it imports no Ray."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ _REPORT_SECONDS = 0.5  # between reports of a replica's load; Ray's default is 1
 
 def build_app(args: dict[str, Any]) -> Any:
     """Build a Ray Serve application, for `import_path` in a Serve configuration, from the arguments
-    of `ray.serve.llm.build_openai_app`, and `policy`: name or path, by default `ems`. A path must
-    exist on every node. ValueError: the policy is invalid, or an argument cannot be used with this
-    package."""
+    of `ray.serve.llm.build_openai_app`, and `policy`: name or path (on every node), by default
+    `ems`. ValueError: the policy is invalid, or an argument cannot be used with this package."""
     from ray.serve.llm import build_openai_app
 
     return build_openai_app(with_urgency(args))
