@@ -126,7 +126,7 @@ def test_full_disk_is_counted_and_does_not_stop_the_log(caplog) -> None:
     for number in range(300):
         log.moved(transition(number))
     log.close()
-    assert not log.running
+    assert not log._thread.is_alive()
     counters = counts(log)
     assert counters.total("event_log_dropped", "not_writable") == 300
     assert counters.total("event_log_lines") == 0

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 Key = TypeVar("Key", int, str)
+Blocks = Sequence[int]
+Slots = Sequence[range]
+HasEnded = Callable[[], bool]
 
 
 class UnsupportedLayout(ValueError):
@@ -22,38 +25,31 @@ class CopyBackend:
 
     def __init__(self) -> None:
         # Copies beside steps, with a function that tells whether the copy has ended.
-        self._saves: dict[int, Callable[[], bool]] = {}
-        self._loads: dict[str, Callable[[], bool]] = {}
+        self._saves: dict[int, HasEnded] = {}
+        self._loads: dict[str, HasEnded] = {}
         self._seconds = {"save": 0.0, "load": 0.0}
 
-    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
-        """Begin a copy ("save" or "load"); a function that tells whether it has ended."""
+    def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
+        """Begin a copy ("save" or "load"), for which device work queued later waits unless it is
+        `beside` it; a function that tells whether it has ended."""
         raise NotImplementedError
 
-    def _order(self) -> None:
-        """Let device work queued from now on wait for the copies."""
-
-    def _wait(self) -> None:
-        """Wait for all copies."""
-
-    def save(self, device: Sequence[int], host: Sequence[range]) -> None:
+    def save(self, device: Blocks, host: Slots) -> None:
         """Copy to the host. Device work queued after this call may overwrite the blocks."""
         self._copy("save", device, host)
-        self._order()
 
-    def save_beside(self, number: int, device: Sequence[int], host: Sequence[range]) -> None:
+    def save_beside(self, number: int, device: Blocks, host: Slots) -> None:
         """Copy to the host while the device continues to work; `saved` reports the end. Until then
         nothing may overwrite the blocks."""
-        self._saves[number] = self._copy("save", device, host)
+        self._saves[number] = self._copy("save", device, host, beside=True)
 
-    def load(self, device: Sequence[int], host: Sequence[range]) -> None:
+    def load(self, device: Blocks, host: Slots) -> None:
         """Copy to the device. Device work queued after this call may read the blocks."""
         self._copy("load", device, host)
-        self._order()
 
-    def load_beside(self, key: str, device: Sequence[int], host: Sequence[range]) -> None:
+    def load_beside(self, key: str, device: Blocks, host: Slots) -> None:
         """Copy to the device while it continues to work; `finished` reports the end."""
-        self._loads[key] = self._copy("load", device, host)
+        self._loads[key] = self._copy("load", device, host, beside=True)
 
     def finished(self) -> set[str]:
         """Keys of the `load_beside` copies that ended since the last call."""
@@ -65,7 +61,6 @@ class CopyBackend:
 
     def drain(self) -> tuple[set[str], set[int]]:
         """Wait for all copies; what `finished` and `saved` would have reported."""
-        self._wait()
         copies = set(self._loads), set(self._saves)
         self._loads, self._saves = {}, {}
         return copies
@@ -76,7 +71,7 @@ class CopyBackend:
         return seconds["save"], seconds["load"]
 
 
-def _take_ended(copies: dict[Key, Callable[[], bool]]) -> set[Key]:
+def _take_ended(copies: dict[Key, HasEnded]) -> set[Key]:
     """Remove and return the keys of the copies that have ended."""
     ended = {key for key, has_ended in copies.items() if has_ended()}
     for key in ended:
@@ -132,7 +127,7 @@ class CpuCopies(CopyBackend):
         ]
 
     @torch.inference_mode()  # vLLM allocates KV in this mode but may call from outside it
-    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
+    def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
         start, done = time.perf_counter(), 0
         for run in host:
             blocks = torch.tensor(device[done : done + len(run)], dtype=torch.int64)
@@ -186,11 +181,9 @@ class CudaCopies(CopyBackend):
         weakref.finalize(self, _unpin, cuda, self._stream, places).atexit = False
         self._timed: list[tuple[str, Any, Any]] = []
 
-    def _order(self) -> None:
-        self._cuda.current_stream().wait_stream(self._stream)
-
-    def _wait(self) -> None:
+    def drain(self) -> tuple[set[str], set[int]]:
         self._stream.synchronize()
+        return super().drain()
 
     def take_seconds(self) -> tuple[float, float]:
         pending = []
@@ -202,7 +195,7 @@ class CudaCopies(CopyBackend):
         self._timed = pending
         return super().take_seconds()
 
-    def _copy(self, what: str, device: Sequence[int], host: Sequence[range]) -> Callable[[], bool]:
+    def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
         slots = torch.tensor([slot for run in host for slot in run], dtype=torch.int64)
         blocks = torch.tensor(device, dtype=torch.int64)
         on_device, on_host, sizes = [], [], []
@@ -219,6 +212,8 @@ class CudaCopies(CopyBackend):
             self._batched_copy(sources, targets, torch.cat(sizes))
             end.record(self._stream)
         self._timed.append((what, begin, end))
+        if not beside:
+            self._cuda.current_stream().wait_stream(self._stream)
         return lambda: bool(end.query())
 
 

@@ -98,7 +98,10 @@ class SemanticSwapConnector(KVConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config = parse_section(SwapConfig, self.extra_config, "kv_connector_extra_config")
+        assert vllm_config.kv_transfer_config is not None
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = parse_section(SwapConfig, given, "kv_connector_extra_config")
+        self.cache_config = kv_cache_config
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
         supported = self.unsupported is None
         # Blocks that the host pool holds.
@@ -203,6 +206,7 @@ class SemanticSwapConnector(KVConnector):
     @guarded(recovery.no_swap, logger)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self.cache_manager = kv_cache_manager
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
         self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self._workers)
 

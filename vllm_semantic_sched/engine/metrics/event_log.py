@@ -119,11 +119,6 @@ class EventLog(Listener):
         counters.raise_to("event_log_dropped", self._dropped, "queue_full")
         counters.raise_to("event_log_dropped", self._failed, "not_writable")
 
-    @property
-    def running(self) -> bool:
-        """Whether the background thread still runs."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Write the remaining lines and close the file, unless that takes too long."""
         self._closing.set()

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
@@ -178,23 +178,7 @@ def recompute_unloaded(
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Base of a KV connector, with public names for what vLLM's base keeps in private ones."""
-
-    @property
-    def extra_config(self) -> dict[str, Any]:
-        """The `kv_connector_extra_config` of the command line."""
-        return self._kv_transfer_config.kv_connector_extra_config
-
-    @property
-    def cache_config(self) -> KVCacheConfig:
-        """The layout of the KV cache."""
-        return self._kv_cache_config
-
-    @property
-    def cache_manager(self) -> KVCacheManager:
-        """The scheduler's KV cache manager; only on the scheduler's side."""
-        assert self._kv_cache_manager is not None
-        return self._kv_cache_manager
+    """Base of a KV connector."""
 
     @property
     def step_metadata(self) -> KVConnectorMetadata:

@@ -40,22 +40,16 @@ def with_urgency(args: dict[str, Any]) -> dict[str, Any]:
     for config in args.get("llm_configs", ()):
         if not isinstance(config, dict):
             raise ValueError(f"llm_configs: {config!r} is not a mapping")
-        _complete(config, policy)
-    return args
-
-
-def _complete(config: dict[str, Any], policy: str) -> None:
-    config.setdefault("server_cls", _SERVER)
-    engine = config.setdefault("engine_kwargs", {})
-    engine.setdefault("scheduler_cls", _SCHEDULER)
-    settings = engine.setdefault("additional_config", {}).setdefault("semantic_sched", {})
-    policy = settings.setdefault("policy", policy)
-    load_policy(policy)
-    config.setdefault("deployment_config", {}).setdefault(
-        "request_router_config",
-        {
+        config.setdefault("server_cls", _SERVER)
+        engine = config.setdefault("engine_kwargs", {})
+        engine.setdefault("scheduler_cls", _SCHEDULER)
+        settings = engine.setdefault("additional_config", {}).setdefault("semantic_sched", {})
+        own_policy = settings.setdefault("policy", policy)
+        load_policy(own_policy)
+        router = {
             "request_router_class": _ROUTER,
-            "request_router_kwargs": {"policy": policy},
+            "request_router_kwargs": {"policy": own_policy},
             "request_routing_stats_period_s": _REPORT_SECONDS,
-        },
-    )
+        }
+        config.setdefault("deployment_config", {}).setdefault("request_router_config", router)
+    return args
