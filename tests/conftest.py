@@ -62,9 +62,10 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 @pytest.fixture
 def unhooked(monkeypatch) -> None:
     """The workarounds are in use even if the installed vLLM has the hooks of patches/."""
-    from vllm_semantic_sched.engine.vllm_api import Hooks, capabilities
+    from vllm_semantic_sched.engine.vllm_api import capabilities
 
-    monkeypatch.setattr(capabilities, "HOOKS", Hooks(*[False] * len(Hooks._fields)))
+    hooks = capabilities.Hooks
+    monkeypatch.setattr(capabilities, "HOOKS", hooks(*[False] * len(hooks._fields)))
 
 
 @pytest.fixture(scope="session")

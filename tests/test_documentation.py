@@ -371,7 +371,7 @@ def test_named_metrics_and_their_labels_exist(page: Path) -> None:
         labels = {"engine", *metrics[name].labels}
         for label, value in re.findall(r"(\w+)(?:=\"([^\"]*)\")?,?", selector):
             assert label in labels, f"{name}{{{selector}}}"
-            values = {word for words in metrics[name].values for word in words}
+            values = {word for words in metrics[name].labels.values() for word in words}
             assert not (value and values) or value in values or label == "engine", selector
 
 

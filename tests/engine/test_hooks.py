@@ -11,14 +11,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine import vllm_api
-from vllm_semantic_sched.engine.vllm_api import (
+from vllm_semantic_sched.engine.vllm_api import active_workarounds, capabilities
+from vllm_semantic_sched.engine.vllm_api.capabilities import (
     HOOKS,
+    REQUEST_ERROR,
     Hooks,
-    active_workarounds,
-    capabilities,
     find_hooks,
 )
-from vllm_semantic_sched.engine.vllm_api.capabilities import REQUEST_ERROR
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 

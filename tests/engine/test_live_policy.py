@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES
-from vllm_semantic_sched.engine.vllm_api import HOOKS
+from vllm_semantic_sched.engine.vllm_api.capabilities import HOOKS
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine

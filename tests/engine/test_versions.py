@@ -11,7 +11,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from vllm_semantic_sched import Refusal, SemanticScheduler, refusal_of
-from vllm_semantic_sched.engine.vllm_api import call_engines, capabilities_of
+from vllm_semantic_sched.engine.vllm_api import call_engines
+from vllm_semantic_sched.engine.vllm_api.capabilities import capabilities_of
 from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,

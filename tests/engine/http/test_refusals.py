@@ -14,7 +14,7 @@ import pytest
 import vllm
 from metrics_page import page_value, wait_until
 
-from vllm_semantic_sched.engine.vllm_api import HOOKS
+from vllm_semantic_sched.engine.vllm_api.capabilities import HOOKS
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,8 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
-from vllm_semantic_sched.engine.vllm_api import CAPABILITIES, HOOKS, attach_message
+from vllm_semantic_sched.engine.vllm_api import attach_message
+from vllm_semantic_sched.engine.vllm_api.capabilities import CAPABILITIES, HOOKS
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine

@@ -112,10 +112,9 @@ def with_refusals(parts, refusals):
         finally:
             closed.append(True)
 
-    stream = fake_ray.load("server").with_refusals(answer(), refusals, lambda refusal: refusal)
-    got = asyncio.run(parts_of(stream))
+    got = asyncio.run(parts_of(fake_ray.load("server").with_refusals(answer(), refusals)))
     assert closed
-    return got
+    return [Refusal.from_text(one.error.type) if hasattr(one, "error") else one for one in got]
 
 
 @pytest.mark.parametrize("parts", [[[ERROR_EVENT, DONE]], [ERROR_EVENT, DONE]])

@@ -53,8 +53,7 @@ COUNTERS = {
         {"code": [code.value for code in Code], **_TIER},
     ),
     "finish_order_violations": Metric(
-        "Completed requests that were there when a less urgent one finished (paper, eq. 2).",
-        _TIER,
+        "Completed requests that were there when a less urgent one finished (paper, eq. 2).", _TIER
     ),
     "seat_order_violations": Metric(
         "Requests that got their first seat after a less urgent one that arrived later, by cause "
@@ -102,10 +101,7 @@ COUNTERS = {
         "ended) and why (urgent: a more urgent request took the seat; reservation: it sat on "
         "reserved capacity; tenant_cap: its tenant held too much KV; kv_shortage: the KV cache was "
         "full; reset: the cache was reset).",
-        {
-            "kind": _KINDS,
-            "reason": ("urgent", "reservation", "tenant_cap", "kv_shortage", "reset"),
-        },
+        {"kind": _KINDS, "reason": ("urgent", "reservation", "tenant_cap", "kv_shortage", "reset")},
     ),
     "admission_preemptions": Metric(
         "Preemptions that made room for a more urgent waiting request."

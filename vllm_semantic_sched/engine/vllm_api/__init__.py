@@ -29,14 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.engine.vllm_api.capabilities import (
-    CAPABILITIES,
-    HOOKS,
-    Hooks,
-    active_workarounds,
-    capabilities_of,
-    find_hooks,
-)
+from vllm_semantic_sched.engine.vllm_api.capabilities import active_workarounds
 from vllm_semantic_sched.engine.vllm_api.channels import (
     add_utility,
     attach_arrival,
@@ -71,11 +64,7 @@ from vllm_semantic_sched.engine.vllm_api.kv_cache import (
     total_kv_blocks,
     watermark_blocks,
 )
-from vllm_semantic_sched.engine.vllm_api.machine import (
-    Hardware,
-    describe_hardware,
-    describe_model,
-)
+from vllm_semantic_sched.engine.vllm_api.machine import Hardware, describe_hardware, describe_model
 from vllm_semantic_sched.engine.vllm_api.scheduling import (
     HookedScheduler,
     TokenLimits,

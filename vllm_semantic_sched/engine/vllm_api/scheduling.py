@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import (
-    RequestQueue,
-    SchedulingPolicy,
-    create_request_queue,
-)
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 

@@ -33,6 +33,7 @@ logger = logging.getLogger("ray.serve")
 
 _RELOAD_SECONDS = 2.0  # between looks at the policy file
 _STREAMED_ERROR = STREAMED_ERROR.decode()
+Parts = AsyncGenerator[Any, None]
 
 
 class UrgencyServer(LLMServer):
@@ -50,13 +51,11 @@ class UrgencyServer(LLMServer):
         self._number = 0
         self._reloading = asyncio.create_task(self._reload_on_change())
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def chat(self, request: Any, raw_request_info: Any = None) -> Parts:
         """See `LLMServer.chat`."""
         return await self._answer(super().chat, request, raw_request_info)
 
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
+    async def completions(self, request: Any, raw_request_info: Any = None) -> Parts:
         """See `LLMServer.completions`."""
         return await self._answer(super().completions, request, raw_request_info)
 
@@ -80,16 +79,11 @@ class UrgencyServer(LLMServer):
         """Reload the policy file on this replica; the outcome on each of its engines."""
         return await reload_engines(self._client)
 
-    async def _answer(
-        self,
-        run: Callable[..., Awaitable[AsyncGenerator[Any, None]]],
-        request: Any,
-        info: Any,
-    ) -> AsyncGenerator[Any, None]:
+    async def _answer(self, run: Callable[..., Awaitable[Parts]], request: Any, info: Any) -> Parts:
         header = None if info is None else info.headers.get(TENANT_HEADER.decode())
         request.vllm_xargs = tenant_arguments(request.vllm_xargs, request.user, header)
         refusals = collect_refusals()  # before `run`, which may start a task
-        return with_refusals(await run(request, info), refusals, _error)
+        return with_refusals(await run(request, info), refusals)
 
     async def _reload_on_change(self) -> None:
         config = self._client.vllm_config.additional_config
@@ -110,11 +104,7 @@ def _error(refusal: Refusal) -> ErrorResponse:
     return ErrorResponse(error=ErrorInfo(message=message, type=refusal.to_text(), code=code))
 
 
-async def with_refusals(
-    parts: AsyncGenerator[Any, None],
-    refusals: list[Refusal],
-    error: Callable[[Refusal], Any],
-) -> AsyncGenerator[Any, None]:
+async def with_refusals(parts: Parts, refusals: list[Refusal]) -> Parts:
     """Pass on what an `LLMServer` answers (a response, or events of a stream, one by one or in
     lists), with the request's refusal (see `collect_refusals`) in place of vLLM's error: before the
     first token as Ray's `error` response, streamed or not, later as the stream's last event but
@@ -125,21 +115,18 @@ async def with_refusals(
             if refusals:
                 events = part if isinstance(part, list) else [part]
                 if not started and _is_error(events[0]):
-                    yield error(refusals[0])
+                    yield _error(refusals[0])
                     return
-                replaced = [_with_refusal(event, refusals[0]) for event in events]
+                refused = f"data: {json.dumps(refusals[0].body())}\n\n"
+                replaced = [refused if _is_error(event) else event for event in events]
                 part = replaced if isinstance(part, list) else replaced[0]
             started = True
             yield part
-    except RequestRefused as refused:
-        yield error(refused.refusal)
+    except RequestRefused as error:
+        yield _error(error.refusal)
     finally:
         await parts.aclose()
 
 
 def _is_error(event: Any) -> bool:
     return isinstance(event, str) and event.startswith(_STREAMED_ERROR)
-
-
-def _with_refusal(event: Any, refusal: Refusal) -> Any:
-    return f"data: {json.dumps(refusal.body())}\n\n" if _is_error(event) else event
