@@ -103,9 +103,8 @@ class SemanticSwapConnector(KVConnector):
         config = parse_section(SwapConfig, given, "kv_connector_extra_config")
         self.cache_config = kv_cache_config
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
-        supported = self.unsupported is None
         # Blocks that the host pool holds.
-        self.slots = host_slots(kv_cache_config, config.host_gib) if supported else 0
+        self.slots = 0 if self.unsupported else host_slots(kv_cache_config, config.host_gib)
         self.backend: CopyBackend | None = None  # on a worker, once the KV cache is registered
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -138,8 +137,7 @@ class SemanticSwapConnector(KVConnector):
             return
         regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
         backend = make_backend(regions, self.slots)
-        wrong = why_wrong(backend, regions, self.slots)
-        if wrong is not None:
+        if (wrong := why_wrong(backend, regions, self.slots)) is not None:
             self.refuse_copies(wrong)
             return
         self.backend = backend

@@ -87,10 +87,10 @@ class FailedCopies:
 
     def can_load(self, load: Transfer, beside: bool) -> bool:
         """Whether the host has what is to be loaded; the load is given up if not."""
-        there = self.unsaved.isdisjoint(load.slots)
-        if not there:
-            self.give_up(load, beside)
-        return there
+        if self.unsaved.isdisjoint(load.slots):
+            return True
+        self.give_up(load, beside)
+        return False
 
     def give_up(self, load: Transfer, beside: bool) -> None:
         """Note a load that was not made."""

@@ -21,11 +21,9 @@ class UrgencyIngress(OpenAiIngress):
     where Ray's own ingress gives the status alone."""
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """See `OpenAiIngress.chat`."""
         return await _refused_or(super().chat(body, request))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """See `OpenAiIngress.completions`."""
         return await _refused_or(super().completions(body, request))
 
 

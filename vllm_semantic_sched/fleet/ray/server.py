@@ -42,7 +42,6 @@ class UrgencyServer(LLMServer):
     of a change of its file."""
 
     async def start(self) -> None:
-        """Start the engine."""
         SemanticStatLogger.publish_through_ray()
         await super().start()
         self._application = SimpleNamespace(state=self.engine._app_state)
@@ -52,11 +51,9 @@ class UrgencyServer(LLMServer):
         self._reloading = asyncio.create_task(self._reload_on_change())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> Parts:
-        """See `LLMServer.chat`."""
         return await self._answer(super().chat, request, raw_request_info)
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> Parts:
-        """See `LLMServer.completions`."""
         return await self._answer(super().completions, request, raw_request_info)
 
     async def record_routing_stats(self) -> dict[str, Any]:
