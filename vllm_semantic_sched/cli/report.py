@@ -86,7 +86,7 @@ def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) 
 
 
 def _orders(rows: Rows) -> Table:
-    from vllm_semantic_sched.lab.bench.metrics import finish_order_violations
+    from vllm_semantic_sched.lab.bench.metrics import fairness, finish_order_violations
 
     title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
     tenants = next(iter(rows.values())).workload.config.tenants
@@ -95,7 +95,9 @@ def _orders(rows: Rows) -> Table:
     table = make_table(title, "scheduler", *columns)
     for row in rows.values():
         cells = [f"{100 * finish_order_violations(row.records):.0f} %"]
-        table.add_row(row.scheduler.title, *cells, *([fixed(row.fairness)] if tenants else []))
+        table.add_row(
+            row.scheduler.title, *cells, *([fixed(fairness(row.records))] if tenants else [])
+        )
     return table
 
 

@@ -277,10 +277,7 @@ def _given(log: EngineLog, policy: Policy) -> Given:
 
 
 def _doubts(
-    log: EngineLog,
-    policies: dict[str, Policy],
-    fitted: bool,
-    cells: Sequence[Cell],
+    log: EngineLog, policies: dict[str, Policy], fitted: bool, cells: Sequence[Cell]
 ) -> Iterator[str]:
     """What the figures do not say, most important first."""
     found = errors(cells)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,15 +21,13 @@ _TOP_LOGPROBS = 3
 _REQUEST_SECONDS = 900.0
 _ANSWER_CHARACTERS = 100  # that are kept of an answer
 
-BodyExtras = Callable[[BenchRequest], Mapping[str, Any]]
-"""Further fields of a request's body; those in `vllm_xargs` are added to the client's own."""
 Advance = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Shows the progress of a measurement, unless it is not `shown`: messages, and bars that leave
-    one line each; elsewhere than on a terminal, lines alone."""
+    """Shows the progress of a measurement if `shown`: messages, and bars that leave one line each;
+    elsewhere than on a terminal, lines alone."""
 
     shown: bool = False
 
@@ -40,23 +38,21 @@ class Progress:
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
-        """Report `total` steps; the context's value is called after each of them."""
+        """Report `total` steps, none without a label; the context's value is called after each."""
         start = time.monotonic()
-        off = None if self.shown else True  # None: unless it is a terminal
+        off = None if self.shown and label else True  # None: unless it is a terminal
         with tqdm(total=total, desc=label, leave=False, disable=off) as bar:
             yield bar.update
-        self.message(f"{label}: {time.monotonic() - start:.0f} s")
+        if label:
+            self.message(f"{label}: {time.monotonic() - start:.0f} s")
 
 
 @dataclass
 class Record:
-    """What happened to one request.
-
-    Times are seconds after the start of the run; None if the event did not happen. `margins[i]`
-    is the difference of the two best log-probabilities at output position i, kept only where
-    outputs are checked. `answer` is the start of the answer's text. `read_level` is the level that
-    the scheduler read from the text, None where it is not known.
-    """
+    """What happened to one request. Times are seconds after the start of the run; None if the event
+    did not happen. `margins[i]` is the difference of the two best log-probabilities at output
+    position i, kept only where outputs are checked. `answer` is the start of the answer's text.
+    `read_level` is the level that the scheduler read from the text, None where it is not known."""
 
     index: int
     level: int
@@ -81,9 +77,8 @@ class Record:
     @property
     def ok(self) -> bool:
         """Answered in full: with exactly the wanted length, or where none is, with any."""
-        return self.error is None and self.output_tokens == (
-            self.wanted_tokens or max(1, self.output_tokens)
-        )
+        wanted = self.wanted_tokens or max(1, self.output_tokens)
+        return self.error is None and self.output_tokens == wanted
 
     @property
     def token_hash(self) -> str:
@@ -103,6 +98,8 @@ class LoadClient:
     Attributes:
         max_tokens: the same for every request and at least as large as the longest answer, so
             that it gives no length away.
+        extras: further fields of a request's body; those in `vllm_xargs` are added to the
+            client's own.
         progress: gets a bar for each load that has a label.
         natural: whether the model ends its answers itself, to a chat, or the benchmark does.
     """
@@ -110,7 +107,7 @@ class LoadClient:
     url: str
     eos_token: int
     max_tokens: int
-    extras: BodyExtras = lambda request: {}
+    extras: Callable[[BenchRequest], Mapping[str, Any]] = lambda request: {}
     progress: Progress = field(default_factory=Progress)
     headers: Mapping[str, str] = field(default_factory=dict)
     natural: bool = False
@@ -120,7 +117,7 @@ class LoadClient:
     ) -> list[Record]:
         """Send every request at its arrival time and wait for all answers, or until `stop_after`
         seconds after the start. Errors are recorded, not raised."""
-        with self._bar(label, len(requests)) as advance:
+        with self.progress.bar(label, len(requests)) as advance:
             return asyncio.run(self._send_open_loop(requests, advance, stop_after))
 
     def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
@@ -132,7 +129,7 @@ class LoadClient:
     ) -> list[Record]:
         """Send each request when the previous one is answered, as to an idle engine; it arrives
         when it is sent."""
-        with self._bar(label, len(requests)) as advance:
+        with self.progress.bar(label, len(requests)) as advance:
             return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
 
     def request_body(
@@ -141,14 +138,14 @@ class LoadClient:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
         `request.output_tokens`, by the server's logits processor (`bench.answer_length`). No other
         token's logit is changed."""
-        extras = dict(self.extras(request))
+        extras = self.extras(request)
         prompt: dict[str, object] = {"prompt": request.text}
-        answer: dict[str, object] = {}
+        answer: dict[str, object] = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
+        margins: dict[str, object] = {"logprobs": _TOP_LOGPROBS}
         if self.natural:
-            prompt = {"messages": [{"role": "user", "content": request.text}]}
-        else:
-            answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
-        body: dict[str, object] = {
+            prompt, answer = {"messages": [{"role": "user", "content": request.text}]}, {}
+            margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+        return {
             "model": "bench",
             **prompt,
             "temperature": 0.0,
@@ -158,15 +155,8 @@ class LoadClient:
             "return_token_ids": True,
             **extras,
             "vllm_xargs": {**answer, **extras.get("vllm_xargs", {})},
+            **({**margins, "return_tokens_as_token_ids": True} if record_margins else {}),
         }
-        if record_margins:
-            body["logprobs"] = True if self.natural else _TOP_LOGPROBS
-            body |= {"top_logprobs": _TOP_LOGPROBS} if self.natural else {}
-            body["return_tokens_as_token_ids"] = True
-        return body
-
-    def _bar(self, label: str, total: int) -> AbstractContextManager[Advance]:
-        return (self.progress if label else Progress()).bar(label, total)
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -268,8 +258,8 @@ class LoadClient:
         return Record(*known, tenant=request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
-        """By output position of a completion or a chat, the difference of the best two
-        log-probabilities, without the masked end token."""
+        """The difference of the best two log-probabilities at each position of a completion or a
+        chat, without the masked end token."""
         tops = logprobs["content"] or () if "content" in logprobs else logprobs["top_logprobs"]
         end = f"token_id:{self.eos_token}"
         for top in tops:

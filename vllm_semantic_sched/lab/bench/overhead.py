@@ -123,11 +123,7 @@ class SaturatedScheduler:
 
 
 def measure(
-    cases: Mapping[str, Case],
-    sizes: Sequence[int],
-    running: int,
-    steps: int,
-    progress: Progress,
+    cases: Mapping[str, Case], sizes: Sequence[int], running: int, steps: int, progress: Progress
 ) -> dict[tuple[str, int], StepTimes]:
     """Time the parts of so many steps by case and number of waiting requests (`sizes`)."""
     loaded: dict[tuple[str, int], SaturatedScheduler] = {}

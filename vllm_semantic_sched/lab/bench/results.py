@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 
+from vllm_semantic_sched.lab.bench import metrics
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import (
-    Summary,
-    failed,
-    finish_order_violations,
-    latest_send,
-)
 from vllm_semantic_sched.lab.bench.rounds import MAX_STEAL, MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import Workload
@@ -32,21 +26,20 @@ class Comparison:
     mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
 
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
-        """Add a round of one scheduler."""
         rows = self.mixes.setdefault(workload.config.mix, {})
         rows.setdefault(scheduler.name, MixResult(scheduler, workload)).add(done)
 
     def reference(self, mix: str) -> Round | None:
-        """Return the round that outputs are compared with: the first one of the first scheduler."""
+        """The round that outputs are compared with: the first one of the first scheduler."""
         row = next(iter(self.mixes.get(mix, {}).values()), None)
         return row.rounds[0] if row else None
 
     def rows(self) -> list[MixResult]:
-        """Return all results, mix by mix."""
+        """All results, mix by mix."""
         return [row for rows in self.mixes.values() for row in rows.values()]
 
     def failures(self) -> list[str]:
-        """Return a sentence for each result with requests that were not answered in full."""
+        """A sentence for each result with requests that were not answered in full."""
         return [
             f"{row.scheduler.name}, mix {row.workload.config.mix}: {len(row.failed)} requests "
             f"failed, the first with: {row.failed[0].error or 'another output length than wanted'}"
@@ -58,14 +51,17 @@ class Comparison:
         """Write all results except the output texts as JSON; undefined numbers become null."""
         document = {
             "environment": environment(),
-            "options": dict(self.options),
+            "options": self.options,
             "max_steal": MAX_STEAL,
             "mixes": {
                 mix: {name: _mix_document(row) for name, row in rows.items()}
                 for mix, rows in self.mixes.items()
             },
         }
-        path.write_text(json.dumps(_finite(document), indent=1, default=str) + "\n")
+        # JSON has neither NaN nor infinity.
+        text = json.dumps(document, default=_plain)
+        plain = json.loads(text, parse_constant=lambda name: None)
+        path.write_text(json.dumps(plain, indent=1) + "\n")
 
 
 def environment() -> dict[str, object]:
@@ -81,21 +77,21 @@ def environment() -> dict[str, object]:
 
 def _mix_document(row: MixResult) -> dict[str, object]:
     return {
-        "scheduler": asdict(row.scheduler),
+        "scheduler": row.scheduler,
         "title": row.scheduler.title,
-        "workload": asdict(row.workload.config),
+        "workload": row.workload.config,
         "length_source": row.workload.length_source,
         "requests": row.requests,
         "failed": len(row.failed),
         "best_round": row.best.name,
         "tokens_per_second": row.best.tokens_per_second,
         "overload": row.overload,
-        "finish_order_violations": finish_order_violations(row.records),
-        "fairness": row.fairness,
+        "finish_order_violations": metrics.finish_order_violations(row.records),
+        "fairness": metrics.fairness(row.records),
         "differences": len(row.differences),
         "counted_differences": len(row.counted_differences),
-        "levels": _levels_document(row.levels),
-        "idle_levels": _levels_document(row.idle_levels),
+        "levels": row.levels,
+        "idle_levels": row.idle_levels,
         "misread": [
             {
                 "index": record.index,
@@ -107,13 +103,6 @@ def _mix_document(row: MixResult) -> dict[str, object]:
             for record in row.misread
         ],
         "rounds": [_round_document(done, row) for done in row.rounds],
-    }
-
-
-def _levels_document(levels: Mapping[str, Mapping[str, Summary]]) -> dict[str, object]:
-    return {
-        level: {key: asdict(summary) for key, summary in metrics.items()}
-        for level, metrics in levels.items()
     }
 
 
@@ -130,28 +119,22 @@ def _round_document(done: Round, row: MixResult) -> dict[str, object]:
         "engine_cpu_seconds_per_1000_output_tokens": done.engine_seconds_per_1000,
         "steps_per_1000_output_tokens": done.steps_per_1000,
         "idle_ratio": done.idle_ratio,
-        "idle_model": done.idle_model and asdict(done.idle_model),
-        "failed": len(failed(done.records)),
-        "latest_send": latest_send(done.records),
-        "counters": dict(done.usage.counters),
-        "cpu_seconds": dict(done.usage.ours),
-        "differences": [asdict(difference) for difference in done.differences],
-        "records": [_record_document(record) for record in done.records],
-        "idle_records": [_record_document(record) for record in done.idle],
+        "idle_model": done.idle_model,
+        "failed": len(metrics.failed(done.records)),
+        "latest_send": metrics.latest_send(done.records),
+        "counters": done.usage.counters,
+        "cpu_seconds": done.usage.ours,
+        "differences": done.differences,
+        "records": done.records,
+        "idle_records": done.idle,
     }
 
 
-def _record_document(record: Record) -> dict[str, object]:
-    document = asdict(record)
-    del document["token_ids"], document["margins"], document["answer"]
-    return {**document, "token_hash": record.token_hash}
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _plain(value: object) -> object:
+    if not is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    document = asdict(value)
+    if isinstance(value, Record):
+        del document["token_ids"], document["margins"], document["answer"]
+        document["token_hash"] = value.token_hash
+    return document

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.metrics import (
-    METRICS,
     Difference,
     IdleModel,
     LevelValues,
     Summary,
     by_level,
     failed,
-    fairness,
     fit_idle,
     latest_send,
     normalized_waiting,
@@ -33,6 +31,11 @@ MAX_STEAL = 0.03
 _NOTHING = Usage({}, {}, 0.0, 0.0, 0.0)
 
 
+def round_name(number: int, attempt: int) -> str:
+    """Number of a round and, if it was repeated, the attempt: part of file names."""
+    return f"{number}" if attempt == 1 else f"{number}.{attempt}"
+
+
 @dataclass(frozen=True)
 class Round:
     """One pass of one scheduler over one mix, on a server started for it.
@@ -42,8 +45,7 @@ class Round:
         records: of the load, in the order of the workload.
         attempt: 1, or more if the round was repeated because of steal.
         idle: some of the same requests, sent one by one to the same server after the load.
-        usage: during the load.
-        idle_usage: while `idle` was measured.
+        usage, idle_usage: during the load, and while `idle` was measured.
         differences: outputs that differ from those of the reference scheduler's first round.
     """
 
@@ -58,7 +60,7 @@ class Round:
     @property
     def name(self) -> str:
         """Number and, if repeated, attempt."""
-        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
+        return round_name(self.number, self.attempt)
 
     @property
     def steal(self) -> float:
@@ -72,12 +74,11 @@ class Round:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of the load."""
         return sum(record.output_tokens for record in self.records)
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second of this round alone."""
+        """Output tokens per second of the load."""
         return throughput([self.records])
 
     @property
@@ -92,17 +93,14 @@ class Round:
 
     @cached_property
     def idle_model(self) -> IdleModel | None:
-        """Latency on the idle engine; None if too few requests were answered there."""
         return fit_idle(self.idle)
 
     @cached_property
     def values(self) -> LevelValues:
-        """The load's values of every metric."""
         return by_level(self.records, self.idle_model)
 
     @cached_property
     def idle_values(self) -> LevelValues:
-        """Values of every metric on the idle engine."""
         return by_level(self.idle, self.idle_model)
 
     @property
@@ -129,10 +127,10 @@ class MixResult:
     idle_levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
 
     def add(self, done: Round) -> None:
-        """Add a round."""
         self.rounds.append(done)
-        self.levels = self._summaries(lambda one: one.values)
-        self.idle_levels = self._summaries(lambda one: one.idle_values)
+        best, counted = self.best, self.counted
+        self.levels = _summaries(best.values, [one.values for one in counted])
+        self.idle_levels = _summaries(best.idle_values, [one.idle_values for one in counted])
 
     @property
     def best(self) -> Round:
@@ -161,11 +159,6 @@ class MixResult:
         return failed(record for done in self.rounds for record in done.records)
 
     @property
-    def fairness(self) -> float:
-        """Jain's index over tenants in the best round; see `metrics.fairness`."""
-        return fairness(self.best.records)
-
-    @property
     def latest_send(self) -> float:
         """The largest of all rounds; see `metrics.latest_send`."""
         return max(latest_send(done.records) for done in self.rounds)
@@ -173,9 +166,8 @@ class MixResult:
     @property
     def overload(self) -> float:
         """Offered output tokens per second divided by those served."""
-        natural = self.workload.config.natural
-        tokens = self.best.output_tokens if natural else self.workload.output_tokens
-        offered = tokens / max(self.workload.arrival_seconds, 1e-9)
+        source = self.best if self.workload.config.natural else self.workload
+        offered = source.output_tokens / max(self.workload.arrival_seconds, 1e-9)
         served = self.best.tokens_per_second
         return offered / served if served else math.inf
 
@@ -192,36 +184,34 @@ class MixResult:
     @property
     def misread(self) -> list[Record]:
         """Urgency 0, counted rounds: requests that were read as less urgent."""
-        records = (record for done in self.counted for record in done.records)
-        return [record for record in records if record.level == 0 and record.read_level]
+        return [record for record in self._urgent() if record.read_level]
 
     def p99_ttft(self, without: Sequence[Record] = ()) -> float:
         """Return p99 TTFT of urgency 0 in the counted rounds, in seconds, without some requests."""
         left_out = {record.index for record in without}
-        records = (record for done in self.counted for record in done.records)
-        return summarize(
-            r.ttft
-            for r in records
-            if r.ok and r.level == 0 and r.index not in left_out and r.ttft is not None
-        ).p99
+        answered = (one for one in self._urgent() if one.ok and one.index not in left_out)
+        return summarize(one.ttft for one in answered if one.ttft is not None).p99
 
     def mean_waiting(self, levels: Sequence[int]) -> float:
         """Return the best round's mean normalized waiting time of these levels, s/token."""
         chosen = (r for r in self.best.records if r.ok and r.level in levels)
         return summarize(map(normalized_waiting, chosen)).mean
 
-    def _summaries(self, values: Callable[[Round], LevelValues]) -> dict[str, dict[str, Summary]]:
-        counted = [values(done) for done in self.counted]
-        return {
-            level: {
-                metric.key: summarize(
-                    found[metric.key],
-                    [value for one in counted for value in one.get(level, {}).get(metric.key, ())],
-                )
-                for metric in METRICS
-            }
-            for level, found in values(self.best).items()
+    def _urgent(self) -> Iterator[Record]:
+        """Urgency 0 of the counted rounds."""
+        return (one for done in self.counted for one in done.records if one.level == 0)
+
+
+def _summaries(best: LevelValues, counted: Sequence[LevelValues]) -> dict[str, dict[str, Summary]]:
+    return {
+        level: {
+            metric: summarize(
+                values, [value for one in counted for value in one.get(level, {}).get(metric, ())]
+            )
+            for metric, values in found.items()
         }
+        for level, found in best.items()
+    }
 
 
 Rows = Mapping[str, MixResult]

@@ -30,10 +30,7 @@ LEVELS = 5
 """Number of urgency levels; 0 is the most urgent."""
 
 MIXES: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {
-        "even": (0.20, 0.20, 0.20, 0.20, 0.20),
-        "rare": (0.05, 0.15, 0.25, 0.30, 0.25),
-    }
+    {"even": (0.20, 0.20, 0.20, 0.20, 0.20), "rare": (0.05, 0.15, 0.25, 0.30, 0.25)}
 )
 """Share of each urgency level, most urgent first."""
 
