@@ -130,7 +130,7 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     """Return 1 if a request failed."""
     from vllm_semantic_sched.lab.bench import engines
 
-    scheduler = next((one for one in schedulers if one.kind.startswith("semantic")), None)
+    scheduler = next((one for one in schedulers if one.is_ours), None)
     if scheduler is None:
         raise ValueError("--engines: --schedulers names no semantic scheduler")
     load = WorkloadConfig(

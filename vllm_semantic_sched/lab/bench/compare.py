@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
-from vllm_semantic_sched.lab.bench.metrics import differences, explain, throughput
+from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
 from vllm_semantic_sched.lab.bench.results import Comparison
-from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.rounds import Round, round_name
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_gpu, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage
@@ -26,11 +26,7 @@ OTHER_SEED = 1_000_003
 """Added to the seed of a workload for requests of the same kind that it does not contain."""
 
 _WARM_UP_REQUESTS = 24
-# Requests to the idle engine: of urgency 0, and others.
-_URGENT, _OTHERS = 24, 4
-# With `quick`: of capacity and to the idle engine.
-_QUICK_ROUNDS = 3
-_QUICK_URGENT, _QUICK_OTHERS = 4, 2
+_QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ class RunPlan:
     started at once, the capacity and the idle engine are measured with fewer requests, and the
     idle engine on the first server only.
 
-    Raises:
-        ValueError: no scheduler, no workload or no round, or negative repeats.
+    ValueError if there is no scheduler, workload or round, or `repeats` is negative.
     """
 
     server: ServerConfig
@@ -94,16 +89,16 @@ class Visit:
 
     @property
     def name(self) -> str:
-        """Round and, if repeated, attempt: part of file names."""
-        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
+        return round_name(self.number, self.attempt)
 
 
 def end_token(model: Path) -> int:
     """Return the model's end token; ValueError if `config.json` has none."""
-    token = json.loads((model / "config.json").read_text()).get("eos_token_id")
+    file = model / "config.json"
+    token = json.loads(file.read_text()).get("eos_token_id")
     token = next(iter(token), None) if isinstance(token, list) else token
     if not isinstance(token, int):
-        raise ValueError(f"{model / 'config.json'} names no eos_token_id")
+        raise ValueError(f"{file} names no eos_token_id")
     return token
 
 
@@ -165,12 +160,12 @@ class _Run:
                 if self.workloads is None:
                     self.workloads = self._set_pace(client)
                 for workload in self.workloads:
-                    if workload.config.mix in visit.mixes:
-                        label = f"{spec.name}, {number}, {workload.config.mix}"
-                        found = self._measure(visit, spec, workload, server, client, label)
-                        found = self._with_differences(found, workload, client)
+                    mix = workload.config.mix
+                    if mix in visit.mixes:
+                        label = f"{spec.name}, {number}, {mix}"
+                        found = self._measure(visit, spec, workload, server, label)
                         self.comparison.add(spec, workload, found)
-                        done.append((spec, workload.config.mix, found))
+                        done.append((spec, mix, found))
         levels = read_levels(leader.events_file(plan.output, visit.name))
         for spec, mix, found in done:
             for record in found.records:
@@ -178,25 +173,20 @@ class _Run:
         return tuple(dict.fromkeys(mix for _, mix, found in done if not found.calm))
 
     def _client(self, server: VllmServer, spec: SchedulerSpec) -> LoadClient:
+        load = self.plan.workloads[0].config
         return LoadClient(
             url=server.url,
             eos_token=self.plan.eos_token,
-            max_tokens=self.plan.workloads[0].config.max_output_tokens + SPARE_TOKENS,
+            max_tokens=load.max_output_tokens + SPARE_TOKENS,
             extras=spec.body_extras,
             progress=self.progress,
-            natural=self.plan.workloads[0].config.natural,
+            natural=load.natural,
         )
 
     def _measure(
-        self,
-        visit: Visit,
-        spec: SchedulerSpec,
-        workload: Workload,
-        server: VllmServer,
-        client: LoadClient,
-        label: str,
+        self, visit: Visit, spec: SchedulerSpec, workload: Workload, server: VllmServer, label: str
     ) -> Round:
-        mix = workload.config.mix
+        client, mix = self._client(server, spec), workload.config.mix
 
         def extras(request: BenchRequest) -> Mapping[str, Any]:
             # vLLM's prefix cache keeps requests with another salt apart, also on a shared server.
@@ -212,14 +202,8 @@ class _Run:
             alone = measure_idle(client, workload, f"{label}, idle engine", self.plan.quick)
             self._idle[mix] = alone, Usage.now(server).since(loaded)
         idle, idle_usage = self._idle[mix]
-        return Round(
-            visit.number,
-            records,
-            attempt=visit.attempt,
-            idle=idle,
-            usage=loaded.since(start),
-            idle_usage=idle_usage,
-        )
+        usage, found = loaded.since(start), self._differences(records, workload, client)
+        return Round(visit.number, records, visit.attempt, idle, usage, idle_usage, found)
 
     def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
         """The requests; where answers end by themselves and a scheduler is told their lengths,
@@ -256,32 +240,28 @@ class _Run:
         like = replace(like, requests=count, mix=mix, max_output_tokens=max_tokens)
         return make_workload(replace(like, seed=like.seed + OTHER_SEED)).requests
 
-    def _with_differences(self, done: Round, workload: Workload, client: LoadClient) -> Round:
-        """Add the outputs that differ from the reference's, with their margins.
-
-        Each of these requests is sent again with log-probabilities: in the measured run they would
-        slow the server down.
-        """
+    def _differences(
+        self, records: Sequence[Record], workload: Workload, client: LoadClient
+    ) -> list[Difference]:
+        """The outputs that differ from the reference's, with their margins. Their requests are sent
+        again with log-probabilities, which would slow the server down in the measured run."""
         reference = self.comparison.reference(workload.config.mix)
-        found = differences(reference.records, done.records) if reference else []
+        found = differences(reference.records, records) if reference else []
         # A request's index is its place in the workload, and so in the records.
         requests = [workload.requests[one.index] for one in found]
         repeated = client.send_one_by_one(requests, record_margins=True) if found else []
-        explained = [
-            explain(one, done.records[one.index], again)
-            for one, again in zip(found, repeated, strict=True)
-        ]
-        return replace(done, differences=explained)
+        pairs = zip(found, repeated, strict=True)
+        return [explain(one, records[one.index], again) for one, again in pairs]
 
 
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
     """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
     others, from the shortest to the longest text, which show the cost of a prompt's tokens; if
     `quick`, 4 and 2."""
+    most, rest = (4, 2) if quick else (24, 4)
     urgent = [request for request in requests if request.level == 0]
-    by_length = sorted(requests, key=lambda request: len(request.text))
-    others = [request for request in by_length if request.level > 0]
-    most, rest = (_QUICK_URGENT, _QUICK_OTHERS) if quick else (_URGENT, _OTHERS)
+    others = [request for request in requests if request.level > 0]
+    others.sort(key=lambda request: len(request.text))
     return _spread(urgent, most) + _spread(others, rest)
 
 
@@ -294,9 +274,8 @@ def measure_idle(
         # vLLM's prefix cache keeps requests with another salt apart.
         return {**client.extras(request), "cache_salt": "idle"}
 
-    return replace(client, extras=extras).send_one_by_one(
-        idle_sample(workload.requests, quick), label
-    )
+    sample = idle_sample(workload.requests, quick)
+    return replace(client, extras=extras).send_one_by_one(sample, label)
 
 
 def _spread(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:

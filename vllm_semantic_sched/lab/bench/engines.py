@@ -31,9 +31,8 @@ HEADERS: Mapping[str, Mapping[str, str]] = {STOCK: {"X-Semsched-Placement": "vll
 
 @dataclass(frozen=True)
 class Burst:
-    """What clients saw in one round: time to first token of urgency 0, and mean latency of the
-    least urgent level, from arrival to the last token, in seconds; requests not answered in full.
-    """
+    """What clients saw in one round: time to first token of urgency 0 and mean latency of the least
+    urgent level, arrival to last token, in seconds; number of requests not answered in full."""
 
     ttft_mean: float
     ttft_p90: float
@@ -42,19 +41,11 @@ class Burst:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Burst:
-        """Summarize the requests of a round."""
         urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
-        last = [
-            one.finish - one.arrival
-            for one in records
-            if one.level == LEVELS - 1 and one.finish is not None
-        ]
-        return cls(
-            ttft_mean=float(np.mean(urgent)),
-            ttft_p90=float(np.percentile(urgent, 90)),
-            latency=float(np.mean(last)),
-            failed=sum(not one.ok for one in records),
-        )
+        last = (one for one in records if one.level == LEVELS - 1)
+        latencies = [one.finish - one.arrival for one in last if one.finish is not None]
+        means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(latencies))
+        return cls(*means, failed=sum(not one.ok for one in records))
 
 
 Rounds = Mapping[str, Sequence[Burst]]
@@ -69,9 +60,10 @@ def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[
 
 
 def parallel_args(engines: int) -> tuple[str, ...]:
-    """Return the arguments of `vllm serve` for so many engines behind one API server."""
+    """Return the arguments of `vllm serve` for so many engines behind one API server, each in one
+    process."""
     parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
-    return (*parallel, "--distributed-executor-backend", "uni")  # each in one process
+    return (*parallel, "--distributed-executor-backend", "uni")
 
 
 def compare_placements(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +19,9 @@ MARGIN_LIMIT = 1e-4
 
 @dataclass(frozen=True)
 class IdleModel:
-    """E2E latency of a request alone on the engine: a line in prompt and output tokens.
-
-    `base` is in seconds, the coefficients are in seconds per token. `floor` is the shortest latency
-    that was measured and the least that is estimated. `error` is the median relative residual of
-    the fit.
-    """
+    """E2E latency of a request alone on the engine: a line in prompt and output tokens, in seconds
+    and seconds per token. `floor` is the shortest latency that was measured and the least that is
+    estimated. `error` is the median relative residual of the fit."""
 
     base: float
     per_prompt_token: float
@@ -33,7 +30,6 @@ class IdleModel:
     error: float
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Estimate the E2E latency on an idle engine."""
         line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
         return max(self.floor, self.base + line)
 
@@ -61,10 +57,8 @@ def fit_idle(records: Sequence[Record]) -> IdleModel | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and percentiles (linear interpolation between ranks) of one metric.
-
-    `p99` is over `tail_count` requests, which may be more than the `count` of mean and median.
-    """
+    """Mean and percentiles (linear interpolation between ranks) of one metric. `p99` is over
+    `tail_count` requests, which may be more than the `count` of mean and median."""
 
     count: int
     mean: float
@@ -105,7 +99,7 @@ def _slowdown(record: Record, idle: IdleModel | None) -> float | None:
     return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
 
 
-METRICS: tuple[Metric, ...] = (
+METRICS = (
     Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
     Metric("tpot", "TPOT", "ms", 1e3, _tpot),
     Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
@@ -117,24 +111,23 @@ METRICS: tuple[Metric, ...] = (
 )
 """In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
 
-
 LevelValues = dict[str, dict[str, list[float]]]
 """Defined values of every metric, by level ("0" to "4" and "all") and then by `Metric.key`."""
 
 
 def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> Summary:
     """Summarize values, with p99 of `tail` if it is given; NaN without values."""
-    middle = np.array(list(values), dtype=float)
-    rest = middle if tail is None else np.array(list(tail), dtype=float)
-    if middle.size == 0:
+    middle = list(values)
+    rest = middle if tail is None else list(tail)
+    if not middle:
         return Summary(0, math.nan, math.nan, math.nan, 0)
     p50, p99 = float(np.percentile(middle, 50)), float(np.percentile(rest, 99))
-    return Summary(int(middle.size), float(middle.mean()), p50, p99, int(rest.size))
+    return Summary(len(middle), float(np.mean(middle)), p50, p99, len(rest))
 
 
 def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
-    """Return the values of every metric of the answered requests. Without `idle`, slowdown is
-    undefined."""
+    """Return the values of every metric of the answered requests; of slowdown, none without
+    `idle`."""
     done = [record for record in records if record.ok]
     groups: dict[str, list[Record]] = {"all": done}
     for record in done:
@@ -161,8 +154,7 @@ def finish_order_violations(records: Sequence[Record]) -> float:
     done = sorted(
         (record.finish, record.arrival, record.level)
         for record in records
-        if record.ok
-        if record.finish is not None
+        if record.ok and record.finish is not None
     )
     order = FinishOrder(1 + max((level for *_, level in done), default=0))
     outrun = [order.finish(level, arrival, finish) for finish, arrival, level in done]
@@ -188,15 +180,14 @@ def duration(records: Sequence[Record]) -> float:
 
 
 def latest_send(records: Iterable[Record]) -> float:
-    """Return the largest delay between the arrival time of a request and its sending, in seconds.
-    If it is large, this machine was too busy to keep the open loop and the figures cannot be
-    trusted."""
+    """Return the largest delay between the arrival of a request and its sending, in seconds. If it
+    is large, this machine was too busy to keep the open loop: trust no figure."""
     delays = (record.sent - record.arrival for record in records if record.sent is not None)
     return max(delays, default=0.0)
 
 
 def throughput(runs: Iterable[Sequence[Record]]) -> float:
-    """Return the output tokens per second: tokens of all runs divided by their total duration."""
+    """Return the output tokens of all runs divided by their total duration in seconds."""
     tokens = seconds = 0.0
     for records in runs:
         tokens += sum(record.output_tokens for record in records)
@@ -221,7 +212,7 @@ class Difference:
 
 def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
     """Return the requests that both answered with different output tokens."""
-    answers: Mapping[int, Record] = {record.index: record for record in other if record.ok}
+    answers = {record.index: record for record in other if record.ok}
     found = []
     for record in reference:
         answer = answers.get(record.index)
@@ -239,4 +230,4 @@ def explain(difference: Difference, answer: Record, repeated: Record) -> Differe
     same = repeated.token_ids[:position] == answer.token_ids[:position]
     if not same or position >= len(repeated.margins):
         return difference
-    return Difference(difference.index, position, repeated.margins[position])
+    return replace(difference, margin=repeated.margins[position])

@@ -35,33 +35,28 @@ def comparison_page(found: Comparison, folder: Path, targets: Sequence[Target] =
     """What the run shows in a sentence; per mix some messages, who held the seats when (by the
     event logs in `folder`), charts and folded tables; then the targets, if given."""
     parts: list[Table | Chart] = []
+    sentences = []
     for mix, rows in found.mixes.items():
-        table = messages_table(mix, rows)
-        parts += [] if table is None else [table]
+        messages = messages_table(mix, rows)
+        parts += [messages] if messages else []
         parts += [*_seats(mix, rows, folder), *_bars(mix, rows), *_misread(mix, rows)]
         parts += [_levels(mix, rows), totals_table(mix, rows), rounds_table(mix, rows)]
+        if text := gain_in_words(rows):
+            sentences.append(f"Mix {mix}: {text}" if len(found.mixes) > 1 else text)
     if targets:
         parts.append(targets_table(targets))
-    told = [gain_in_words(rows) for rows in found.mixes.values()]
-    sentence = " ".join(
-        f"Mix {mix}: {text}" if len(told) > 1 else text
-        for mix, text in zip(found.mixes, told, strict=True)
-        if text
-    )
-    sentence += " The same requests were sent to each scheduler on a real vLLM server."
+    sentences.append("The same requests were sent to each scheduler on a real vLLM server.")
     # The parsed command line holds the function that runs the command.
     options = {key: value for key, value in found.options.items() if not callable(value)}
-    return Page("Comparison of schedulers", sentence.strip(), parts, options, environment())
+    return Page("Comparison of schedulers", " ".join(sentences), parts, options, environment())
 
 
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     titles = list(map(level_title, next(iter(rows.values())).levels))
     for panel in PANELS:
         series, colors, idle = panel.bars(rows)
-        chart = grouped_bars(
-            *(f"Mix {mix}: {panel.title}", panel.title, titles, series, colors),
-            lowest=math.inf if math.isnan(idle) else idle,
-        )
+        title, lowest = f"Mix {mix}: {panel.title}", math.inf if math.isnan(idle) else idle
+        chart = grouped_bars(title, panel.title, titles, series, colors, lowest=lowest)
         if not math.isnan(idle):
             ends = (-0.5, len(titles) - 0.5)
             line = Line(IDLE_LABEL, ends, (idle, idle), IDLE_COLOR, dashed=True)
@@ -100,13 +95,12 @@ def _levels(mix: str, rows: Rows) -> Table:
 
 
 def totals_table(mix: str, rows: Rows) -> Table:
-    """Return what each scheduler served, at what cost, and the outputs that differ."""
+    """What each scheduler served, at what cost, and the outputs that differ."""
     first = next(iter(rows.values()))
     reference = rows.get("fcfs")
     cells = []
     for row in rows.values():
         speed = row.best.tokens_per_second
-        ratio = speed / reference.best.tokens_per_second if reference else math.nan
         differ = f"{len(row.counted_differences)}"
         if ties := len(row.differences) - len(row.counted_differences):
             differ += f" (+{ties})"
@@ -115,7 +109,7 @@ def totals_table(mix: str, rows: Rows) -> Table:
                 row.scheduler.title,
                 f"{row.requests - len(row.failed)}/{row.requests}",
                 f"{speed:.0f}",
-                "-" if math.isnan(ratio) else f"{ratio:.3f}",
+                f"{speed / reference.best.tokens_per_second:.3f}" if reference else "-",
                 fixed(row.best.engine_seconds_per_1000),
                 fixed(row.best.steps_per_1000),
                 f"{row.overload:.3g}x",
@@ -139,7 +133,7 @@ def totals_table(mix: str, rows: Rows) -> Table:
 
 
 def rounds_table(mix: str, rows: Rows) -> Table:
-    """Return every round, what disturbed it and what it is used for."""
+    """Every round, what disturbed it and what it is used for."""
     return Table(
         f"Mix {mix}: rounds",
         [
@@ -171,16 +165,13 @@ def rounds_table(mix: str, rows: Rows) -> Table:
 
 
 def _use(done: Round, row: MixResult) -> str:
-    marks = {
-        "best": done is row.best,
-        "p99": any(done is one for one in row.counted),
-        "noisy": not done.calm,
-    }
-    return " ".join(mark for mark, applies in marks.items() if applies) or "-"
+    counted = any(done is one for one in row.counted)
+    marks = (("best", done is row.best), ("p99", counted), ("noisy", not done.calm))
+    return " ".join(mark for mark, applies in marks if applies) or "-"
 
 
 def mean_waiting(values: LevelValues, level: str) -> float:
-    """Return the mean normalized waiting time of a level, s/token; NaN without requests."""
+    """The mean normalized waiting time of a level, s/token; NaN without requests."""
     return summarize(values.get(level, {}).get("normalized_waiting", ())).mean
 
 
@@ -194,12 +185,12 @@ def fixed(value: float) -> str:
 
 def _misread(mix: str, rows: Rows) -> Iterator[Table]:
     for row in rows.values():
-        texts = {one.index: one.read_level for one in row.misread}
-        if texts:
+        if levels := {one.index: one.read_level for one in row.misread}:
+            title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
             yield Table(
-                f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent",
+                title,
                 ["request", "read as", "text"],
-                [[n, level, row.workload.requests[n].text] for n, level in texts.items()],
+                [[n, level, row.workload.requests[n].text] for n, level in levels.items()],
             )
 
 
@@ -215,14 +206,10 @@ def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
 def _spans(log: Path, prefix: str) -> list[Span]:
     """Times in seats of the requests whose ids begin so, in seconds since the first arrival."""
     # The log also has the requests of the warm-up and of the idle engine, without such an id.
-    reader = LogReader(limit=sys.maxsize)
-    requests = [
-        one
-        for one in reader.requests(log)
-        if client_id(one.request).startswith(prefix) and one.spans
-    ]
-    requests.sort(key=lambda one: one.arrival)
-    start = requests[0].arrival if requests else 0.0
+    logged = LogReader(limit=sys.maxsize).requests(log)
+    found = [one for one in logged if client_id(one.request).startswith(prefix) and one.spans]
+    found.sort(key=lambda one: one.arrival)
+    start = found[0].arrival if found else 0.0
     return [
         replace(
             span,
@@ -231,23 +218,16 @@ def _spans(log: Path, prefix: str) -> list[Span]:
             start=span.start - start,
             end=span.end - start,
         )
-        for one in requests
+        for one in found
         for span in one.spans
     ]
 
 
 def targets_table(targets: Iterable[Target]) -> Table:
-    """Return each target with the measured value and a verdict."""
-    return Table(
-        "targets",
-        ["target", "measured", "required", ""],
-        [
-            [
-                one.text,
-                f"{one.measured:.3g}",
-                f"at {'most' if one.at_most else 'least'} {one.required:g}",
-                "met" if one.met else "missed",
-            ]
-            for one in targets
-        ],
-    )
+    """Each target with the measured value and a verdict."""
+    cells = []
+    for one in targets:
+        required = f"at {'most' if one.at_most else 'least'} {one.required:g}"
+        verdict = "met" if one.met else "missed"
+        cells.append([one.text, f"{one.measured:.3g}", required, verdict])
+    return Table("targets", ["target", "measured", "required", ""], cells)

@@ -45,16 +45,16 @@ class Panel(NamedTuple):
         the idle engine for urgency 0, from the first scheduler's rounds; NaN where there is none.
         """
         first = next(iter(rows.values()))
-        names, heights, colors = (self.metric, self.statistic), {}, {}
+
+        def height(levels: Mapping[str, Mapping[str, Summary]], level: str) -> float:
+            return self.scale * statistic_of(levels.get(level, {}), self.metric, self.statistic)
+
+        heights, colors = {}, {}
         for place, row in enumerate(rows.values()):
             title, other = row.scheduler.title, _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
             colors[title] = _COLORS.get(row.scheduler.name, other)
-            heights[title] = [
-                self.scale * statistic_of(row.levels.get(level, {}), *names)
-                for level in first.levels
-            ]
-        idle = self.scale * statistic_of(first.idle_levels.get("0", {}), *names)
-        return heights, colors, idle
+            heights[title] = [height(row.levels, level) for level in first.levels]
+        return heights, colors, height(first.idle_levels, "0")
 
 
 PANELS = (

@@ -20,8 +20,6 @@ from vllm_semantic_sched.policy.facts.files import read_config
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
 """Arguments of `vllm serve` that give refused requests a status and a code."""
-NAMES = ("fcfs", "priority", "semantic", "semantic-true", "semantic-known")
-
 _TITLES = {
     "fcfs": "vLLM FCFS",
     "priority": "vLLM priority",
@@ -29,6 +27,7 @@ _TITLES = {
     "semantic-true": "Semantic (hint)",
     "semantic-known": "Semantic (hint, length stated)",
 }
+NAMES = tuple(_TITLES)
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,21 @@ class SchedulerSpec:
 
     @property
     def title(self) -> str:
-        """The row's heading."""
-        suffix = f" @{self.variant}" if self.variant else ""
-        return _TITLES[self.kind] + suffix
+        return _TITLES[self.kind] + (f" @{self.variant}" if self.variant else "")
 
     @property
     def variant(self) -> str:
-        """Name of the policy, if it is not the run's default: of a file, without folder and
-        ending."""
+        """Name of a policy other than the run's default: of a file, without folder and ending."""
         return Path(self.name.partition("@")[2]).name.removesuffix(".yaml")
 
     @property
     def reads_text(self) -> bool:
         """Whether urgency is read from the text."""
         return self.kind == "semantic"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind.startswith("semantic")
 
     def server_args(self) -> tuple[str, ...]:
         """Return the arguments of `vllm serve` that select this scheduler."""
@@ -76,14 +76,14 @@ class SchedulerSpec:
         """Return `server` with this scheduler, and a log in `folder`; `start` tells apart its
         starts. A scheduler that reads texts gets a copy of its policy with an event log,
         `events_file`."""
-        log = folder / f"server-{self._file_name(start)}.log"
         spec = self
         if self.reads_text:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"policy-{self._file_name(start)}.yaml"
-            events = self.events_file(folder, start)
-            write_logging_policy(self.policy or DEFAULT_POLICY, path, events)
+            policy = self.policy or DEFAULT_POLICY
+            _write_logging_policy(policy, path, self.events_file(folder, start))
             spec = replace(self, policy=str(path.resolve()))
+        log = folder / f"server-{self._file_name(start)}.log"
         return replace(server, log=log, scheduler_args=spec.server_args())
 
     def events_file(self, folder: Path, start: str = "1") -> Path:
@@ -95,13 +95,12 @@ class SchedulerSpec:
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)}-{start}"
 
     def request_id(self, mix: str, index: int) -> str:
-        """The id that the client gives a request, unlike those of other schedulers that the same
-        server stands in for."""
+        """The client's id of a request; no other scheduler on the same server has it."""
         return f"{self.kind}.{mix}-{index}"
 
     def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
-        """Return the fields of the request's body that tell this scheduler the tenant and the
-        urgency, and, for `semantic-known`, the length."""
+        """Return the fields of the body that tell this scheduler tenant and urgency, and, for
+        `semantic-known`, the length."""
         if self.kind == "priority":
             return {"priority": request.level}
         if self.kind == "fcfs":
@@ -121,8 +120,7 @@ def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerS
     differ only in what the requests tell them."""
     groups: dict[object, list[SchedulerSpec]] = {}
     for spec in specs:
-        semantic = spec.kind.startswith("semantic")
-        key = (spec.policy, spec.profile, spec.extra_args) if semantic else None
+        key = (spec.policy, spec.profile, spec.extra_args) if spec.is_ours else None
         groups.setdefault(key, []).append(spec)
     return list(map(tuple, groups.values()))
 
@@ -139,24 +137,22 @@ def parse_schedulers(
     """Parse a list like `fcfs,semantic,semantic@sjf`; profile and host memory for KV (0: none) are
     those of the semantic ones. ValueError if a name is unknown or repeated, or a stock scheduler is
     given a policy."""
-    specs: list[SchedulerSpec] = []
+    specs: dict[str, SchedulerSpec] = {}
     extra = swap_arguments(host_gib) if host_gib else ()
-    for name in (part.strip() for part in names.split(",")):
+    for name in map(str.strip, names.split(",")):
         kind, _, policy = name.partition("@")
+        spec = SchedulerSpec(name, kind, policy or default_policy, extra, profile)
         if kind not in NAMES:
             raise ValueError(f"unknown scheduler {name!r}: choose from {', '.join(NAMES)}")
-        if policy and not kind.startswith("semantic"):
+        if policy and not spec.is_ours:
             raise ValueError(f"{kind} is vLLM's own and takes no policy, got {name!r}")
-        if any(name == spec.name for spec in specs):
+        if name in specs:
             raise ValueError(f"scheduler {name!r} is listed twice")
-        specs.append(SchedulerSpec(name, kind, policy or default_policy, extra, profile))
-    return specs
+        specs[name] = spec
+    return list(specs.values())
 
 
-# What was read from the texts
-
-
-def write_logging_policy(policy: str, path: Path, log: Path) -> None:
+def _write_logging_policy(policy: str, path: Path, log: Path) -> None:
     """Write a copy of a policy to `path` whose event log is `log`, which is emptied. PolicyError if
     the policy does not exist or is invalid."""
     data, source = read_config(policy, kind="policy")

@@ -60,7 +60,9 @@ class ServerConfig:
         # The queueing delay is taken from the engine's own clock, per request.
         args += ["--enable-per-request-metrics", "--stream-interval", str(self.stream_interval)]
         args += ["--logits-processors", _ANSWER_LENGTH]
-        if _is_float32(self.model):
+        file = self.model / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}  # a hub id: vLLM chooses
+        if "float32" in (config.get("dtype"), config.get("torch_dtype")):
             # vLLM's "auto" turns fp32 weights into bf16, where equal logits are common and
             # greedy outputs of two runs cannot be compared.
             args += ["--dtype", "float32"]
@@ -82,9 +84,9 @@ class ServerConfig:
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            # One core stays free for the HTTP server and the client. With a thread on every
-            # core, the threads of each matrix product wait for the one that was interrupted:
-            # on two cores with other programs running, throughput fell to a fifth.
+            # One core stays free for the HTTP server and the client. With a thread on every core,
+            # each matrix product waits for the thread that was interrupted: on two cores with
+            # other programs running, throughput fell to a fifth.
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
             # On a CPU vLLM runs the worker in another process to place its threads. The settings
             # above make this unnecessary, and the scheduler, which polls for the worker's
@@ -104,10 +106,9 @@ def set_priority(process: int, nice: int) -> None:
     """Set the priority of a process and of the processes it starts from now on. PermissionError: a
     priority below 0 needs root."""
     os.setpriority(os.PRIO_PROCESS, process, nice)
-    # Where Linux groups processes by session, nice counts within a session only, and the
-    # session's own weight is what other programs compete with.
-    # Kernels and sandboxes refuse the weight in their own ways, and limit how often it changes;
-    # without it the priority still counts among the session's own processes.
+    # Where Linux groups processes by session, nice counts within a session only, and the session's
+    # own weight is what other programs compete with. Kernels and sandboxes refuse the weight in
+    # their own ways; without it the priority still counts among the session's own processes.
     with contextlib.suppress(OSError):
         Path(f"/proc/{process}/autogroup").write_text(str(nice))
 
@@ -175,13 +176,12 @@ class VllmServer:
         atexit.unregister(self.stop)
         if process is None:
             return
-        group = process.pid  # the leader's id, as the group was made for it
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # the group was made for it and has its id
         process.wait()
 
     def check(self) -> None:
@@ -215,7 +215,7 @@ class VllmServer:
     def log_tail(self) -> str:
         """Return the last lines of the server's log."""
         lines = self.config.log.read_text(errors="replace").splitlines()
-        return f"--- end of {self.config.log.name} ---\n" + "\n".join(lines[-_LOG_TAIL_LINES:])
+        return "\n".join([f"--- end of {self.config.log.name} ---", *lines[-_LOG_TAIL_LINES:]])
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self.config.start_seconds
@@ -240,12 +240,6 @@ def process_title(command: list[str]) -> str:
     if command[1:2] == ["-m"] and len(command) > 2:
         return command[2]
     return command[0].rsplit("/", 1)[-1] if command else ""
-
-
-def _is_float32(model: Path) -> bool:
-    file = model / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}  # a hub id: vLLM chooses
-    return "float32" in (config.get("dtype"), config.get("torch_dtype"))
 
 
 def free_port() -> int:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.rounds import MixResult, Rows
+from vllm_semantic_sched.lab.bench.rounds import Rows
 from vllm_semantic_sched.lab.report.content import Table
 
-_REFERENCE = "fcfs"
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
 _URGENT_SHOWN = 3
 _OTHERS_SHOWN = 1  # of each less urgent level
@@ -20,16 +19,21 @@ _ANSWER_LENGTH = 70
 def gain_in_words(rows: Rows) -> str:
     """Return what the most urgent requests gain or lose against vLLM's FCFS, and what all requests
     together pay; empty without both schedulers."""
-    row, reference = _own(rows), rows.get(_REFERENCE)
+    # The scheduler to speak of: the one that reads texts, else one that is told the urgency.
+    own = [row for row in rows.values() if row.scheduler.is_ours]
+    row = min(own, key=lambda row: not row.scheduler.reads_text, default=None)
+    reference = rows.get("fcfs")
     if reference is None or row is None:
         return ""
     before, after = reference.p99_ttft(), row.p99_ttft()
+    ours, theirs = (one.levels["all"]["normalized_waiting"].mean for one in (row, reference))
     source = "read from the text" if row.scheduler.reads_text else "given as a hint"
+    paid = "about" if abs(ours / theirs - 1) < _SAME else f"{ours / theirs:.2f} times"
     return (
         f"With the urgency {source}, the most urgent requests had their first token after "
-        f"{_seconds(after)} (p99) where vLLM's FCFS took {_seconds(before)}: "
-        f"{_compared(before / after, 'sooner', 'later')}. All requests together took "
-        f"{_ratio(_waiting(row) / _waiting(reference))} as long per token as under FCFS."
+        f"{_short(after)} s (p99) where vLLM's FCFS took {_short(before)} s: "
+        f"{_compared(before / after)}. All requests together took {paid} as long per token as "
+        "under FCFS."
     )
 
 
@@ -65,12 +69,6 @@ def messages_table(mix: str, rows: Rows) -> Table | None:
     )
 
 
-def _own(rows: Rows) -> MixResult | None:
-    """The scheduler to speak of: the one that reads texts, else one that is told the urgency."""
-    own = [row for row in rows.values() if row.scheduler.kind.startswith("semantic")]
-    return min(own, key=lambda row: not row.scheduler.reads_text, default=None)
-
-
 def _shown(records: Sequence[Record]) -> list[int]:
     """Indexes of a few answered requests of each level, evenly spread over the run."""
     chosen = []
@@ -81,29 +79,17 @@ def _shown(records: Sequence[Record]) -> list[int]:
     return chosen
 
 
-def _compared(factor: float, more: str, less: str) -> str:
+def _compared(factor: float) -> str:
     if not math.isfinite(factor):
         return "not to be compared"
     if abs(factor - 1) < _SAME:
         return "about as soon"
-    return f"{_short(max(factor, 1 / factor))} times {more if factor > 1 else less}"
-
-
-def _ratio(factor: float) -> str:
-    return "about" if abs(factor - 1) < _SAME else f"{factor:.2f} times"
-
-
-def _seconds(value: float) -> str:
-    return f"{_short(value)} s"
+    return f"{_short(max(factor, 1 / factor))} times {'sooner' if factor > 1 else 'later'}"
 
 
 def _short(value: float) -> str:
     """Two digits or all whole ones, never with an exponent."""
     return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"
-
-
-def _waiting(row: MixResult) -> float:
-    return row.levels["all"]["normalized_waiting"].mean
 
 
 def _cut(text: str, length: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,9 +16,7 @@ WITHOUT_HOLDS = "no-holds"
 """Name of the policy file, without its ending, that is the run's policy without holds."""
 
 _TRUE, _TEXT, _KNOWN = "semantic-true", "semantic", "semantic-known"
-
 _ALL = range(LEVELS)
-
 # mix, levels, faster scheduler, other one, least ratio of their mean normalized waiting times
 _WAITING = (
     ("rare", (0,), _TRUE, "priority", 1.25),
@@ -42,10 +41,9 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether the target was reached; False for an undefined measurement."""
-        if self.at_most:
-            return self.measured <= self.required
-        return self.measured >= self.required
+        """False for an undefined measurement."""
+        compare = operator.le if self.at_most else operator.ge
+        return bool(compare(self.measured, self.required))
 
 
 def missed(targets: Iterable[Target]) -> list[str]:
@@ -55,14 +53,8 @@ def missed(targets: Iterable[Target]) -> list[str]:
 
 def check_targets(results: Mapping[str, Rows]) -> list[Target]:
     """Return every target whose mix and schedulers were run; `results` are by mix."""
-    targets: list[Target] = []
-    for mix, rows in results.items():
-        targets += _conditions(mix, rows)
-        targets += _waiting(mix, rows)
-        if mix == "rare":
-            targets += _idle_speed(mix, rows)
-        targets += _cost_of_holds(mix, rows)
-    return targets
+    checks = (_conditions, _waiting, _idle_speed, _cost_of_holds)
+    return [one for mix, rows in results.items() for check in checks for one in check(mix, rows)]
 
 
 def _conditions(mix: str, rows: Rows) -> Iterator[Target]:
@@ -87,9 +79,9 @@ def _waiting(mix: str, rows: Rows) -> Iterator[Target]:
 
 def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
     """Urgent requests run as fast as on an idle engine, however many others wait."""
-    if _TRUE not in rows:
+    true = rows.get(_TRUE)
+    if true is None or mix != "rare":
         return
-    true = rows[_TRUE]
     text = f"{mix}: urgency 0, norm. waiting, {_TRUE} / idle engine"
     yield Target(text, true.best.idle_ratio, 1.2, at_most=True)
     if "0" in true.idle_levels:
