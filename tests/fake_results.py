@@ -5,8 +5,7 @@ from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.compare import idle_sample
-from vllm_semantic_sched.lab.bench.results import Comparison
-from vllm_semantic_sched.lab.bench.rounds import MixResult, Round
+from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, parse_schedulers
 from vllm_semantic_sched.lab.bench.texts import question_source
 from vllm_semantic_sched.lab.bench.usage import Usage

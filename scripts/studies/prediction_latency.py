@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-    from vllm_semantic_sched.lab.bench.rounds import MixResult
+    from vllm_semantic_sched.lab.bench.results import MixResult
 
 _MIX = "even"
 _METRIC = "normalized_waiting"

@@ -23,7 +23,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.lab.bench.rounds import MixResult
+    from vllm_semantic_sched.lab.bench.results import MixResult
 
 _MODES = "optimal,recompute,swap,paper"
 _FCFS = "fcfs"

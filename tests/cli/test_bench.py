@@ -15,7 +15,7 @@ from fake_results import (
 from rich.console import Console
 
 from vllm_semantic_sched.cli import comparison, main, report
-from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.targets import Target, check_targets
 from vllm_semantic_sched.lab.bench.usage import STEPS

@@ -9,7 +9,7 @@ import retention
 from fake_results import fake_records, fake_row, fake_usage, fake_workload
 from kv_copy import Shape, measure
 
-from vllm_semantic_sched.lab.bench.rounds import MixResult
+from vllm_semantic_sched.lab.bench.results import MixResult
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError

@@ -152,7 +152,7 @@ def report_on(
 
     from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor, texts_to_read
     from vllm_semantic_sched.lab.evaluation.page import evaluation_page
-    from vllm_semantic_sched.lab.report.markdown import markdown
+    from vllm_semantic_sched.lab.report.page import markdown
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
@@ -181,7 +181,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
     from vllm_semantic_sched.lab.evaluation.page import summary_page
-    from vllm_semantic_sched.lab.report.markdown import markdown
+    from vllm_semantic_sched.lab.report.page import markdown
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 

@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.report.plan import rate, rows, write_plan
-    from vllm_semantic_sched.lab.report.simulation import plan_page
+    from vllm_semantic_sched.lab.report.plan import plan_page, rate, rows, write_plan
     from vllm_semantic_sched.sim.metrics import is_promised
     from vllm_semantic_sched.sim.plan import QUESTIONS, answer
     from vllm_semantic_sched.sim.runner import mapped
@@ -94,8 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         f"{scenario.settings.description} {rate(now):.3g} requests/s on {now.engines} engine(s)",
         soft_wrap=True,
     )
-    table = ((label, *cells) for label, cells in rows(scenario, answers))
-    print_table("", ("", *scenario.policies), table)
+    print_table("", ("", *scenario.policies), rows(scenario, answers))
     written = [*write_plan(args.output, scenario, answers)]
     written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))

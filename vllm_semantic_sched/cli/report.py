@@ -11,13 +11,13 @@ from vllm_semantic_sched.cli.console import make_table
 from vllm_semantic_sched.lab.bench.metrics import Summary
 from vllm_semantic_sched.lab.bench.page import (
     fixed,
+    gain_in_words,
     mean_waiting,
     rounds_table,
     targets_table,
     totals_table,
 )
-from vllm_semantic_sched.lab.bench.rounds import Rows
-from vllm_semantic_sched.lab.bench.story import gain_in_words
+from vllm_semantic_sched.lab.bench.results import Rows
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.report import content
 

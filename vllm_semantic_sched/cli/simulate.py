@@ -84,8 +84,11 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
 def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.report.simulation import simulation_page
-    from vllm_semantic_sched.lab.report.table import write_results, write_trace
+    from vllm_semantic_sched.lab.report.simulation import (
+        simulation_page,
+        write_results,
+        write_trace,
+    )
     from vllm_semantic_sched.sim.metrics import ALL
     from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
 
@@ -114,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
     """The metric by level, and the totals: a row per cell."""
     from vllm_semantic_sched.lab.report.content import level_title
-    from vllm_semantic_sched.lab.report.table import level_names
+    from vllm_semantic_sched.lab.report.simulation import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
 
     columns = {level_title(level): (level, metric) for level in level_names(cells)}
@@ -126,7 +129,7 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell; `columns` has the level and the metric of each column."""
     from vllm_semantic_sched.lab.report.content import number_text
-    from vllm_semantic_sched.lab.report.table import metric_values, point_texts
+    from vllm_semantic_sched.lab.report.simulation import metric_values, point_texts
 
     fields = list(cells[0].point)
     heads = [field.replace(".", ".\n") for field in fields]

@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.lab.report.simulation import simulation_page
-    from vllm_semantic_sched.lab.report.table import write_results
+    from vllm_semantic_sched.lab.report.simulation import simulation_page, write_results
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
     from vllm_semantic_sched.policy.config import load_policy
 
@@ -74,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 def _print_table(answer: WhatIf, metric: str, title: str) -> None:
     """A row per level, a column per cell."""
     from vllm_semantic_sched.lab.report.content import number_text
-    from vllm_semantic_sched.lab.report.table import level_names, metric_values
+    from vllm_semantic_sched.lab.report.simulation import level_names, metric_values
     from vllm_semantic_sched.sim.metrics import METRICS
 
     columns = ("level", "requests", *(cell.scheduler for cell in answer.cells))

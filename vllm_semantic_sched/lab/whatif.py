@@ -1,18 +1,13 @@
-"""Replays an event log through the simulator under other policies.
-
-The log has arrivals, lengths, levels and predictions of all requests, hashes of their KV blocks,
-and times of the engine's steps. The recorded policy is simulated, too, and compared with what was
-measured: that is the error to expect of the others.
-"""
+"""Replays an event log through the simulator under other policies. The recorded policy is
+simulated, too, and compared with what was measured: that is the error to expect of the others."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +47,21 @@ class UnusableLog(TraceError):
 
 @dataclass(slots=True)
 class Recorded:
-    """A request of the log; times are Unix times.
-
-    Attributes:
-        request: `arrival` is the time at which the engine got it.
-        prediction: None if it was not read, or in vain.
-        read_after: seconds from its arrival to its prediction.
-    """
+    """A request of the log, with Unix times: `request.arrival` at the engine, `first_token` and
+    `end`. `prediction` is None if it was not read, or in vain, and came `read_after` seconds after
+    the arrival."""
 
     request: SimRequest
     first_token: float
     end: float
-    prediction: Prediction | None = None
-    read_after: float | None = None
+    prediction: Prediction | None
+    read_after: float | None
 
 
 @dataclass
 class EngineLog:
-    """What the log has of one engine.
-
-    Attributes:
-        facts: its latest line about the engine.
-        steps: times of steps.
-        requests: by arrival.
-        skipped: requests that cannot be replayed, by reason.
-    """
+    """What the log has of one engine: its latest line about the engine (`facts`), times of steps,
+    requests by arrival, and the number of requests that cannot be replayed, by reason."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -91,12 +76,8 @@ class EngineLog:
 
 
 def read_log(path: Path) -> dict[int, EngineLog]:
-    """The engines of a log and its renamed parts, by number.
-
-    Raises:
-        OSError: the log cannot be read.
-        UnusableLog: it has no line about an engine, or no request that can be replayed.
-    """
+    """The engines of a log and its renamed parts, by number. OSError if it cannot be read;
+    UnusableLog if it has no line about an engine, or no request that can be replayed."""
     engines: dict[int, EngineLog] = {}
     arrivals: dict[tuple[int, str], dict[str, Any]] = {}
     for event in events_in(path):
@@ -130,7 +111,6 @@ def _steps(rows: Sequence[Sequence[int]]) -> Iterator[Step]:
 
 
 def _end(engine: EngineLog, arrival: dict[str, Any] | None, end: dict[str, Any]) -> None:
-    """Take in a request that has ended."""
     if arrival is None:
         engine.skipped["older than the log"] += 1
     elif end["state"] == "refused":
@@ -167,14 +147,8 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The answer: metrics by level.
-
-    Attributes:
-        cells: `MEASURED`, `SAME`, then the other policies.
-        scenarios: of all but the first.
-        verdicts: a sentence about each of the other policies.
-        notes: what the figures do not say.
-    """
+    """A cell for `MEASURED`, `SAME` and each of the other policies; the scenarios of all cells but
+    the first; a sentence about each of the other policies; and what the figures do not say."""
 
     cells: list[Cell]
     scenarios: list[Scenario]
@@ -183,11 +157,7 @@ class WhatIf:
 
 
 def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
-    """Simulate the requests of a log under its own policy and under others.
-
-    Args:
-        policies: by name.
-    """
+    """Simulate the requests of a log under its own policy and under others, by name."""
     profile, fitted = _profile(log)
     recorded = _scenario(log, SAME, log.policy, profile)
     runs = simulate(recorded, SAME, given=_given(log, log.policy)).runs
@@ -199,23 +169,20 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
         run.started = run.started if run.started is not None else run.request.arrival
         run.first_token, run.finish = real.first_token + shift, real.end + shift
         measured.add(run)
-    cells = [
-        Cell(recorder.levels(), [], (), {}, name)
-        for name, recorder in ((MEASURED, measured), (SAME, simulated))
-    ]
-    scenarios = [recorded]
+    recorders = {MEASURED: measured, SAME: simulated}
+    cells = [Cell(one.levels(), [], (), {}, name) for name, one in recorders.items()]
+    scenarios, verdicts = [recorded], []
     for name, policy in policies.items():
-        scenarios.append(_scenario(log, name, policy, profile))
-        task = Task(scenarios[-1], name, 0, _given(log, policy))
+        scenario = _scenario(log, name, policy, profile)
+        task = Task(scenario, name, 0, _given(log, policy))
         cells += cells_of([task], [run_task(task)])
-    pairs = zip(cells[2:], scenarios[1:], strict=True)
-    verdicts = [_verdict(cells[0], cell, scenario) for cell, scenario in pairs]
+        scenarios.append(scenario)
+        verdicts.append(_verdict(cells[0], cells[-1], scenario))
     return WhatIf(cells, scenarios, verdicts, list(_doubts(log, policies, fitted, cells)))
 
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:
-    """Relative errors of the second cell, in the first one's levels and the metrics that are
-    shown."""
+    """Relative errors of the second cell by level of the first one and metric that is shown."""
     measured, simulated = (cell.levels for cell in cells[:2])
     return {
         (level, metric): simulated[level][metric] / row[metric] - 1.0
@@ -235,41 +202,32 @@ def _profile(log: EngineLog) -> tuple[EngineProfile, bool]:
 
 
 def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile) -> Scenario:
-    facts = log.facts
+    names = ("seats", "token_budget", "block_size", "kv_blocks", "prefix_caching")
     delays = [one.read_after for one in log.requests if one.read_after is not None]
     content = {
         "description": "",
         "workload": {"arrivals": "poisson", "requests": len(log.requests)},
         "predictor": {"latency": max(0.0, statistics.median(delays)) if delays else 0.0},
-        "engine": {
-            name: facts[name]
-            for name in ("seats", "token_budget", "block_size", "kv_blocks", "prefix_caching")
-        },
+        "engine": {name: log.facts[name] for name in names},
         "schedulers": {name: {"levels": policy.levels, "default_level": 0}},
     }
     (scenario,) = parse_scenarios(content, "the event log")
-    return dataclasses.replace(
-        scenario, profile=profile, assumed_profile=profile, policies={name: policy}
-    )
+    own = {name: policy}
+    return replace(scenario, profile=profile, assumed_profile=profile, policies=own)
 
 
 def _given(log: EngineLog, policy: Policy) -> Given:
     """The requests and predictions of a log, for a policy with another number of levels, too."""
     start, last = log.requests[0].request.arrival, policy.levels - 1
-    requests = [
-        dataclasses.replace(
-            one.request,
-            index=index,
-            arrival=one.request.arrival - start,
-            level=min(one.request.level, last),
-        )
-        for index, one in enumerate(log.requests)
-    ]
     buckets = stored_buckets(policy.predictor.model) or LengthBuckets((), (1.0,))
-    predictions = [one.prediction for one in log.requests]
-    for place, one in enumerate(predictions):
-        if one is not None and one.length and len(one.length) != len(buckets.means):
-            predictions[place] = Prediction(one.urgency)  # of another model
+    requests, predictions = [], []
+    for index, one in enumerate(log.requests):
+        arrival, level = one.request.arrival - start, min(one.request.level, last)
+        requests.append(replace(one.request, index=index, arrival=arrival, level=level))
+        read = one.prediction
+        if read is not None and read.length and len(read.length) != len(buckets.means):
+            read = Prediction(read.urgency)  # the lengths are of another model
+        predictions.append(read)
     rows = [(r.arrival, r.level, r.prompt_tokens, r.output_tokens) for r in requests]
     arrivals, levels, prompts, outputs = map(np.array, zip(*rows, strict=True))
     workload = Workload(arrivals, levels, prompts, outputs, recorded=requests)
@@ -299,14 +257,12 @@ def _doubts(
     if not fitted:
         yield "The log has too few timed steps: step times are those of the server's profile."
     rows = cells[0].levels.items()
-    few = [level for level, row in rows if level != ALL and row["count"] < _ENOUGH]
-    if few:
+    if few := [level for level, row in rows if level != ALL and row["count"] < _ENOUGH]:
         yield f"Fewer than {_ENOUGH} requests: level {', '.join(few)}; p99 is the slowest of them."
     if log.skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(log.skipped.items()))
         yield f"Requests left out: {reasons}."
-    unread = sum(one.prediction is None and one.request.hint is None for one in log.requests)
-    if unread:
+    if unread := sum(one.prediction is None and one.request.hint is None for one in log.requests):
         yield f"{unread} requests have neither hint nor prediction: they run at the default level."
     levels = max(one.request.level for one in log.requests)
     for name, policy in policies.items():
@@ -334,11 +290,8 @@ def _verdict(measured: Cell, cell: Cell, scenario: Scenario) -> str:
         ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
         text += f", level {last} would take {ratio:.2g} times as long"
     slos = scenario.slos(cell.scheduler)
-    rows = [(level, row) for level, row in cell.levels.items() if level != ALL]
-    promised = [(level, row) for level, row in rows if is_promised(slos[int(level)])]
-    broken = [
-        level for level, row in promised if row["slo_met"] * 100 < slos[int(level)].percentile
-    ]
-    if broken:
+    promised = [level for level in cell.levels if level != ALL and is_promised(slos[int(level)])]
+    kept = {level: cell.levels[level]["slo_met"] * 100 for level in promised}
+    if broken := [level for level in promised if kept[level] < slos[int(level)].percentile]:
         return f"{text}; the promise to level {', '.join(broken)} would be broken."
     return f"{text}; {'no promise would be broken' if promised else 'nothing is promised'}."

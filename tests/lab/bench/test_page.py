@@ -7,7 +7,7 @@ from fake_results import fake_comparison, fake_records, fake_workload
 from html_pages import read_page
 
 from vllm_semantic_sched.lab.bench.page import comparison_page
-from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.report.page import write_page

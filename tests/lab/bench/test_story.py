@@ -3,7 +3,7 @@
 import pytest
 from fake_results import add_fake_round, fake_comparison, fake_workload
 
-from vllm_semantic_sched.lab.bench.story import gain_in_words, messages_table
+from vllm_semantic_sched.lab.bench.page import gain_in_words, messages_table
 
 WORKLOAD = fake_workload(40)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fake_results import add_fake_round, fake_comparison, fake_records, fake_usage, fake_workload
 
-from vllm_semantic_sched.lab.bench.rounds import Round
+from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
 from vllm_semantic_sched.lab.bench.targets import Target, check_targets, missed
 

@@ -59,8 +59,7 @@ class AnswerLength(LogitsProcessor):
             raise ValueError(f"{ANSWER_FIELD} must be [length, end token], got {given!r}")
 
     def is_argmax_invariant(self) -> bool:
-        """False: it decides whether the end token is sampled."""
-        return False
+        return False  # it decides whether the end token is sampled
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and find the rows that sample their last token in this step."""

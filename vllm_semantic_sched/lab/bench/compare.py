@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
-from vllm_semantic_sched.lab.bench.results import Comparison
-from vllm_semantic_sched.lab.bench.rounds import Round, round_name
+from vllm_semantic_sched.lab.bench.results import Comparison, Round, round_name
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_gpu, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage

@@ -1,14 +1,14 @@
 """Time of a scheduling step, and of an arrival, with many waiting requests.
 
-The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All schedulers
-and sizes are built first and then stepped in turn, so that other programs disturb all of them
-alike. Times are CPU time of the thread: a step waits for nothing, so this is what it takes on an
-idle machine.
+The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All are built
+first and then stepped in turn, so that other programs disturb them alike. Times are CPU time of the
+thread: a step waits for nothing, so this is what it takes on an idle machine.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ request on vLLM's input thread before that."""
 URGENT_PARTS = ("preempts", "beside")
 """What is timed around an urgent request: the `schedule()` that preempts for it, and the next one,
 in which others run beside it."""
-
 ARRIVALS = 2  # new requests per step
 
 _FINISH_EVERY = 8  # steps per finished request
@@ -63,13 +62,13 @@ class SaturatedScheduler:
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
-        shape: dict[str, Any] = {"max_num_seqs": running, "num_blocks": running * blocks_per_seat}
+        ours: dict[str, Any] = {}
         if case.policy is not None:
-            shape |= {
-                "scheduler_class": SemanticScheduler,
-                "semantic_sched": {"policy": case.policy},
-            }
-        self.scheduler = standalone.build_scheduler(**shape)
+            config = {"policy": case.policy}
+            ours = {"scheduler_class": SemanticScheduler, "semantic_sched": config}
+        self.scheduler = standalone.build_scheduler(
+            max_num_seqs=running, num_blocks=running * blocks_per_seat, **ours
+        )
         if case.text:
             standalone.read_texts(self.scheduler)
         self._text = case.text
@@ -87,8 +86,8 @@ class SaturatedScheduler:
             raise RuntimeError(f"expected {running} running, {waiting} waiting, got {counts}")
 
     def new_request(self, level: int | None = None) -> Any:
-        """Make a request without adding it; by default at a random level from 1 to 4, or without a
-        level if texts are read."""
+        """Make a request without adding it; by default at a random level from 1 to 4, or at none if
+        texts are read."""
         self._count += 1
         if level is None and not self._text:
             level = self._random.randint(1, 4)
@@ -102,18 +101,16 @@ class SaturatedScheduler:
 
     def prepare(self, request: Any) -> None:
         """Do what vLLM's input thread does with a new request once it is built."""
-        arrivals = getattr(self.scheduler, "arrivals", None)
-        if arrivals is not None:
-            arrivals.prepare(request)
+        if hasattr(self.scheduler, "arrivals"):
+            self.scheduler.arrivals.prepare(request)
 
     def arrive(self, request: Any) -> None:
-        """Prepare and add a request."""
         self.prepare(request)
         self.scheduler.add_request(request)
 
     def model_output(self, step: Any, finish_one: bool = False, finish: str | None = None) -> Any:
-        """Return a model's output for a step; with the last token of the request `finish`, or with
-        `finish_one` of a random one."""
+        """Return a model's output for a step, with the last token of the request `finish` or, with
+        `finish_one`, of a random one."""
         if finish_one and step.num_scheduled_tokens:
             finish = self._random.choice(list(step.num_scheduled_tokens))
         if finish is not None:
@@ -128,12 +125,11 @@ def measure(
     """Time the parts of so many steps by case and number of waiting requests (`sizes`)."""
     loaded: dict[tuple[str, int], SaturatedScheduler] = {}
     with progress.bar("filling the queues", len(sizes) * len(cases)) as advance:
-        for size in sizes:
-            for name, case in cases.items():
-                loaded[name, size] = SaturatedScheduler(case, running, size)
-                advance()
+        for size, (name, case) in itertools.product(sizes, cases.items()):
+            loaded[name, size] = SaturatedScheduler(case, running, size)
+            advance()
     seconds: dict[tuple[str, int], dict[str, list[float]]] = {
-        case: {part: [] for part in PARTS} for case in loaded
+        key: {part: [] for part in PARTS} for key in loaded
     }
     # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
@@ -148,11 +144,7 @@ def measure(
                 advance()
     finally:
         gc.unfreeze()
-    return {
-        (name, size): {part: _percentiles(seconds[name, size][part]) for part in PARTS}
-        for name in cases
-        for size in sizes
-    }
+    return {key: _percentiles(seconds[key]) for key in itertools.product(cases, sizes)}
 
 
 def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> StepTimes:
@@ -171,7 +163,7 @@ def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> Step
             ends = urgent.request_id if part == "beside" else None
             output = loaded.model_output(step, finish=ends)
             loaded.scheduler.update_from_output(step, output)
-    return {part: _percentiles(values) for part, values in seconds.items()}
+    return _percentiles(seconds)
 
 
 def _time_step(loaded: SaturatedScheduler, finish: bool) -> Iterator[tuple[str, float]]:
@@ -190,9 +182,10 @@ def _time_step(loaded: SaturatedScheduler, finish: bool) -> Iterator[tuple[str, 
     yield "update", time.thread_time() - start
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 in microseconds."""
+def _percentiles(seconds: Mapping[str, Sequence[float]]) -> StepTimes:
     import numpy as np
 
-    p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
-    return {"p50": float(p50), "p99": float(p99)}
+    return {
+        part: {f"p{n}": float(np.percentile(np.array(values) * 1e6, n)) for n in (50, 99)}
+        for part, values in seconds.items()
+    }

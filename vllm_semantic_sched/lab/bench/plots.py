@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_semantic_sched.lab.bench.metrics import Summary
-from vllm_semantic_sched.lab.bench.results import Comparison
-from vllm_semantic_sched.lab.bench.rounds import Rows
+from vllm_semantic_sched.lab.bench.results import Comparison, Rows
 from vllm_semantic_sched.lab.report.content import level_title
 
 if TYPE_CHECKING:

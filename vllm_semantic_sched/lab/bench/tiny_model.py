@@ -1,10 +1,9 @@
 """A small random-weight Llama with a real tokenizer, for load tests without a download.
 
-The output is meaningless, but the rest is real: prompts are tokenized as for any served model, the
-engine runs the same attention and sampling code, and the weights are fp32, so that greedy outputs
-of two schedulers can be compared token by token. The tokenizer is the 32k SentencePiece vocabulary
-in the package data of `mistral_common`, a dependency of vLLM. (Llama, because `transformers` uses
-the splitting rules of the Qwen vocabulary for any Qwen model directory, whatever its files say.)
+The output is meaningless, but tokenizer, attention and sampling are real, and the weights are fp32,
+so that greedy outputs of two schedulers can be compared token by token. The tokenizer is the 32k
+SentencePiece vocabulary in the package data of `mistral_common`, a dependency of vLLM. (Llama,
+because `transformers` splits by the rules of the Qwen vocabulary for any Qwen model directory.)
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 _SENTENCEPIECE_FILE = "mistral_instruct_tokenizer_240323.model.v3"
 _SPACE = "\u2581"
 _STAMP = "semsched_model.json"
 
-# Roles appear in the prompt as plain words: an urgency predictor that reads the served
-# text meets them as it would with a chat model.
+# Roles appear in the prompt as plain words: an urgency predictor that reads the served text meets
+# them as it would with a chat model.
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ m['role'] }}: {{ m['content'] }}\n"
@@ -30,10 +30,8 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModelConfig:
-    """Shape and seed of the model.
-
-    The defaults make the engine, not the HTTP server, the bottleneck on two CPU cores.
-    """
+    """Shape and seed of the model. The defaults make the engine, not the HTTP server, the
+    bottleneck on two CPU cores."""
 
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -41,9 +39,8 @@ class TinyModelConfig:
     num_heads: int = 6
     num_kv_heads: int = 2
     max_model_len: int = 1024
-    # Random weights of ordinary scale make every next token a function of the last one
-    # alone, and greedy decoding falls into a short cycle. A larger scale lets attention
-    # move the result, so that outputs differ between prompts.
+    # With random weights of ordinary scale every next token depends on the last one alone, and
+    # greedy decoding falls into a short cycle. A larger scale gives attention an influence.
     init_std: float = 0.05
     seed: int = 0
 
@@ -122,32 +119,18 @@ def _write_tokenizer(directory: Path) -> None:
         raise FileNotFoundError(f"mistral_common does not carry {_SENTENCEPIECE_FILE}")
     with resources.as_file(source) as path:
         pieces = SentencePieceProcessor(model_file=str(path))
-    size = pieces.vocab_size()
-    vocab = {pieces.id_to_piece(i): i for i in range(size)}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges(pieces, vocab),
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    vocab = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
+    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(pieces, vocab), **options))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*spaces, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(
         [
-            AddedToken(pieces.id_to_piece(i), special=True, normalized=False)
-            for i in range(size)
+            AddedToken(piece, special=True, normalized=False)
+            for piece, i in vocab.items()
             if pieces.is_control(i) or pieces.is_unknown(i)
         ]
     )
@@ -158,17 +141,14 @@ def _write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(str(directory))
 
 
-def _merges(pieces: object, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """The merge list that is equivalent to a SentencePiece BPE vocabulary, which stores scores
     instead: the piece with the best score is merged first, from any two known halves."""
-    ranked: list[tuple[float, int, str, str]] = []
-    for piece, index in vocab.items():
-        if pieces.is_control(index) or pieces.is_byte(index) or len(piece) < 2:  # type: ignore[attr-defined]
-            continue
-        score = pieces.get_score(index)  # type: ignore[attr-defined]
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                ranked.append((-score, index, left, right))
-    ranked.sort()
+    ranked = sorted(
+        (-pieces.get_score(index), index, piece[:cut], piece[cut:])
+        for piece, index in vocab.items()
+        if not pieces.is_control(index) and not pieces.is_byte(index)
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    )
     return [(left, right) for _, _, left, right in ranked]

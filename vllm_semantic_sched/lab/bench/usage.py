@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +29,6 @@ class Usage:
 
     @classmethod
     def now(cls, server: VllmServer) -> Usage:
-        """Read everything."""
         own = psutil.Process().cpu_times()
         machine = psutil.cpu_times()
         stolen = float(getattr(machine, "steal", 0.0))
@@ -74,14 +72,14 @@ class Usage:
 def read_counters(metrics: str) -> dict[str, float]:
     """Parse vLLM's preemptions and steps and the scheduler's counters from /metrics, summed over
     labels."""
-    values: defaultdict[str, float] = defaultdict(float)
+    values: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
+        for name, _, value, *_ in family.samples:
             # A gauge has no meaningful difference.
-            ours = sample.name.startswith("semsched:") and sample.name.endswith("_total")
-            if ours or sample.name in (PREEMPTIONS, STEPS):
-                values[sample.name] += sample.value
-    return dict(values)
+            ours = name.startswith("semsched:") and name.endswith("_total")
+            if ours or name in (PREEMPTIONS, STEPS):
+                values[name] = values.get(name, 0.0) + value
+    return values
 
 
 def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

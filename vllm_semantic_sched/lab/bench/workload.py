@@ -67,8 +67,8 @@ class WorkloadConfig:
 @dataclass(frozen=True)
 class BenchRequest:
     """One request: what is sent, when (`arrival`, seconds after the start), and what only the
-    benchmark knows. The server learns neither the true urgency (`level`) nor the true output
-    length, except where a scheduler is given them on purpose."""
+    benchmark knows: the server learns neither the true urgency (`level`) nor the true output
+    length, unless a scheduler is given them on purpose."""
 
     index: int
     arrival: float
@@ -93,7 +93,6 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
     @property
@@ -157,9 +156,12 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         description = "given by the caller"
     levels = draw_levels(parse_mix(config.mix), LEVELS, config.requests, rng).tolist()
     arrivals = _draw_arrivals(config, rng)
-    # A generator of its own: the same requests with and without long contexts.
-    context_rng = np.random.default_rng([config.seed, 1])
-    tenants = _draw_tenants(config)
+    # Generators of their own: the same requests with and without long contexts and tenants.
+    context_rng, tenant_rng = (np.random.default_rng([config.seed, n]) for n in (1, 2))
+    tenants = [""] * config.requests
+    if config.tenants:
+        drawn = tenant_rng.choice(len(config.tenants), config.requests, p=config.tenants)
+        tenants = [f"tenant {number}" for number in drawn]
     requests = []
     for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
         question = source(rng)
@@ -177,22 +179,10 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     return Workload(config, tuple(requests), description)
 
 
-def _draw_tenants(config: WorkloadConfig) -> list[str]:
-    """The tenant of each request; from a generator of its own, as contexts are."""
-    import numpy as np
-
-    if not config.tenants:
-        return [""] * config.requests
-    rng = np.random.default_rng([config.seed, 2])
-    drawn = rng.choice(len(config.tenants), config.requests, p=config.tenants)
-    return [f"tenant {number}" for number in drawn]
-
-
 def _draw_arrivals(config: WorkloadConfig, rng: np.random.Generator) -> list[float]:
     arrivals: list[float] = []
     burst = 0
     while len(arrivals) < config.requests:
-        size = int(rng.integers(0, config.max_burst + 1))
-        arrivals += [burst * config.gap] * min(size, config.requests - len(arrivals))
+        arrivals += [burst * config.gap] * int(rng.integers(0, config.max_burst + 1))
         burst += 1
-    return arrivals
+    return arrivals[: config.requests]

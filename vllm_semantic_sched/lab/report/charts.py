@@ -93,20 +93,18 @@ def _short(values: Iterable[float]) -> list[Any]:
 def _draw(plot: figure, mark: Mark, columns: Mapping[str, Sequence[Any]]) -> Any:
     source = ColumnDataSource({**columns})
     if isinstance(mark, Line):
-        style = {"line_color": mark.color, "line_dash": "dashed" if mark.dashed else "solid"}
+        style: dict[str, Any] = {"line_color": mark.color, "line_width": 2}
+        style["line_dash"] = "dashed" if mark.dashed else "solid"
         if mark.steps:
-            return plot.step("x", "y", source=source, mode="after", line_width=2, **style)
-        return plot.line("x", "y", source=source, line_width=2, **style)
+            return plot.step("x", "y", source=source, mode="after", **style)
+        return plot.line("x", "y", source=source, **style)
     if isinstance(mark, Points):
         shape: dict[str, Any] = {"marker": "circle", "size": 4}
         if mark.marker == "tick":
             shape = {"marker": "dash", "angle": math.pi / 2, "size": 8, "line_width": 2}
         return plot.scatter("x", "y", source=source, color=mark.color, **shape)
     return plot.quad(
-        left="left",
-        right="right",
-        bottom="bottom",
-        top="top",
+        **{side: side for side in ("left", "right", "bottom", "top")},
         source=source,
         fill_color=mark.color if isinstance(mark.color, str) else "color",
         fill_alpha=mark.opacity,

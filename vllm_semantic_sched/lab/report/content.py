@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Literal
@@ -12,7 +13,6 @@ from typing import Literal
 SERIES_COLORS = ("#2f7ebc", "#d98032", "#1b9e77", "#c03030", "#9467bd", "#8c564b", "#e377c2")
 
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
-_DISTRIBUTION = "vllm-semantic-sched"
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: `sentence` says what was done, `parts` are shown in their order, the configuration
-    (nested keys and values) as YAML, then versions of programs, and of the hardware if it matters.
-    """
+    """`sentence` says what was done; then come `parts` in their order, the configuration (nested
+    keys and values) as YAML, and versions of programs, and of the hardware if it matters."""
 
     title: str
     sentence: str
@@ -98,11 +97,9 @@ class Page:
 def installed_versions(*names: str) -> dict[str, str]:
     """Versions of this package and of those distributions that are installed."""
     versions = {}
-    for name in (*names, _DISTRIBUTION):
-        try:
+    for name in (*names, "vllm-semantic-sched"):
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -123,8 +120,7 @@ def grouped_bars(
     """A chart with a group of bars per name in `groups`, and in each group a bar per series (a
     value per group; NaN leaves the place empty). On a logarithmic axis only positive values have a
     bar; `lowest` is the lowest value that the chart will show beside the bars."""
-    values = [value for heights in series.values() for value in heights if not math.isnan(value)]
-    positive = [value for value in values if value > 0]
+    positive = [value for heights in series.values() for value in heights if value > 0]
     # A bar on a logarithmic axis has no natural foot: let it start below the smallest value.
     foot = min(*positive, lowest) / 2 if log and positive else 0.0
     width = _GROUP_WIDTH / max(1, len(series))
@@ -132,7 +128,7 @@ def grouped_bars(
     for place, (name, heights) in enumerate(series.items()):
         bars = []
         for group, height in enumerate(heights):
-            if not math.isnan(height) and (height > 0 or not log):
+            if height > 0 or not (log or math.isnan(height)):
                 left = group - _GROUP_WIDTH / 2 + place * width
                 label = f"{name}, {groups[group]}: {number_text(height)}"
                 bars.append((left, left + width, foot, height, label))
@@ -161,7 +157,7 @@ def number_text(value: float | None) -> str:
 
 
 def is_word(cell: str | float | None) -> bool:
-    """Whether a cell is no number and does not stand for a missing one."""
+    """Whether a cell is neither a number nor the sign for a missing one."""
     if not isinstance(cell, str):
         return False
     try:

@@ -1,17 +1,16 @@
-"""Writes a page as one HTML file that loads nothing: scripts, styles and data are inside.
-
-Bokeh draws the charts. It comes with the extra `lab`, and is imported when used.
-"""
+"""Writes a page as one HTML file that loads nothing, with scripts, styles and data inside, or its
+texts and tables as Markdown. Bokeh draws the charts; it comes with the extra `lab`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
 import yaml
 
-from vllm_semantic_sched.lab.report.content import Chart, Page, is_word, number_text
+from vllm_semantic_sched.lab.report.content import Chart, Page, Table, is_word, number_text
 
 FILE_NAME = "report.html"
 
@@ -47,3 +46,37 @@ def write_page(page: Page, folder: Path) -> Path:
 def _yaml(values: object) -> str:
     """Values as YAML; what YAML has no form for, such as a path, as text."""
     return yaml.safe_dump(json.loads(json.dumps(values, default=str)), sort_keys=False)
+
+
+def markdown(page: Page, links: Mapping[str, str] | None = None) -> str:
+    """Title, sentence and tables of a page, which read well in a terminal, too, without its charts.
+    `links` are the targets of cells with these texts."""
+    lines = [f"# {page.title}", "", page.sentence, ""]
+    for part in page.parts:
+        if isinstance(part, Table):
+            table = [*_markdown_table(part, links or {}), ""] if part.rows else []
+            lines += [f"## {part.title}", "", *table, *([part.note, ""] if part.note else [])]
+    return "\n".join(lines)
+
+
+def _markdown_table(table: Table, links: Mapping[str, str]) -> Iterator[str]:
+    """Lines with aligned columns; those of numbers to the right."""
+
+    def cell(value: object) -> str:
+        text = str(value).replace("|", "\\|")
+        return f"[{text}]({links[text]})" if text in links else text
+
+    rows = [[cell(value) for value in row] for row in (table.columns, *table.rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    words = [any(map(is_word, column)) for column in zip(*table.rows, strict=True)]
+    words[0] = True
+
+    def line(cells: Sequence[str]) -> str:
+        places = zip(cells, widths, words, strict=True)
+        padded = (text.ljust(width) if word else text.rjust(width) for text, width, word in places)
+        return f"| {' | '.join(padded)} |"
+
+    head, *body = rows
+    yield line(head)
+    yield line(["-" * (width - 1) + ":-"[word] for width, word in zip(widths, words, strict=True)])
+    yield from map(line, body)

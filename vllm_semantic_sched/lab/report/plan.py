@@ -1,4 +1,4 @@
-"""A capacity plan as the rows of a table and as files."""
+"""A capacity plan as the rows of a table, as files and as an HTML page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_semantic_sched.lab.report.content import level_title, number_text
-from vllm_semantic_sched.lab.report.table import write_table
+from vllm_semantic_sched.lab.report.content import (
+    Chart,
+    Line,
+    Page,
+    Table,
+    grouped_bars,
+    level_title,
+    number_text,
+    python_and_versions,
+    series_colors,
+)
+from vllm_semantic_sched.lab.report.gantt import gantt_chart
+from vllm_semantic_sched.lab.report.simulation import write_table
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answers, Question, Trial
@@ -17,7 +28,7 @@ _LEVEL_METRICS = ("slo_met", "ttft_p99", "e2e_mean", "normalized_waiting")
 _ALL_METRICS = ("tokens_per_second", "preemptions_per_minute", "normalized_waiting")
 
 
-def rows(scenario: Scenario, answers: Answers) -> list[tuple[str, list[str]]]:
+def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
     """The table: a label and a cell per scheduler."""
     schedulers = list(scenario.policies)
 
@@ -27,9 +38,9 @@ def rows(scenario: Scenario, answers: Answers) -> list[tuple[str, list[str]]]:
             return ["none" if one is None else number_text(rate(one)) for one in best]
         return [f"more than {MOST_ENGINES}" if one is None else str(one.engines) for one in best]
 
-    lines = [("largest load that keeps all promises, requests/s", cells("load"))]
+    lines = [["largest load that keeps all promises, requests/s", *cells("load")]]
     for question, routing in ENGINE_QUESTIONS.items():
-        lines.append((f"engines for the given load, {routing}", cells(question)))
+        lines.append([f"engines for the given load, {routing}", *cells(question)])
     trials = [answers[scheduler, "now"].trials[0] for scheduler in schedulers]
     promises = scenario.slos(schedulers[-1])
     for level, metric in (
@@ -41,24 +52,31 @@ def rows(scenario: Scenario, answers: Answers) -> list[tuple[str, list[str]]]:
             continue
         label = f"{level_title(level)}: {metric}"
         if metric == "slo_met":
-            label += f" ({promise_text(promises[int(level)])})"
-        lines.append((label, [number_text(value) for value in values]))
+            label += f" ({_promise_text(promises[int(level)])})"
+        lines.append([label, *map(number_text, values)])
     return lines
 
 
-def promise_text(slo: Slo) -> str:
-    """Percentage and targets of an SLO."""
+def _promise_text(slo: Slo) -> str:
     if not is_promised(slo):
         return "no promise"
-    targets = {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e}
+    targets = {name: getattr(slo, name) for name in ("ttft", "tpot", "e2e")}
     texts = [f"{name} {value:g} s" for name, value in targets.items() if value is not None]
     return f"{slo.percentile:g} %: {', '.join(texts)}"
 
 
+def rate(trial: Trial) -> float:
+    """Requests per second of a trial."""
+    return trial.levels[ALL]["requests_per_second"]
+
+
+def _kept(trial: Trial) -> float:
+    """The lowest share of kept promises of any level."""
+    return min(row["slo_met"] for row in trial.levels.values() if "slo_met" in row)
+
+
 def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]:
     """Write plan.csv (the table) and plan.json (all trials); returns their paths."""
-    table = [["", *scenario.policies]]
-    table += [[label, *cells] for label, cells in rows(scenario, answers)]
     content = {
         "scenario": scenario.settings.model_dump(mode="json"),
         "answers": [
@@ -71,14 +89,44 @@ def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]
             for one in answers.values()
         ],
     }
+    table = [["", *scenario.policies], *rows(scenario, answers)]
     return write_table(folder, "plan", table, content)
 
 
-def rate(trial: Trial) -> float:
-    """Requests per second of a trial."""
-    return trial.levels[ALL]["requests_per_second"]
+def plan_page(scenario: Scenario, answers: Answers) -> Page:
+    """Kept promises over the load, engines for the given load, all trials as a table, and the
+    seats of each policy at the given load."""
+    schedulers = list(scenario.policies)
+    colors = series_colors(schedulers)
+    now = answers[schedulers[0], "now"].trials[0]
+    lines, engines = [], {}
+    for name in schedulers:
+        trials = sorted(answers[name, "load"].trials, key=lambda trial: trial.load)
+        lines.append(Line(name, [*map(rate, trials)], [*map(_kept, trials)], colors[name]))
+        best = [answers[name, question].best for question in ENGINE_QUESTIONS]
+        engines[name] = [math.nan if one is None else one.engines for one in best]
+    title, routings = "Engines for the given load", list(ENGINE_QUESTIONS.values())
+    parts: list[Table | Chart] = [
+        Table("Plan", ["", *schedulers], rows(scenario, answers)),
+        Chart("Lowest share of kept promises, any level", "requests/s", "share", lines),
+        grouped_bars(title, "engines", routings, engines, colors, log=False),
+    ]
+    for name in schedulers:
+        answer = answers[name, "now"]
+        requests = round(answer.trials[0].levels[ALL]["count"])
+        parts.append(gantt_chart(f"Seats at the given load: {name}", answer.spans, requests))
+    parts.append(_trials(answers))
+    description = scenario.settings.description or "Capacity plan."
+    sentence = f"{description} {rate(now):.3g} requests/s on {now.engines} engine(s)."
+    configuration = scenario.settings.model_dump(mode="json")
+    return Page("Capacity plan", sentence, parts, configuration, python_and_versions("numpy"))
 
 
-def kept(trial: Trial) -> float:
-    """The lowest share of kept promises of any level."""
-    return min(row["slo_met"] for row in trial.levels.values() if "slo_met" in row)
+def _trials(answers: Answers) -> Table:
+    columns = ["policy", "question", "requests/s", "engines", "kept promises", "holds"]
+    cells: list[list[str | float]] = []
+    for one in answers.values():
+        for trial in one.trials:
+            figures = rate(trial), trial.engines, _kept(trial), "yes" if trial.holds else "no"
+            cells.append([one.scheduler, one.question, *figures])
+    return Table("Trials", columns, cells, note="Kept promises: the lowest share of any level.")

@@ -1,9 +1,12 @@
-"""The HTML pages of a simulation and of a capacity plan."""
+"""A simulation's results as rows, files and an HTML page. Only scenario and seed change them."""
 
 from __future__ import annotations
 
+import csv
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from vllm_semantic_sched.lab.report.content import (
     Boxes,
@@ -17,22 +20,86 @@ from vllm_semantic_sched.lab.report.content import (
     series_colors,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
-from vllm_semantic_sched.lab.report.plan import kept, rate, rows
-from vllm_semantic_sched.lab.report.table import (
-    level_names,
-    metric_panels,
-    metric_rows,
-    metric_values,
-    title_of,
-)
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
-from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, Answers
 from vllm_semantic_sched.sim.runner import Cell
-from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Settings
-from vllm_semantic_sched.sim.spans import level_color
+from vllm_semantic_sched.sim.spans import chrome_trace, level_color
 
 _MOST_CELLS = 6  # with charts over time
+
+# Rows
+
+
+def level_names(cells: Sequence[Cell]) -> list[str]:
+    """All rows that a cell has, most urgent first, `all` last."""
+    names = {name for cell in cells for name in cell.levels} - {ALL}
+    return [*sorted(names, key=int), ALL]
+
+
+def point_texts(cell: Cell) -> list[str]:
+    """The values of the swept fields as text."""
+    return [v if isinstance(v, str) else json.dumps(v) for v in cell.point.values()]
+
+
+def metric_values(cells: Sequence[Cell], level: str, metric: str) -> list[float]:
+    """A metric of one level in each cell; NaN if it is not defined there."""
+    return [cell.levels.get(level, {}).get(metric, math.nan) for cell in cells]
+
+
+def _metric_rows(
+    cells: Sequence[Cell], title: Callable[[str], str] = str
+) -> tuple[list[str], list[str], list[list[str | float | None]]]:
+    """Names of the metrics that any cell has, and a table of them: its columns, and a row per cell
+    and level, with the level's `title`."""
+    metrics = [name for name in METRICS if any(name in cell.levels[ALL] for cell in cells)]
+    rows: list[list[str | float | None]] = [
+        [*point_texts(cell), cell.scheduler, title(level), *map(row.get, metrics)]
+        for cell in cells
+        for level, row in cell.levels.items()
+    ]
+    return metrics, [*cells[0].point, "scheduler", "level", *metrics], rows
+
+
+# Files
+
+
+def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
+    """Write results.csv (a row per cell and level) and results.json (the same and the scenario);
+    returns their paths."""
+    metrics, head, rows = _metric_rows(cells)
+    content = {
+        "scenario": settings.model_dump(mode="json"),
+        "metrics": {name: METRICS[name] for name in metrics},
+        "results": [
+            {"point": cell.point, "scheduler": cell.scheduler, "levels": cell.levels}
+            for cell in cells
+        ],
+    }
+    return write_table(folder, "results", [head, *rows], content)
+
+
+def write_table(
+    folder: Path, name: str, rows: Iterable[Iterable[object]], document: object
+) -> list[Path]:
+    """Write NAME.csv, with an empty cell for None, and NAME.json; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table, facts = folder / f"{name}.csv", folder / f"{name}.json"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    facts.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return [table, facts]
+
+
+def write_trace(path: Path, cell: Cell) -> None:
+    """Write the seats of all requests and the queue depth as a Chrome trace."""
+    depths = [
+        (time, {f"urgency {level}": count for level, count in enumerate(counts)})
+        for time, counts in cell.depth
+    ]
+    path.write_text(json.dumps(chrome_trace(cell.spans, depths)) + "\n", encoding="utf-8")
+
+
+# Page
 
 
 def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> Page:
@@ -41,68 +108,64 @@ def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> P
     sentence = settings.description or "Simulated schedulers."
     if len(followed) < len(cells):
         sentence += f" Charts over time are of the first {len(followed)} of {len(cells)} cells."
-    axis_fields = list(settings.sweep[0]) if settings.sweep else []
-    metrics, head, rows = metric_rows(cells, level_title)
-    parts: list[Table | Chart] = [
-        *_metric_charts(cells, metric, axis_fields),
-        Table("All metrics", head, rows, "; ".join(f"{name}: {METRICS[name]}" for name in metrics)),
-    ]
+    metrics, head, rows = _metric_rows(cells, level_title)
+    note = "; ".join(f"{name}: {METRICS[name]}" for name in metrics)
+    if settings.sweep:
+        parts: list[Table | Chart] = [*_swept_charts(cells, metric, list(settings.sweep[0]))]
+    else:
+        parts = [_level_chart(cells, metric)]
+    parts.append(Table("All metrics", head, rows, note))
     for cell in followed:
+        name = " ".join([cell.scheduler, *(f"{key}={value}" for key, value in cell.point.items())])
         requests = round(cell.levels[ALL]["count"])
-        parts.append(gantt_chart(f"Seats: {title_of(cell)}", cell.spans, requests))
-        parts.append(_depth_chart(cell))
-    return Page(
-        "Simulation",
-        sentence,
-        parts,
-        settings.model_dump(mode="json"),
-        python_and_versions("numpy"),
-    )
+        parts.append(gantt_chart(f"Seats: {name}", cell.spans, requests))
+        parts.append(_depth_chart(f"Queue depth: {name}", cell))
+    configuration = settings.model_dump(mode="json")
+    return Page("Simulation", sentence, parts, configuration, python_and_versions("numpy"))
 
 
-def _metric_charts(
-    cells: Sequence[Cell], metric: str, axis_fields: Sequence[str]
-) -> Iterator[Chart]:
-    """A line per level over the first axis of the sweep; without a sweep, a bar per level and
-    scheduler."""
+def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:
+    """A bar per level and scheduler."""
     levels = level_names(cells)
-    if not axis_fields:
-        names = [cell.scheduler for cell in cells]
-        series = {
-            cell.scheduler: [metric_values([cell], level, metric)[0] for level in levels]
-            for cell in cells
+    series = {
+        cell.scheduler: [metric_values([cell], level, metric)[0] for level in levels]
+        for cell in cells
+    }
+    title, colors = f"{metric}: {METRICS[metric]}", series_colors(list(series))
+    return grouped_bars(title, metric, list(map(level_title, levels)), series, colors)
+
+
+def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> Iterator[Chart]:
+    """A line per level over the first axis of the sweep; a chart for each scheduler and point of
+    the other axes."""
+    charts: dict[str, list[Cell]] = {}
+    for cell in cells:
+        others = [
+            f"{field.split('.')[-1]}={value}"
+            for field, value in cell.point.items()
+            if field not in axis
+        ]
+        charts.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
+    for title, members in charts.items():
+        lines = [
+            Line(
+                level_title(level),
+                range(len(members)),
+                metric_values(members, level, metric),
+                "#000000" if level == ALL else level_color(int(level)),
+                dashed=level == ALL,
+            )
+            for level in level_names(cells)
+        ]
+        ticks = {
+            float(place): ", ".join(str(cell.point[field]) for field in axis)
+            for place, cell in enumerate(members)
         }
-        yield grouped_bars(
-            f"{metric}: {METRICS[metric]}",
-            metric,
-            list(map(level_title, levels)),
-            series,
-            series_colors(names),
-        )
-        return
-    for title, members in metric_panels(cells, axis_fields).items():
-        texts = [", ".join(str(cell.point[field]) for field in axis_fields) for cell in members]
-        yield Chart(
-            f"{metric}: {title}",
-            ", ".join(axis_fields),
-            metric,
-            [
-                Line(
-                    level_title(level),
-                    range(len(members)),
-                    metric_values(members, level, metric),
-                    "#000000" if level == ALL else level_color(int(level)),
-                    dashed=level == ALL,
-                )
-                for level in levels
-            ],
-            note=METRICS[metric],
-            x_ticks={float(place): text for place, text in enumerate(texts)},
-            log_y=True,
-        )
+        head = f"{metric}: {title}", ", ".join(axis), metric
+        yield Chart(*head, lines, note=METRICS[metric], x_ticks=ticks, log_y=True)
 
 
-def _depth_chart(cell: Cell) -> Chart:
+def _depth_chart(title: str, cell: Cell) -> Chart:
     """Waiting requests over time, stacked by level."""
     times = [time for time, _ in cell.depth]
     half = times[0]  # the first bin starts at 0
@@ -118,74 +181,4 @@ def _depth_chart(cell: Cell) -> Chart:
         ]
         marks.append(Boxes(name, boxes, level_color(level)))
         below = above
-    title = f"Queue depth: {title_of(cell)}"
     return Chart(title, "seconds", "waiting requests", marks, height=260)
-
-
-def _trials(answers: Answers) -> Table:
-    return Table(
-        "Trials",
-        ["policy", "question", "requests/s", "engines", "kept promises", "holds"],
-        [
-            [
-                one.scheduler,
-                one.question,
-                rate(trial),
-                trial.engines,
-                kept(trial),
-                "yes" if trial.holds else "no",
-            ]
-            for one in answers.values()
-            for trial in one.trials
-        ],
-        note="Kept promises: the lowest share of any level.",
-    )
-
-
-def plan_page(scenario: Scenario, answers: Answers) -> Page:
-    """Kept promises over the load, engines for the given load, all trials as a table, and the
-    seats of each policy at the given load."""
-    schedulers = list(scenario.policies)
-    colors = series_colors(schedulers)
-    now = answers[schedulers[0], "now"].trials[0]
-    table = [[label, *cells] for label, cells in rows(scenario, answers)]
-    parts: list[Table | Chart] = [
-        Table("Plan", ["", *schedulers], table),
-        Chart(
-            "Lowest share of kept promises, any level",
-            "requests/s",
-            "share",
-            [_kept_line(answers, scheduler, colors[scheduler]) for scheduler in schedulers],
-        ),
-        grouped_bars(
-            "Engines for the given load",
-            "engines",
-            [*ENGINE_QUESTIONS.values()],
-            {scheduler: _engines(answers, scheduler) for scheduler in schedulers},
-            colors,
-            log=False,
-        ),
-    ]
-    for scheduler in schedulers:
-        answer = answers[scheduler, "now"]
-        requests = round(answer.trials[0].levels[ALL]["count"])
-        parts.append(gantt_chart(f"Seats at the given load: {scheduler}", answer.spans, requests))
-    parts.append(_trials(answers))
-    description = scenario.settings.description or "Capacity plan."
-    return Page(
-        "Capacity plan",
-        f"{description} {rate(now):.3g} requests/s on {now.engines} engine(s).",
-        parts,
-        scenario.settings.model_dump(mode="json"),
-        python_and_versions("numpy"),
-    )
-
-
-def _engines(answers: Answers, scheduler: str) -> list[float]:
-    best = [answers[scheduler, question].best for question in ENGINE_QUESTIONS]
-    return [math.nan if one is None else one.engines for one in best]
-
-
-def _kept_line(answers: Answers, scheduler: str, color: str) -> Line:
-    trials = sorted(answers[scheduler, "load"].trials, key=lambda trial: trial.load)
-    return Line(scheduler, list(map(rate, trials)), list(map(kept, trials)), color)

@@ -44,17 +44,16 @@ def trace_page(
         note="Times in seconds; held: sum over all requests. Last columns: preemptions by what "
         "happened to the KV.",
     )
-    return Page(
-        "Event log",
-        sentence,
-        [table, gantt_chart("Seats", spans, requests), _depth_chart(reader)],
-        options,
-        python_and_versions("vllm"),
-    )
+    parts: list[Table | Chart] = [
+        table,
+        gantt_chart("Seats", spans, requests),
+        _depth_chart(reader),
+    ]
+    return Page("Event log", sentence, parts, options, python_and_versions("vllm"))
 
 
 def _depth_chart(reader: LogReader) -> Chart:
-    """Waiting requests per tier, at most `_MOST_POINTS` times."""
+    """Waiting requests per tier."""
     depths = reader.depths[:: len(reader.depths) // _MOST_POINTS + 1]
     times = [time for time, _ in depths]
     tiers = sorted({tier for _, counts in depths for tier in counts})
