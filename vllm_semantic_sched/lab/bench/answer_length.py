@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Answer(NamedTuple):
-    """`written` is vLLM's own list of the output tokens so far, which grows with every step."""
-
     length: int
     end_token: int
     forbidden: tuple[int, ...]
-    written: Sequence[int]
-
-    @property
-    def at_end(self) -> bool:
-        return len(self.written) + 1 >= self.length
+    written: Sequence[int]  # vLLM's own list of the output tokens, which grows with every step
 
 
 class AnswerLength(LogitsProcessor):
@@ -64,14 +58,15 @@ class AnswerLength(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and find the rows that sample their last token in this step."""
         changed = process_dict_updates(self._answers, batch_update, _new_answer)
-        ending = {row for row, answer in self._answers.items() if answer.at_end}
+        answers = self._answers.items()
+        ending = {row for row, answer in answers if len(answer.written) + 1 >= answer.length}
         if not changed and ending == self._ending:
             return
         self._ending = ending
         self._forced = self._places((row, self._answers[row].end_token) for row in ending)
         self._forbidden = self._places(
             (row, token)
-            for row, answer in self._answers.items()
+            for row, answer in answers
             if row not in ending
             for token in answer.forbidden
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +129,15 @@ def compare(
     return run.comparison
 
 
+@dataclass
 class _Run:
     """A comparison under way. `workloads` get their pace from the first server."""
 
-    def __init__(self, plan: RunPlan, comparison: Comparison, progress: Progress) -> None:
-        self.plan = plan
-        self.comparison = comparison
-        self.progress = progress
-        self.workloads: Sequence[Workload] | None = None
-        self._idle: dict[str, tuple[Sequence[Record], Usage]] = {}  # by mix
+    plan: RunPlan
+    comparison: Comparison
+    progress: Progress
+    workloads: Sequence[Workload] | None = None
+    idle: dict[str, tuple[Sequence[Record], Usage]] = field(default_factory=dict)  # by mix
 
     def server(self, visit: Visit) -> VllmServer:
         """The server of a visit, not started."""
@@ -146,8 +146,7 @@ class _Run:
     def serve(self, visit: Visit, server: VllmServer) -> tuple[str, ...]:
         """Measure the visit's mixes on its server, which is started and stopped here, and add the
         rounds; return the mixes with too much steal."""
-        plan, leader = self.plan, visit.leader
-        number = f"round {visit.name} of {plan.rounds}"
+        number = f"round {visit.name} of {self.plan.rounds}"
         names = ", ".join(spec.name for spec in visit.specs)
         self.progress.message(f"starting the server: {names}, {number}")
         done: list[tuple[SchedulerSpec, str, Round]] = []
@@ -159,13 +158,12 @@ class _Run:
                 if self.workloads is None:
                     self.workloads = self._set_pace(client)
                 for workload in self.workloads:
-                    mix = workload.config.mix
-                    if mix in visit.mixes:
+                    if (mix := workload.config.mix) in visit.mixes:
                         label = f"{spec.name}, {number}, {mix}"
                         found = self._measure(visit, spec, workload, server, label)
                         self.comparison.add(spec, workload, found)
                         done.append((spec, mix, found))
-        levels = read_levels(leader.events_file(plan.output, visit.name))
+        levels = read_levels(visit.leader.events_file(self.plan.output, visit.name))
         for spec, mix, found in done:
             for record in found.records:
                 record.read_level = levels.get(spec.request_id(mix, record.index))
@@ -197,10 +195,10 @@ class _Run:
         server.check()
         loaded = Usage.now(server)
         # Not before the load: the predictor would remember the texts.
-        if not self.plan.quick or mix not in self._idle:
+        if not self.plan.quick or mix not in self.idle:
             alone = measure_idle(client, workload, f"{label}, idle engine", self.plan.quick)
-            self._idle[mix] = alone, Usage.now(server).since(loaded)
-        idle, idle_usage = self._idle[mix]
+            self.idle[mix] = alone, Usage.now(server).since(loaded)
+        idle, idle_usage = self.idle[mix]
         usage, found = loaded.since(start), self._differences(records, workload, client)
         return Round(visit.number, records, visit.attempt, idle, usage, idle_usage, found)
 

@@ -21,7 +21,7 @@ PREDICTOR = "vllm_semantic_sched.predict.worker"
 
 _ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
 _LOG_TAIL_LINES = 40
-_STOP_GRACE_SECONDS = 10.0
+_START_SECONDS, _STOP_GRACE_SECONDS = 240.0, 10.0
 
 
 class ServerFailed(RuntimeError):
@@ -42,11 +42,9 @@ class ServerConfig:
     seats: int = 16
     num_blocks: int | None = 96
     block_size: int = 32
-    kv_cache_bytes: int = 256 * 2**20
-    # Tokens per streamed message after the first. Formatting one message per token would
-    # cost a small model's server more than the tokens do.
+    # Tokens per streamed message after the first. Formatting one message per token would cost a
+    # small model's server more than the tokens do.
     stream_interval: int = 8
-    start_seconds: float = 240.0
     nice: int = 0
     scheduler_args: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
@@ -72,7 +70,7 @@ class ServerConfig:
         if not has_gpu():
             # Memory may appear in small steps on a virtual machine: give sizes explicitly.
             args += ["--gpu-memory-utilization", "0.7", "--enforce-eager"]
-            args += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+            args += ["--kv-cache-memory-bytes", str(256 * 2**20)]
         return [*args, *self.scheduler_args, *self.extra_args]
 
     def process_environment(self) -> dict[str, str]:
@@ -115,15 +113,14 @@ def set_priority(process: int, nice: int) -> None:
 
 def prefer_client(server_nice: int) -> None:
     """Give this process a higher priority than the servers it will start, if that is allowed. A
-    client without enough CPU time sends late and reads late; `latest send` in the report shows by
-    how much."""
+    client without enough CPU time sends and reads late; see `latest send` in the report."""
     with contextlib.suppress(PermissionError):
         set_priority(os.getpid(), max(-20, server_nice - 10))
 
 
 class VllmServer:
-    """A running server; `with VllmServer(config) as server:` starts and always stops it.
-    ServerFailed on entry, if the server ends or is not healthy in time."""
+    """A server that runs in a `with` block; ServerFailed on entry if it ends or is not healthy in
+    time."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -213,12 +210,11 @@ class VllmServer:
             return str(reply.read().decode())
 
     def log_tail(self) -> str:
-        """Return the last lines of the server's log."""
         lines = self.config.log.read_text(errors="replace").splitlines()
         return "\n".join([f"--- end of {self.config.log.name} ---", *lines[-_LOG_TAIL_LINES:]])
 
     def _wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + self.config.start_seconds
+        deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             self.check()
             try:
@@ -230,9 +226,8 @@ class VllmServer:
                 if isinstance(error, urllib.error.HTTPError) and error.code != 503:
                     return
                 time.sleep(0.25)
-        raise ServerFailed(
-            f"the server was not healthy after {self.config.start_seconds:.0f} s\n{self.log_tail()}"
-        )
+        late = f"the server was not healthy after {_START_SECONDS:.0f} s"
+        raise ServerFailed(f"{late}\n{self.log_tail()}")
 
 
 def process_title(command: list[str]) -> str:

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm import config
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -69,7 +61,7 @@ def build_scheduler(
     semantic_sched: dict[str, Any] | None = None,
     async_scheduling: bool = False,
     prefix_caching: bool = False,
-    kv_transfer_config: KVTransferConfig | None = None,
+    kv_transfer_config: config.KVTransferConfig | None = None,
     sliding_window: int | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
@@ -78,15 +70,15 @@ def build_scheduler(
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
-        model_config = ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
-    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
+        model_config = config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
+    cache_config = config.CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
     cache_config.num_gpu_blocks = num_blocks
-    vllm_config = VllmConfig(
+    vllm_config = config.VllmConfig(
         model_config=model_config,
         cache_config=cache_config,
-        parallel_config=ParallelConfig(),
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
+        parallel_config=config.ParallelConfig(),
+        device_config=config.DeviceConfig("cpu"),
+        scheduler_config=config.SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=model_config.max_model_len,

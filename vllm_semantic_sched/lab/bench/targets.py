@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_semantic_sched.lab.bench.results import Rows
 from vllm_semantic_sched.lab.bench.workload import LEVELS
-
-MIN_OVERLOAD = 5.0
-MIN_REQUESTS = 400
-MIN_ROUNDS = 2
-WITHOUT_HOLDS = "no-holds"
-"""Name of the policy file, without its ending, that is the run's policy without holds."""
 
 _TRUE, _TEXT, _KNOWN = "semantic-true", "semantic", "semantic-known"
 _ALL = range(LEVELS)
@@ -53,20 +47,24 @@ def missed(targets: Iterable[Target]) -> list[str]:
 
 def check_targets(results: Mapping[str, Rows]) -> list[Target]:
     """Return every target whose mix and schedulers were run; `results` are by mix."""
-    checks = (_conditions, _waiting, _idle_speed, _cost_of_holds)
-    return [one for mix, rows in results.items() for check in checks for one in check(mix, rows)]
+    return [
+        replace(one, text=f"{mix}: {one.text}")
+        for mix, rows in results.items()
+        for check in (_conditions, _waiting, _idle_speed, _cost_of_holds)
+        for one in check(mix, rows)
+    ]
 
 
 def _conditions(mix: str, rows: Rows) -> Iterator[Target]:
     """The load for which the other targets are meant."""
     for name, row in rows.items():
         answered = 1 - len(row.failed) / row.requests
-        yield Target(f"{mix}: share of requests answered, {name}", answered, 1.0)
+        yield Target(f"share of requests answered, {name}", answered, 1.0)
     first = next(iter(rows.values()))
-    yield Target(f"{mix}: overload, {first.scheduler.name}", first.overload, MIN_OVERLOAD)
-    yield Target(f"{mix}: requests", len(first.workload.requests), MIN_REQUESTS)
+    yield Target(f"overload, {first.scheduler.name}", first.overload, 5.0)
+    yield Target("requests", len(first.workload.requests), 400)
     rounds = min(len({done.number for done in row.rounds}) for row in rows.values())
-    yield Target(f"{mix}: rounds of every scheduler", rounds, MIN_ROUNDS)
+    yield Target("rounds of every scheduler", rounds, 2)
 
 
 def _waiting(mix: str, rows: Rows) -> Iterator[Target]:
@@ -74,7 +72,7 @@ def _waiting(mix: str, rows: Rows) -> Iterator[Target]:
         if wanted == mix and name in rows and other in rows:
             ratio = rows[other].mean_waiting(levels) / rows[name].mean_waiting(levels)
             scope = "all levels" if len(levels) == LEVELS else "urgency 0"
-            yield Target(f"{mix}: {scope}, norm. waiting, {other} / {name}", ratio, required)
+            yield Target(f"{scope}, norm. waiting, {other} / {name}", ratio, required)
 
 
 def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
@@ -82,31 +80,32 @@ def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
     true = rows.get(_TRUE)
     if true is None or mix != "rare":
         return
-    text = f"{mix}: urgency 0, norm. waiting, {_TRUE} / idle engine"
+    text = f"urgency 0, norm. waiting, {_TRUE} / idle engine"
     yield Target(text, true.best.idle_ratio, 1.2, at_most=True)
     if "0" in true.idle_levels:
         ratio = true.p99_ttft() / true.idle_levels["0"]["ttft"].p99
-        text = f"{mix}: urgency 0, p99 TTFT, {_TRUE} / idle engine"
+        text = f"urgency 0, p99 TTFT, {_TRUE} / idle engine"
         yield Target(text, ratio, 4.0, at_most=True)
     if _TEXT in rows:
         ratio = rows[_TEXT].p99_ttft(without=rows[_TEXT].misread) / true.p99_ttft()
-        text = f"{mix}: urgency 0 without misread, p99 TTFT, {_TEXT} / {_TRUE}"
+        text = f"urgency 0 without misread, p99 TTFT, {_TEXT} / {_TRUE}"
         yield Target(text, ratio, 1.5, at_most=True)
 
 
 def _cost_of_holds(mix: str, rows: Rows) -> Iterator[Target]:
-    """What the scheduler costs without holds, and what holds cost the less urgent."""
-    plain = next((row for row in rows.values() if row.scheduler.variant == WITHOUT_HOLDS), None)
+    """What the scheduler costs without holds, and what holds cost the less urgent; `no-holds` is
+    the run's policy without holds."""
+    plain = next((row for row in rows.values() if row.scheduler.variant == "no-holds"), None)
     if plain is None:
         return
     name = plain.scheduler.name
     if "fcfs" in rows:
         ours, theirs = (row.best.engine_seconds_per_1000 for row in (plain, rows["fcfs"]))
-        text = f"{mix}: EngineCore CPU per output token, {name} / fcfs"
+        text = f"EngineCore CPU per output token, {name} / fcfs"
         yield Target(text, ours / theirs, 1.03, at_most=True)
     holding = rows.get(plain.scheduler.kind)
     if holding is not None:
         less_urgent = range(1, LEVELS)
         ratio = holding.mean_waiting(less_urgent) / plain.mean_waiting(less_urgent)
-        text = f"{mix}: urgency 1 to 4, norm. waiting, {holding.scheduler.name} / {name}"
+        text = f"urgency 1 to 4, norm. waiting, {holding.scheduler.name} / {name}"
         yield Target(text, ratio, 1.05, at_most=True)
