@@ -51,7 +51,7 @@ def figures_of(records: Sequence[Record]) -> Figures:
     return {
         "0": _per_token(urgent),
         "all": _per_token(records),
-        "tokens_per_second": throughput([records]),
+        "tokens_per_second": throughput(records),
         "finish_order_violations": finish_order_violations(records),
         "latest_send": latest_send(records),
         "failed": sum(not record.ok for record in records),

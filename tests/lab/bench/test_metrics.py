@@ -105,12 +105,8 @@ def test_p99_can_be_over_more_requests():
 
 
 def test_throughput_runs_from_first_arrival_to_last_finish():
-    assert throughput([[record(), record(1, arrival=3.0, finish=11.0)]]) == 1.0
-
-
-def test_throughput_of_several_runs_adds_tokens_and_seconds():
-    assert throughput([[record(finish=2.0)], [record(finish=5.0)]]) == 2.0
-    assert throughput([[record(finish=None)]]) == 0.0
+    assert throughput([record(), record(1, arrival=3.0, finish=11.0)]) == 1.0
+    assert throughput([record(finish=None)]) == 0.0
 
 
 def test_idle_model_recovers_a_line():

@@ -26,8 +26,7 @@ Advance = Callable[[], object]
 
 @dataclass(frozen=True)
 class Progress:
-    """Shows the progress of a measurement if `shown`: messages, and bars that leave one line each;
-    elsewhere than on a terminal, lines alone."""
+    """If `shown`, prints messages and bars that leave one line; off a terminal, lines alone."""
 
     shown: bool = False
 
@@ -49,10 +48,9 @@ class Progress:
 
 @dataclass
 class Record:
-    """What happened to one request. Times are seconds after the start of the run; None if the event
-    did not happen. `margins[i]` is the difference of the two best log-probabilities at output
-    position i, kept only where outputs are checked. `answer` is the start of the answer's text.
-    `read_level` is the level that the scheduler read from the text, None where it is not known."""
+    """What happened to one request. Times are seconds after the start of the run. `margins` has the
+    difference of the two best log-probabilities at each output position, if outputs are checked,
+    `answer` the first characters, `read_level` what the scheduler read, if known."""
 
     index: int
     level: int
@@ -127,8 +125,7 @@ class LoadClient:
     def send_one_by_one(
         self, requests: Sequence[BenchRequest], label: str = "", record_margins: bool = False
     ) -> list[Record]:
-        """Send each request when the previous one is answered, as to an idle engine; it arrives
-        when it is sent."""
+        """Send each request when the one before is answered; it arrives when it is sent."""
         with self.progress.bar(label, len(requests)) as advance:
             return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
 
@@ -136,8 +133,7 @@ class LoadClient:
         self, request: BenchRequest, record_margins: bool = False
     ) -> dict[str, object]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
-        `request.output_tokens`, by the server's logits processor (`bench.answer_length`). No other
-        token's logit is changed."""
+        `request.output_tokens`, by `bench.answer_length`, which changes no other token's logit."""
         extras = self.extras(request)
         prompt: dict[str, object] = {"prompt": request.text}
         answer: dict[str, object] = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}

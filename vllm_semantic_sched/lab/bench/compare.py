@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,10 +105,9 @@ def end_token(model: Path) -> int:
 def compare(
     plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
 ) -> Comparison:
-    """Run every workload on every scheduler, in every round. The capacity is measured once, with
-    the first scheduler. Writes `results.json`, with the options, after each server, so that an
-    interrupted run is not lost, and the servers' logs beside it. ServerFailed if a server did not
-    start or ended by itself; ValueError if the first one answered no request."""
+    """Run every workload on every scheduler, in every round; the first one also gives the capacity.
+    Writes `results.json` after each server, so that an interrupted run is not lost, and logs.
+    ServerFailed if a server did not start or ended; ValueError if the first answered no request."""
     run = _Run(plan, Comparison(options), progress or Progress())
     prefer_client(plan.server.nice)
     for number in range(1, plan.rounds + 1):
@@ -151,18 +151,16 @@ class _Run:
         self.progress.message(f"starting the server: {names}, {number}")
         done: list[tuple[SchedulerSpec, str, Round]] = []
         with server:
-            for spec in visit.specs:
-                client = self._client(server, spec)
-                if spec is visit.specs[0]:
-                    client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
-                if self.workloads is None:
-                    self.workloads = self._set_pace(client)
-                for workload in self.workloads:
-                    if (mix := workload.config.mix) in visit.mixes:
-                        label = f"{spec.name}, {number}, {mix}"
-                        found = self._measure(visit, spec, workload, server, label)
-                        self.comparison.add(spec, workload, found)
-                        done.append((spec, mix, found))
+            client = self._client(server, visit.specs[0])
+            client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
+            if self.workloads is None:
+                self.workloads = self._set_pace(client)
+            for spec, workload in itertools.product(visit.specs, self.workloads):
+                if (mix := workload.config.mix) in visit.mixes:
+                    label = f"{spec.name}, {number}, {mix}"
+                    found = self._measure(visit, spec, workload, server, label)
+                    self.comparison.add(spec, workload, found)
+                    done.append((spec, mix, found))
         levels = read_levels(visit.leader.events_file(self.plan.output, visit.name))
         for spec, mix, found in done:
             for record in found.records:
@@ -221,7 +219,7 @@ class _Run:
         like = plan.workloads[0].config
         count = (_QUICK_ROUNDS if plan.quick else CAPACITY_ROUNDS) * plan.server.seats
         requests = self._other_requests(count, like.mix, like.max_output_tokens)
-        capacity = throughput([client.send_together(requests, "capacity")])
+        capacity = throughput(client.send_together(requests, "capacity"))
         if capacity <= 0:
             raise ValueError("the first server answered no request")
         paced = []
@@ -252,9 +250,8 @@ class _Run:
 
 
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
-    """Return the requests of urgency 0, at most 24 of them spread evenly over the load, and four
-    others, from the shortest to the longest text, which show the cost of a prompt's tokens; if
-    `quick`, 4 and 2."""
+    """Return at most 24 requests of urgency 0, evenly spread, and four others, from the shortest to
+    the longest text, which show the cost of a prompt's tokens; if `quick`, 4 and 2."""
     most, rest = (4, 2) if quick else (24, 4)
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]

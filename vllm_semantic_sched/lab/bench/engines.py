@@ -60,8 +60,7 @@ def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[
 
 
 def parallel_args(engines: int) -> tuple[str, ...]:
-    """Return the arguments of `vllm serve` for so many engines behind one API server, each in one
-    process."""
+    """Arguments of `vllm serve` for engines of one process each behind one API server."""
     parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
     return (*parallel, "--distributed-executor-backend", "uni")
 
@@ -73,8 +72,7 @@ def compare_placements(
     bursts: Sequence[Sequence[BenchRequest]],
     progress: Progress,
 ) -> Rounds:
-    """Send each burst to one server with several engines, once with each of `HEADERS`. ServerFailed
-    if the server does not start, or ends."""
+    """Send each burst to one server with several engines, once with each of `HEADERS`."""
     folder = server.log.parent
     folder.mkdir(parents=True, exist_ok=True)
     config = scheduler.configure(server, folder)

@@ -19,9 +19,8 @@ MARGIN_LIMIT = 1e-4
 
 @dataclass(frozen=True)
 class IdleModel:
-    """E2E latency of a request alone on the engine: a line in prompt and output tokens, in seconds
-    and seconds per token. `floor` is the shortest latency that was measured and the least that is
-    estimated. `error` is the median relative residual of the fit."""
+    """E2E latency of a request alone on the engine, in seconds and seconds per token, at least
+    `floor`, the shortest that was measured. `error`: median relative residual of the fit."""
 
     base: float
     per_prompt_token: float
@@ -35,8 +34,7 @@ class IdleModel:
 
 
 def fit_idle(records: Sequence[Record]) -> IdleModel | None:
-    """Fit requests that were sent one by one, by least squares; None if fewer than four of them
-    were answered."""
+    """Fit requests that were sent one by one; None if fewer than four of them were answered."""
     done = [record for record in records if record.ok]
     if len(done) < 4:
         return None
@@ -126,8 +124,7 @@ def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> S
 
 
 def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
-    """Return the values of every metric of the answered requests; of slowdown, none without
-    `idle`."""
+    """Return the values of every metric of the answered requests; no slowdown without `idle`."""
     done = [record for record in records if record.ok]
     groups: dict[str, list[Record]] = {"all": done}
     for record in done:
@@ -186,13 +183,10 @@ def latest_send(records: Iterable[Record]) -> float:
     return max(delays, default=0.0)
 
 
-def throughput(runs: Iterable[Sequence[Record]]) -> float:
-    """Return the output tokens of all runs divided by their total duration in seconds."""
-    tokens = seconds = 0.0
-    for records in runs:
-        tokens += sum(record.output_tokens for record in records)
-        seconds += duration(records)
-    return tokens / seconds if seconds else 0.0
+def throughput(records: Sequence[Record]) -> float:
+    """Return the output tokens per second."""
+    seconds = duration(records)
+    return sum(record.output_tokens for record in records) / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True)

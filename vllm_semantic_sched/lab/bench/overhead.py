@@ -38,18 +38,16 @@ StepTimes = dict[str, dict[str, float]]
 
 
 class Case(NamedTuple):
-    """What is measured: a policy of SemanticScheduler by name or path (None: vLLM's own scheduler).
-    With `text`, arrivals have no hint and are read; a stub answers in place of the predictor, which
-    runs in a process of its own."""
+    """A policy of SemanticScheduler by name or path (None: vLLM's own scheduler). With `text`,
+    arrivals have no hint and are read; a stub answers in place of the predictor's process."""
 
     policy: str | None
     text: bool = False
 
 
 class SaturatedScheduler:
-    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat;
-    RuntimeError if it does not run exactly these. By default the running ones have the most urgent
-    `level`, so that no waiting request can take a seat."""
+    """A scheduler without a model: `running` requests decode and `waiting` ones queue for a seat.
+    By default the running ones have the most urgent `level`, so that none is preempted."""
 
     def __init__(self, case: Case, running: int, waiting: int, level: int = 0) -> None:
         # Imports vLLM: the schedulers are built when they are needed, not when the command starts.
@@ -109,8 +107,7 @@ class SaturatedScheduler:
         self.scheduler.add_request(request)
 
     def model_output(self, step: Any, finish_one: bool = False, finish: str | None = None) -> Any:
-        """Return a model's output for a step, with the last token of the request `finish` or, with
-        `finish_one`, of a random one."""
+        """A model's output that ends the request `finish` or, with `finish_one`, a random one."""
         if finish_one and step.num_scheduled_tokens:
             finish = self._random.choice(list(step.num_scheduled_tokens))
         if finish is not None:
@@ -148,8 +145,7 @@ def measure(
 
 
 def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> StepTimes:
-    """Time the steps around urgent requests (`rounds`, one after the other) that preempt running
-    ones of level 1; see `URGENT_PARTS`."""
+    """Time `URGENT_PARTS` around urgent requests that preempt running ones of level 1."""
     loaded = SaturatedScheduler(Case(policy), running, waiting, level=1)
     seconds: dict[str, list[float]] = {part: [] for part in URGENT_PARTS}
     for _ in range(rounds):

@@ -27,7 +27,7 @@ from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
 
-_STATISTICS = ("mean", "p50", "p99")
+_STATISTICS = [(one, name) for one in METRICS for name in ("mean", "p50", "p99")]
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
 _SHOWN_URGENT, _SHOWN_OTHERS = 3, 1  # messages of urgency 0, and of each other level
 _MESSAGE_LENGTH, _ANSWER_LENGTH = 90, 70  # characters
@@ -54,8 +54,7 @@ def comparison_page(found: Comparison, folder: Path, targets: Sequence[Target] =
 
 
 def gain_in_words(rows: Rows) -> str:
-    """Return what the most urgent requests gain or lose against vLLM's FCFS, and what all requests
-    together pay; empty without both schedulers."""
+    """The gain of the most urgent requests over vLLM's FCFS, and what all pay; may be empty."""
     # The scheduler to speak of: the one that reads texts, else one that is told the urgency.
     own = [row for row in rows.values() if row.scheduler.is_ours]
     row = min(own, key=lambda row: not row.scheduler.reads_text, default=None)
@@ -151,26 +150,16 @@ def _levels(mix: str, rows: Rows) -> Table:
     first = next(iter(rows.values()))
     named = [("idle engine", first.idle_levels)] if first.idle_levels else []
     named += [(row.scheduler.title, row.levels) for row in rows.values()]
+    heads = [f"{one.title} {name}, {one.unit}" for one, name in _STATISTICS]
+    cells: list[list[str | float]] = []
+    for title, levels in named:
+        for level, found in levels.items():
+            values = (one.scale * statistic_of(found, one.key, name) for one, name in _STATISTICS)
+            cells.append([title, level_title(level), found["ttft"].count, *values])
     return Table(
         f"Mix {mix}: metrics per level",
-        [
-            *("scheduler", "level", "requests"),
-            *(f"{one.title} {name}, {one.unit}" for one in METRICS for name in _STATISTICS),
-        ],
-        [
-            [
-                title,
-                level_title(level),
-                summaries["ttft"].count,
-                *(
-                    one.scale * statistic_of(summaries, one.key, name)
-                    for one in METRICS
-                    for name in _STATISTICS
-                ),
-            ]
-            for title, levels in named
-            for level, summaries in levels.items()
-        ],
+        ["scheduler", "level", "requests", *heads],
+        cells,
         folded=True,
         note="Of the best round; p99 is over all rounds that count. norm. waiting = (finish - "
         "arrival) / output tokens; slowdown = E2E / E2E on an idle engine.",
@@ -188,26 +177,21 @@ def totals_table(mix: str, rows: Rows) -> Table:
         if ties := len(row.differences) - len(row.counted_differences):
             differ += f" (+{ties})"
         cells.append(
-            [
-                row.scheduler.title,
-                f"{row.requests - len(row.failed)}/{row.requests}",
-                f"{speed:.0f}",
-                f"{speed / reference.best.tokens_per_second:.3f}" if reference else "-",
-                fixed(row.best.engine_seconds_per_1000),
-                fixed(row.best.steps_per_1000),
-                f"{row.overload:.3g}x",
-                f"{row.best.usage.counters.get(PREEMPTIONS, 0):.0f}",
-                differ if row is not first or len(row.rounds) > 1 else "-",
-                f"{row.latest_send:.2f}",
-            ]
+            {
+                "scheduler": row.scheduler.title,
+                "answered": f"{row.requests - len(row.failed)}/{row.requests}",
+                "output\ntok/s": f"{speed:.0f}",
+                "vs FCFS": f"{speed / reference.best.tokens_per_second:.3f}" if reference else "-",
+                "CPU s /\n1k tok": fixed(row.best.engine_seconds_per_1000),
+                "steps /\n1k tok": fixed(row.best.steps_per_1000),
+                "over-\nload": f"{row.overload:.3g}x",
+                "preemp-\ntions": f"{row.best.usage.counters.get(PREEMPTIONS, 0):.0f}",
+                "outputs\ndiffer": differ if row is not first or len(row.rounds) > 1 else "-",
+                "latest\nsend, s": f"{row.latest_send:.2f}",
+            }
         )
-    return Table(
+    return Table.of(
         f"Mix {mix}: totals",
-        [
-            *("scheduler", "answered", "output\ntok/s", "vs FCFS", "CPU s /\n1k tok"),
-            *("steps /\n1k tok", "over-\nload", "preemp-\ntions", "outputs\ndiffer"),
-            "latest\nsend, s",
-        ],
         cells,
         folded=True,
         note="outputs differ: (+n) more at a near tie of the two best tokens; "
@@ -217,26 +201,22 @@ def totals_table(mix: str, rows: Rows) -> Table:
 
 def rounds_table(mix: str, rows: Rows) -> Table:
     """Every round, what disturbed it and what it is used for."""
-    return Table(
+    return Table.of(
         f"Mix {mix}: rounds",
         [
-            *("scheduler", "round", "steal\n%", "idle\nsteal", "other\nuse"),
-            *("output\ntok/s", "CPU s /\n1k tok", "waits\nurg.0", "waits\nall"),
-            *("idle", "used for"),
-        ],
-        [
-            [
-                row.scheduler.title,
-                done.name,
-                f"{100 * done.usage.steal:.1f}",
-                f"{100 * done.idle_usage.steal:.1f}",
-                f"{100 * done.usage.elsewhere:.0f}",
-                f"{done.tokens_per_second:.0f}",
-                fixed(done.engine_seconds_per_1000),
-                *(fixed(1e3 * mean_waiting(done.values, level)) for level in ("0", "all")),
-                fixed(1e3 * mean_waiting(done.idle_values, "0")),
-                _use(done, row),
-            ]
+            {
+                "scheduler": row.scheduler.title,
+                "round": done.name,
+                "steal\n%": f"{100 * done.usage.steal:.1f}",
+                "idle\nsteal": f"{100 * done.idle_usage.steal:.1f}",
+                "other\nuse": f"{100 * done.usage.elsewhere:.0f}",
+                "output\ntok/s": f"{done.tokens_per_second:.0f}",
+                "CPU s /\n1k tok": fixed(done.engine_seconds_per_1000),
+                "waits\nurg.0": fixed(1e3 * mean_waiting(done.values, "0")),
+                "waits\nall": fixed(1e3 * mean_waiting(done.values, "all")),
+                "idle": fixed(1e3 * mean_waiting(done.idle_values, "0")),
+                "used for": _use(done, row),
+            }
             for row in rows.values()
             for done in row.rounds
         ],
@@ -268,13 +248,12 @@ def fixed(value: float) -> str:
 
 def _misread(mix: str, rows: Rows) -> Iterator[Table]:
     for row in rows.values():
-        if levels := {one.index: one.read_level for one in row.misread}:
-            title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
-            yield Table(
-                title,
-                ["request", "read as", "text"],
-                [[n, level, row.workload.requests[n].text] for n, level in levels.items()],
-            )
+        title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
+        texts = row.workload.requests
+        last = {one.index: one.read_level for one in row.misread}  # a request is in every round
+        cells = [{"request": n, "read as": last[n], "text": texts[n].text} for n in last]
+        if cells:
+            yield Table.of(title, cells)
 
 
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:

@@ -40,9 +40,8 @@ class Panel(NamedTuple):
     scale: float
 
     def bars(self, rows: Rows) -> tuple[dict[str, list[float]], dict[str, str], float]:
-        """Return heights by level and the color of each scheduler, by its title, and the height of
-        the idle engine for urgency 0, from the first scheduler's rounds; NaN where there is none.
-        """
+        """Heights by level and the color of each scheduler, by its title, and the height of the
+        idle engine for urgency 0, from the first scheduler's rounds; NaN where there is none."""
         first = next(iter(rows.values()))
 
         def height(levels: Mapping[str, Mapping[str, Summary]], level: str) -> float:
@@ -63,8 +62,7 @@ PANELS = (
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG: mean normalized waiting time and p99 TTFT, per mix, level and scheduler, and the
-    idle engine as a line."""
+    """Write a PNG of `PANELS` per mix, level and scheduler, with the idle engine as a line."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -80,7 +80,7 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         """Output tokens per second of the load."""
-        return metrics.throughput([self.records])
+        return metrics.throughput(self.records)
 
     @property
     def engine_seconds_per_1000(self) -> float:

@@ -32,9 +32,8 @@ NAMES = tuple(_TITLES)
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """One row of the comparison: its name in tables (`kind@POLICY` if the policy is not the run's
-    default), one of `NAMES`, the policy of a semantic scheduler, further arguments of `vllm serve`,
-    and the engine profile if it differs from the policy's."""
+    """One row of the comparison. `name` is `kind@POLICY` if the policy is not the run's default;
+    `kind` is one of `NAMES`; `profile` is given if it differs from the policy's."""
 
     name: str
     kind: str
@@ -73,9 +72,8 @@ class SchedulerSpec:
         return args + self.extra_args
 
     def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
-        """Return `server` with this scheduler, and a log in `folder`; `start` tells apart its
-        starts. A scheduler that reads texts gets a copy of its policy with an event log,
-        `events_file`."""
+        """Return `server` with this scheduler and a log in `folder`, both named by `start`. A
+        scheduler that reads texts gets a copy of its policy with an event log, `events_file`."""
         spec = self
         if self.reads_text:
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +97,7 @@ class SchedulerSpec:
         return f"{self.kind}.{mix}-{index}"
 
     def body_extras(self, request: BenchRequest) -> Mapping[str, Any]:
-        """Return the fields of the body that tell this scheduler tenant and urgency, and, for
-        `semantic-known`, the length."""
+        """Fields of the body that tell the tenant, urgency and, to `semantic-known`, the length."""
         if self.kind == "priority":
             return {"priority": request.level}
         if self.kind == "fcfs":
@@ -115,9 +112,8 @@ class SchedulerSpec:
 
 
 def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:
-    """Group the schedulers that one server can stand in for. vLLM's priority policy takes requests
-    of equal priority in order of arrival, as FCFS does. The semantic schedulers of one policy
-    differ only in what the requests tell them."""
+    """Group the schedulers that one server can stand in for: vLLM's priority policy is FCFS among
+    equals, and the semantic ones of one policy differ only in what the requests tell them."""
     groups: dict[object, list[SchedulerSpec]] = {}
     for spec in specs:
         key = (spec.policy, spec.profile, spec.extra_args) if spec.is_ours else None
@@ -134,9 +130,8 @@ def swap_arguments(host_gib: float) -> tuple[str, ...]:
 def parse_schedulers(
     names: str, default_policy: str | None, profile: str | None = None, host_gib: float = 0.0
 ) -> list[SchedulerSpec]:
-    """Parse a list like `fcfs,semantic,semantic@sjf`; profile and host memory for KV (0: none) are
-    those of the semantic ones. ValueError if a name is unknown or repeated, or a stock scheduler is
-    given a policy."""
+    """Parse a list like `fcfs,semantic,semantic@sjf`; profile and GiB for KV are of the semantic
+    ones. ValueError for an unknown or repeated name, or a stock scheduler with a policy."""
     specs: dict[str, SchedulerSpec] = {}
     extra = swap_arguments(host_gib) if host_gib else ()
     for name in map(str.strip, names.split(",")):
@@ -153,8 +148,7 @@ def parse_schedulers(
 
 
 def _write_logging_policy(policy: str, path: Path, log: Path) -> None:
-    """Write a copy of a policy to `path` whose event log is `log`, which is emptied. PolicyError if
-    the policy does not exist or is invalid."""
+    """Write a copy of a policy with an empty event log at `log`; PolicyError if it is invalid."""
     data, source = read_config(policy, kind="policy")
     data = data or {}
     data = {**data, "events": {**data.get("events", {}), "path": str(log.resolve())}}

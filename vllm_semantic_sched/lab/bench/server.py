@@ -101,8 +101,7 @@ def has_gpu() -> bool:
 
 
 def set_priority(process: int, nice: int) -> None:
-    """Set the priority of a process and of the processes it starts from now on. PermissionError: a
-    priority below 0 needs root."""
+    """Set the priority of a process and its future children; below 0 needs root."""
     os.setpriority(os.PRIO_PROCESS, process, nice)
     # Where Linux groups processes by session, nice counts within a session only, and the session's
     # own weight is what other programs compete with. Kernels and sandboxes refuse the weight in
@@ -119,8 +118,7 @@ def prefer_client(server_nice: int) -> None:
 
 
 class VllmServer:
-    """A server that runs in a `with` block; ServerFailed on entry if it ends or is not healthy in
-    time."""
+    """A server in a `with` block; ServerFailed if it ends or is not healthy in time."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config

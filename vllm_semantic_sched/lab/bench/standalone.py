@@ -65,9 +65,8 @@ def build_scheduler(
     sliding_window: int | None = None,
     **scheduler_options: Any,
 ) -> Scheduler:
-    """Build a scheduler the way vLLM's engine core does; `semantic_sched` is the value of this key
-    in `--additional-config`, `sliding_window` the tokens of attention of a second kind of layers.
-    """
+    """Build a scheduler as vLLM's engine core does, with `semantic_sched` in `--additional-config`;
+    `sliding_window` is the tokens of attention of a second kind of layers."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         model_config = config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
@@ -140,8 +139,7 @@ def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutp
 
 
 class StubReader:
-    """Answers at the next step in place of the predictor's service: every prompt is of level 3, its
-    answer of the first length bucket."""
+    """Stands in for the predictor's service: every prompt is of level 3, its answer short."""
 
     pending = cached = restarts = 0
     up = True
@@ -177,8 +175,7 @@ class StubTokenizer:
 
 
 def read_texts(scheduler: Any) -> None:
-    """Let a scheduler of this package read prompts: first by the shipped instant reader, then by a
-    stub of the network."""
+    """Let one of our schedulers read prompts, by the instant reader and a stub of the network."""
     feed = scheduler.predictions
     feed.service, feed.tokenizer = StubReader(), StubTokenizer()
     feed.instant = InstantReader.load()

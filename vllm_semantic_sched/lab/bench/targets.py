@@ -93,8 +93,7 @@ def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
 
 
 def _cost_of_holds(mix: str, rows: Rows) -> Iterator[Target]:
-    """What the scheduler costs without holds, and what holds cost the less urgent; `no-holds` is
-    the run's policy without holds."""
+    """What the scheduler costs without holds, and what holds cost the less urgent."""
     plain = next((row for row in rows.values() if row.scheduler.variant == "no-holds"), None)
     if plain is None:
         return

@@ -35,8 +35,7 @@ QuestionSource = Callable[["np.random.Generator"], TextLength]
 
 @functools.cache
 def tables() -> dict[str, Any]:
-    """The contents of `texts.yaml`: `messages` by level, `slots`, `openings`, `endings` and
-    `questions`."""
+    """`messages` by level, `slots`, `openings`, `endings` and `questions`."""
     import yaml
 
     return dict(yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text()))

@@ -30,8 +30,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModelConfig:
-    """Shape and seed of the model. The defaults make the engine, not the HTTP server, the
-    bottleneck on two CPU cores."""
+    """By default the engine, not the HTTP server, is the bottleneck on two CPU cores."""
 
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -59,10 +58,9 @@ SIZES = {
 }
 
 
-def make_model(directory: Path, config: TinyModelConfig | None = None) -> bool:
+def make_model(directory: Path, config: TinyModelConfig = SIZES["tiny"]) -> bool:
     """Write the model and its tokenizer into `directory`; False if the same model was there
     already. FileNotFoundError if `mistral_common` lacks the expected tokenizer file."""
-    config = config or TinyModelConfig()
     wanted = json.dumps(asdict(config), sort_keys=True)
     return write_once(directory, wanted, lambda: _write(directory, config))
 

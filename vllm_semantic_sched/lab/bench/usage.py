@@ -17,9 +17,8 @@ STEPS = "vllm:iteration_tokens_total_count"
 
 @dataclass(frozen=True)
 class Usage:
-    """Counters at one moment, or their growth between two; CPU times are in seconds: `ours` by
-    process, `busy` what all processes of the machine used of `total`, and `stolen` what the
-    hypervisor gave to other machines while this one had work to do."""
+    """Counters at one moment, or their growth between two. CPU seconds: `ours` by process, `busy`
+    of all processes of `total`, and `stolen` by the hypervisor while there was work."""
 
     counters: Mapping[str, float]
     ours: Mapping[str, float]
@@ -70,8 +69,7 @@ class Usage:
 
 
 def read_counters(metrics: str) -> dict[str, float]:
-    """Parse vLLM's preemptions and steps and the scheduler's counters from /metrics, summed over
-    labels."""
+    """Sums over labels of vLLM's preemptions and steps and the scheduler's counters."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics):
         for name, _, value, *_ in family.samples:

@@ -66,9 +66,8 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request: what is sent, when (`arrival`, seconds after the start), and what only the
-    benchmark knows: the server learns neither the true urgency (`level`) nor the true output
-    length, unless a scheduler is given them on purpose."""
+    """What is sent, when (`arrival`, seconds after the start), and the true urgency (`level`) and
+    output length, which the server learns only if a scheduler is told on purpose."""
 
     index: int
     arrival: float
@@ -135,8 +134,7 @@ def _parse_weights(text: str) -> tuple[float, ...]:
 
 def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) -> Workload:
     """Draw a workload; the same configuration gives the same workload. Questions come from
-    `source`, by default from the data folder, or the built-in ones if there is none. ValueError if
-    the mix is unknown, or a size is not positive."""
+    `source`, else the data folder, else the built-in ones. ValueError for a bad mix or size."""
     import numpy as np
 
     from vllm_semantic_sched.sim.workload import draw_levels

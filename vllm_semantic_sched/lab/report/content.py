@@ -14,23 +14,30 @@ SERIES_COLORS = ("#2f7ebc", "#d98032", "#1b9e77", "#c03030", "#9467bd", "#8c564b
 
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 
+Cell = str | float | None
+
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words; None and NaN are shown as a dash. If `folded`, the page opens
-    the table on a click."""
+    """Rows of numbers and words; None and NaN are a dash. A click opens a `folded` table."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
+    rows: Sequence[Sequence[Cell]]
     note: str = ""
     folded: bool = False
+
+    @classmethod
+    def of(
+        cls, title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", folded: bool = False
+    ) -> Table:
+        """A table from at least one row, given as cells by column."""
+        return cls(title, list(rows[0]), [list(row.values()) for row in rows], note, folded)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points; `name` is its entry in the legend. With `steps`, a value holds until
-    the next one."""
+    """A line through points. With `steps`, a value holds until the next one."""
 
     name: str
     x: Sequence[float]
@@ -52,8 +59,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles, all of one color or each of its own: left, right, bottom, top, and the text that
-    is shown under the pointer."""
+    """Rectangles of one color or each of its own: left, right, bottom, top, and hover text."""
 
     name: str
     boxes: Sequence[tuple[float, float, float, float, str]]
@@ -156,7 +162,7 @@ def number_text(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def is_word(cell: str | float | None) -> bool:
+def is_word(cell: Cell) -> bool:
     """Whether a cell is neither a number nor the sign for a missing one."""
     if not isinstance(cell, str):
         return False

@@ -94,8 +94,7 @@ def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]
 
 
 def plan_page(scenario: Scenario, answers: Answers) -> Page:
-    """Kept promises over the load, engines for the given load, all trials as a table, and the
-    seats of each policy at the given load."""
+    """Kept promises over the load, engines for the given load, trials, and seats per policy."""
     schedulers = list(scenario.policies)
     colors = series_colors(schedulers)
     now = answers[schedulers[0], "now"].trials[0]

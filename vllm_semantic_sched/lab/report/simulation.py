@@ -49,8 +49,7 @@ def metric_values(cells: Sequence[Cell], level: str, metric: str) -> list[float]
 def _metric_rows(
     cells: Sequence[Cell], title: Callable[[str], str] = str
 ) -> tuple[list[str], list[str], list[list[str | float | None]]]:
-    """Names of the metrics that any cell has, and a table of them: its columns, and a row per cell
-    and level, with the level's `title`."""
+    """Metrics that any cell has; columns; a row per cell and level, with the level's `title`."""
     metrics = [name for name in METRICS if any(name in cell.levels[ALL] for cell in cells)]
     rows: list[list[str | float | None]] = [
         [*point_texts(cell), cell.scheduler, title(level), *map(row.get, metrics)]
@@ -64,8 +63,7 @@ def _metric_rows(
 
 
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
-    """Write results.csv (a row per cell and level) and results.json (the same and the scenario);
-    returns their paths."""
+    """Write results.csv (a row per cell and level) and results.json; returns their paths."""
     metrics, head, rows = _metric_rows(cells)
     content = {
         "scenario": settings.model_dump(mode="json"),
@@ -136,8 +134,7 @@ def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:
 
 
 def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> Iterator[Chart]:
-    """A line per level over the first axis of the sweep; a chart for each scheduler and point of
-    the other axes."""
+    """A line per level over the sweep's first axis, in a chart per scheduler and other point."""
     charts: dict[str, list[Cell]] = {}
     for cell in cells:
         others = [
