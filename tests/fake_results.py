@@ -7,13 +7,13 @@ from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.compare import idle_sample
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, parse_schedulers
-from vllm_semantic_sched.lab.bench.texts import question_source
 from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import (
     BenchRequest,
     Workload,
     WorkloadConfig,
     make_workload,
+    question_source,
 )
 
 Pace = float | Callable[[BenchRequest], float]

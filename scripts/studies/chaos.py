@@ -27,7 +27,7 @@ from common import main
 
 from vllm_semantic_sched.lab.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, VllmServer
-from vllm_semantic_sched.lab.bench.texts import write_message
+from vllm_semantic_sched.lab.bench.workload import write_message
 from vllm_semantic_sched.operate.audit import verify
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.operate.why import NOT_RECORDED, summarize

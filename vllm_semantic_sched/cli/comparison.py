@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
-from vllm_semantic_sched.lab.bench.texts import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
 from vllm_semantic_sched.lab.bench.workload import (
+    CONTEXT_TOKENS,
+    MAX_PROMPT_TOKENS,
     PLACES,
     WorkloadConfig,
     make_workload,

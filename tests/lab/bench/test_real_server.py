@@ -21,10 +21,13 @@ from vllm_semantic_sched.lab.bench.server import (  # noqa: E402
     VllmServer,
     set_priority,
 )
-from vllm_semantic_sched.lab.bench.texts import question_source  # noqa: E402
 from vllm_semantic_sched.lab.bench.tiny_model import make_model  # noqa: E402
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS, STEPS, read_counters  # noqa: E402
-from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload  # noqa: E402
+from vllm_semantic_sched.lab.bench.workload import (  # noqa: E402
+    WorkloadConfig,
+    make_workload,
+    question_source,
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_semantic_sched.lab.bench.texts import question_source, tables, write_message
 from vllm_semantic_sched.lab.bench.workload import (
     MIXES,
     WorkloadConfig,
     make_workload,
     parse_mix,
     parse_tenants,
+    question_source,
+    tables,
+    write_message,
 )
 from vllm_semantic_sched.sim.datasets import TextLength
 

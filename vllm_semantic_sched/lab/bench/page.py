@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, summarize
-from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, IDLE_LABEL, PANELS, statistic_of
+from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, IDLE_LABEL, PANELS, bars, statistic_of
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.targets import Target
@@ -135,10 +135,10 @@ def _cut(text: str, length: int) -> str:
 
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     titles = list(map(level_title, next(iter(rows.values())).levels))
-    for panel in PANELS:
-        series, colors, idle = panel.bars(rows)
-        title, lowest = f"Mix {mix}: {panel.title}", math.inf if math.isnan(idle) else idle
-        chart = grouped_bars(title, panel.title, titles, series, colors, lowest=lowest)
+    for title, drawn in PANELS.items():
+        series, colors, idle = bars(rows, *drawn)
+        lowest = math.inf if math.isnan(idle) else idle
+        chart = grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lowest=lowest)
         if not math.isnan(idle):
             ends = (-0.5, len(titles) - 0.5)
             line = Line(IDLE_LABEL, ends, (idle, idle), IDLE_COLOR, dashed=True)
