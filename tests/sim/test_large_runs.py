@@ -6,7 +6,7 @@ import pstats
 import numpy as np
 import pytest
 
-from vllm_semantic_sched.lab.bench.simulator import measure
+from vllm_semantic_sched.lab.bench.overhead import measure_simulator
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder
@@ -90,6 +90,6 @@ def test_work_per_request_is_constant() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    small, large = measure([500, 8_000])
+    small, large = measure_simulator([500, 8_000])
     assert large.steps > 5 * small.steps
     assert large.mebibytes < small.mebibytes + 15

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
-from vllm_semantic_sched.lab.bench.simulator import SCENARIO
+from vllm_semantic_sched.lab.bench.overhead import SCENARIO
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
 from vllm_semantic_sched.policy.config import load_policy
@@ -299,9 +299,9 @@ def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_simulator(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.lab.bench.simulator import measure
+    from vllm_semantic_sched.lab.bench.overhead import measure_simulator
 
-    speeds = measure(args.requests, args.scenario)
+    speeds = measure_simulator(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
     rows = (
         (

@@ -1,4 +1,4 @@
-"""Time of a scheduling step, and of an arrival, with many waiting requests.
+"""Time of a scheduling step and of an arrival with many waiting requests; speed of the simulator.
 
 The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All are built
 first and then stepped in turn, so that other programs disturb them alike. Times are CPU time of the
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import random
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_semantic_sched.lab.bench.client import Progress
+if TYPE_CHECKING:
+    from vllm_semantic_sched.lab.bench.client import Progress
 
+SCENARIO = "speed"
+"""The scenario of the simulator that is measured by default."""
 ALL_FEATURES = Path(__file__).with_name("all_features.yaml")
 """A policy with every feature that costs time in a step."""
 PARTS = ("schedule", "update", "arrival", "prepare")
@@ -185,3 +191,48 @@ def _percentiles(seconds: Mapping[str, Sequence[float]]) -> StepTimes:
         part: {f"p{n}": float(np.percentile(np.array(values) * 1e6, n)) for n in (50, 99)}
         for part, values in seconds.items()
     }
+
+
+# Simulator
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One simulation: CPU seconds, engine steps, and the peak memory of its process."""
+
+    requests: int
+    seconds: float
+    steps: int
+    mebibytes: float
+
+    @property
+    def microseconds(self) -> float:
+        """CPU time per request."""
+        return self.seconds / self.requests * 1e6
+
+
+def measure_simulator(sizes: Sequence[int], scenario: str = SCENARIO) -> list[Speed]:
+    """Simulate `scenario` at each size, each in a new process with its own peak memory."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        return [pool.apply(_simulate_one, (size, scenario)) for size in sizes]
+
+
+def _simulate_one(requests: int, name: str) -> Speed:
+    from vllm_semantic_sched.sim.metrics import Recorder
+    from vllm_semantic_sched.sim.scenario import load_scenarios
+    from vllm_semantic_sched.sim.simulation import simulate
+
+    scenario = load_scenarios(name, {"workload.requests": requests})[0]
+    scheduler = next(iter(scenario.policies))
+    recorder = Recorder(scenario.slos(scheduler))
+    start = time.process_time()
+    steps = simulate(scenario, scheduler, finished=recorder.add).steps
+    recorder.levels()
+    seconds = time.process_time() - start
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux starts ru_maxrss from the parent's value, so read the peak of this process.
+    if (status := Path("/proc/self/status")).is_file():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        kibibytes = int(line.split()[1])
+    return Speed(requests, seconds, steps, kibibytes / 1024)

@@ -65,8 +65,7 @@ def _marks(spans: Sequence[Span], rows: Mapping[_Key, int]) -> list[Mark]:
             color = level_color(span.level) if phase == RUNNING else _COLORS[phase]
             text = f"{head}: {phase} from {start:.3f} to {end:.3f} s"
             half = _SEAT if _LAYERS[phase] else _WAIT
-            bar = (start, end, row - half, row + half, text)
-            bars[_LAYERS[phase], name, color].append(bar)
+            bars[_LAYERS[phase], name, color].append((start, end, row - half, row + half, text))
         if phase == RUNNING:
             ends[span.end_kind].append((end, row, f"{head}: {span.end_kind} at {end:.3f} s"))
     marks: list[Mark] = [

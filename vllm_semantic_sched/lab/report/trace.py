@@ -44,11 +44,7 @@ def trace_page(
         note="Times in seconds; held: sum over all requests. Last columns: preemptions by what "
         "happened to the KV.",
     )
-    parts: list[Table | Chart] = [
-        table,
-        gantt_chart("Seats", spans, requests),
-        _depth_chart(reader),
-    ]
+    parts = table, gantt_chart("Seats", spans, requests), _depth_chart(reader)
     return Page("Event log", sentence, parts, options, python_and_versions("vllm"))
 
 
