@@ -89,8 +89,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed, an output differs or a target is missed."""
     from vllm_semantic_sched.cli import report
     from vllm_semantic_sched.lab.bench.compare import compare
-    from vllm_semantic_sched.lab.bench.page import comparison_page
-    from vllm_semantic_sched.lab.bench.plots import draw_comparison
+    from vllm_semantic_sched.lab.bench.page import comparison_page, draw_comparison
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.lab.bench.targets import check_targets, missed
 

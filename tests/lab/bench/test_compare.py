@@ -25,7 +25,7 @@ from vllm_semantic_sched.lab.bench import compare as comparing
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, end_token, idle_sample
 from vllm_semantic_sched.lab.bench.metrics import Difference
-from vllm_semantic_sched.lab.bench.plots import draw_comparison
+from vllm_semantic_sched.lab.bench.page import draw_comparison
 from vllm_semantic_sched.lab.bench.results import MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, process_title

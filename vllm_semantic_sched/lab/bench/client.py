@@ -91,16 +91,10 @@ class Record:
 
 @dataclass(frozen=True)
 class LoadClient:
-    """Sends loads to one server.
-
-    Attributes:
-        max_tokens: the same for every request and at least as large as the longest answer, so
-            that it gives no length away.
-        extras: further fields of a request's body; those in `vllm_xargs` are added to the
-            client's own.
-        progress: gets a bar for each load that has a label.
-        natural: whether the model ends its answers itself, to a chat, or the benchmark does.
-    """
+    """Sends loads to one server. `max_tokens` is the same for every request and at least as large
+    as the longest answer, so that it gives no length away. `extras` returns further fields of a
+    request's body; those in `vllm_xargs` are added to the client's own. With `natural` the model
+    ends its answers itself, to a chat; otherwise the benchmark does."""
 
     url: str
     eos_token: int
@@ -129,15 +123,13 @@ class LoadClient:
         with self.progress.bar(label, len(requests)) as advance:
             return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
 
-    def request_body(
-        self, request: BenchRequest, record_margins: bool = False
-    ) -> dict[str, object]:
+    def request_body(self, request: BenchRequest, record_margins: bool = False) -> dict[str, Any]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
         `request.output_tokens`, by `bench.answer_length`, which changes no other token's logit."""
         extras = self.extras(request)
-        prompt: dict[str, object] = {"prompt": request.text}
-        answer: dict[str, object] = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
-        margins: dict[str, object] = {"logprobs": _TOP_LOGPROBS}
+        prompt: dict[str, Any] = {"prompt": request.text}
+        answer: dict[str, Any] = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
+        margins: dict[str, Any] = {"logprobs": _TOP_LOGPROBS}
         if self.natural:
             prompt, answer = {"messages": [{"role": "user", "content": request.text}]}, {}
             margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}

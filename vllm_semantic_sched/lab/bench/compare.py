@@ -31,20 +31,15 @@ _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a comparison runs, checked before the first server starts.
+    """What a comparison runs; ValueError without a scheduler, workload or round.
 
-    With `overload`, the gaps of the workloads are set so that they offer that many times the
-    output tokens per second that the first server can give. Every scheduler runs `rounds` times,
-    in reversed order in every second round: if the speed of the machine drifts steadily, it is on
-    average over two rounds the same for all of them. A mix from whose round the hypervisor took
-    too much time is run again at the end of the round, up to `repeats` times.
-
-    With `quick`, schedulers share servers where they can, without a GPU the servers of a round are
-    started at once, the capacity and the idle engine are measured with fewer requests, and the
-    idle engine on the first server only.
-
-    ValueError if there is no scheduler, workload or round, or `repeats` is negative.
-    """
+    With `overload`, the gaps of the workloads are set so that they offer that many times the output
+    tokens per second that the first server can give. Every scheduler runs `rounds` times, in
+    reversed order every second time: a steady drift of the machine's speed averages out. A mix from
+    whose round the hypervisor took too much time is run again at the end of the round, up to
+    `repeats` times. With `quick`, schedulers share servers where they can, without a GPU the
+    servers of a round start together, the capacity and the idle engine are measured with fewer
+    requests, and the idle engine on the first server only."""
 
     server: ServerConfig
     schedulers: Sequence[SchedulerSpec]

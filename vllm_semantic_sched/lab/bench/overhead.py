@@ -193,9 +193,6 @@ def _percentiles(seconds: Mapping[str, Sequence[float]]) -> StepTimes:
     }
 
 
-# Simulator
-
-
 @dataclass(frozen=True, slots=True)
 class Speed:
     """One simulation: CPU seconds, engine steps, and the peak memory of its process."""

@@ -1,16 +1,16 @@
-"""The HTML page of a comparison."""
+"""The HTML page and the picture of a comparison."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, summarize
-from vllm_semantic_sched.lab.bench.plots import IDLE_COLOR, IDLE_LABEL, PANELS, bars, statistic_of
+from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, Summary, summarize
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.targets import Target
@@ -27,7 +27,26 @@ from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _STATISTICS = [(one, name) for one in METRICS for name in ("mean", "p50", "p99")]
+_IDLE_COLOR, _IDLE_LABEL = "#c03030", "idle engine, urgency 0"
+
+_COLORS = {
+    "fcfs": "#8c8c8c",
+    "priority": "#d98032",
+    "semantic": "#2f7ebc",
+    "semantic-true": "#1b9e77",
+    "semantic-known": "#9467bd",
+}
+_VARIANT_COLORS = ("#8c564b", "#bcbd22", "#17becf", "#e377c2")
+_PANELS = {
+    "mean normalized waiting time [ms/token]": ("normalized_waiting", "mean", 1e3),
+    "p99 time to first token [s]": ("ttft", "p99", 1.0),
+}
+"""By title: a metric, its statistic that is drawn as bars, and a factor on seconds."""
+
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
 _SHOWN_URGENT, _SHOWN_OTHERS = 3, 1  # messages of urgency 0, and of each other level
 _MESSAGE_LENGTH, _ANSWER_LENGTH = 90, 70  # characters
@@ -133,15 +152,20 @@ def _cut(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
+def _statistic(summaries: Mapping[str, Summary], metric: str, statistic: str) -> float:
+    """Return a statistic of a metric; NaN if nothing was measured."""
+    return getattr(summaries[metric], statistic) if metric in summaries else math.nan
+
+
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     titles = list(map(level_title, next(iter(rows.values())).levels))
-    for title, drawn in PANELS.items():
-        series, colors, idle = bars(rows, *drawn)
+    for title, drawn in _PANELS.items():
+        series, colors, idle = _heights(rows, *drawn)
         lowest = math.inf if math.isnan(idle) else idle
         chart = grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lowest=lowest)
         if not math.isnan(idle):
             ends = (-0.5, len(titles) - 0.5)
-            line = Line(IDLE_LABEL, ends, (idle, idle), IDLE_COLOR, dashed=True)
+            line = Line(_IDLE_LABEL, ends, (idle, idle), _IDLE_COLOR, dashed=True)
             chart = replace(chart, marks=[*chart.marks, line])
         yield chart
 
@@ -154,7 +178,7 @@ def _levels(mix: str, rows: Rows) -> Table:
     cells: list[list[str | float]] = []
     for title, levels in named:
         for level, found in levels.items():
-            values = (one.scale * statistic_of(found, one.key, name) for one, name in _STATISTICS)
+            values = (one.scale * _statistic(found, one.key, name) for one, name in _STATISTICS)
             cells.append([title, level_title(level), found["ttft"].count, *values])
     return Table(
         f"Mix {mix}: metrics per level",
@@ -293,3 +317,70 @@ def targets_table(targets: Iterable[Target]) -> Table:
         verdict = "met" if one.met else "missed"
         cells.append([one.text, f"{one.measured:.3g}", required, verdict])
     return Table("targets", ["target", "measured", "required", ""], cells)
+
+
+def _heights(
+    rows: Rows, metric: str, statistic: str, scale: float
+) -> tuple[dict[str, list[float]], dict[str, str], float]:
+    """Heights by level and the color of each scheduler, by its title, and the height of the idle
+    engine for urgency 0, from the first scheduler's rounds; NaN where there is none."""
+    first = next(iter(rows.values()))
+
+    def height(levels: Mapping[str, Mapping[str, Summary]], level: str) -> float:
+        return scale * _statistic(levels.get(level, {}), metric, statistic)
+
+    heights, colors = {}, {}
+    for place, row in enumerate(rows.values()):
+        title, other = row.scheduler.title, _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
+        colors[title] = _COLORS.get(row.scheduler.name, other)
+        heights[title] = [height(row.levels, level) for level in first.levels]
+    return heights, colors, height(first.idle_levels, "0")
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Write a PNG of `_PANELS` per mix, level and scheduler, with the idle engine as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mixes = list(comparison.mixes)
+    figure, axes = pyplot.subplots(
+        len(_PANELS), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
+    )
+    for axes_row, title in zip(axes, _PANELS, strict=True):
+        for axis, mix in zip(axes_row, mixes, strict=True):
+            _draw(axis, comparison.mixes[mix], *_PANELS[title])
+            axis.set_title(f"mix {mix}: {title}", fontsize=12)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    columns = min(len(labels), 3 * len(mixes))
+    figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
+    rows = math.ceil(len(labels) / columns)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * rows))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw(axis: Axes, rows: Rows, metric: str, statistic: str, scale: float) -> None:
+    from matplotlib.ticker import LogLocator
+
+    levels = list(next(iter(rows.values())).levels)
+    series, colors, idle = _heights(rows, metric, statistic, scale)
+    width = 0.86 / len(series)
+    for place, (title, found) in enumerate(series.items()):
+        heights = [0.0 if math.isnan(height) else height for height in found]
+        offsets = [x + (place - (len(series) - 1) / 2) * width for x in range(len(levels))]
+        drawn = axis.bar(offsets, heights, width, label=title, color=colors[title])
+        labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
+        axis.bar_label(drawn, labels=labels, fontsize=7, padding=2, rotation=90)
+    if not math.isnan(idle):
+        axis.axhline(idle, color=_IDLE_COLOR, linestyle="--", linewidth=1.4, label=_IDLE_LABEL)
+    axis.set_yscale("log")
+    axis.margins(y=0.12)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
+    axis.set_xticks(range(len(levels)), list(map(level_title, levels)))
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)

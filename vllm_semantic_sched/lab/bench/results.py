@@ -39,16 +39,11 @@ def round_name(number: int, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """One pass of one scheduler over one mix, on a server started for it.
-
-    Attributes:
-        number: counts from 1.
-        records: of the load, in the order of the workload.
-        attempt: 1, or more if the round was repeated because of steal.
-        idle: some of the same requests, sent one by one to the same server after the load.
-        usage, idle_usage: during the load, and while `idle` was measured.
-        differences: outputs that differ from those of the reference scheduler's first round.
-    """
+    """One pass of one scheduler over one mix. `number` and `attempt` count from 1; a round is
+    repeated because of steal. `records` are in the order of the workload, `idle` are some of the
+    same requests, sent one by one to the same server after the load. `usage` and `idle_usage` are
+    of the two; `differences` are outputs that differ from those of the reference scheduler's first
+    round."""
 
     number: int
     records: Sequence[Record]

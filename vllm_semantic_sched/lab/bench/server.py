@@ -30,12 +30,10 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The model to serve and the resources that the server may use.
-
-    The default workload needs more seats (`max_num_seqs`) and, with all seats taken, more KV blocks
-    than the defaults give. `num_blocks` counts blocks of `block_size` tokens and must hold one
-    request of `max_model_len` tokens plus one block; None leaves the choice to vLLM.
-    """
+    """The model to serve and the resources that the server may use. The default workload needs more
+    seats (`max_num_seqs`) and KV blocks than the defaults. `num_blocks` counts blocks of
+    `block_size` tokens and must hold one request of `max_model_len` tokens and a block; None:
+    vLLM's choice."""
 
     model: Path
     log: Path

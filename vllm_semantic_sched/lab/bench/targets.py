@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -36,8 +35,7 @@ class Target:
     @property
     def met(self) -> bool:
         """False for an undefined measurement."""
-        compare = operator.le if self.at_most else operator.ge
-        return bool(compare(self.measured, self.required))
+        return self.measured <= self.required if self.at_most else self.measured >= self.required
 
 
 def missed(targets: Iterable[Target]) -> list[str]:

@@ -60,13 +60,10 @@ QuestionSource = Callable[["np.random.Generator"], TextLength]
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What to draw. Times in seconds, lengths in tokens.
-
-    `long_prompts` is the share of the requests of levels 1 to 4 with a long context: about 1,000
-    tokens between message and question. With `natural` the model ends its answers itself. `place`
-    is that of the message: `alone`, `before` a question, or `inside`, between two questions.
-    `tenants` are the weights of the tenants that send requests; empty: requests have no tenant.
-    """
+    """What to draw, in seconds and tokens. `long_prompts` is the share of the requests of levels 1
+    to 4 with about 1,000 tokens of context before the question. With `natural` the model ends its
+    answers itself. `place` is that of the message: `alone`, `before` a question, or `inside`,
+    between two. `tenants` are the weights of the tenants that send requests, if any."""
 
     requests: int = 600
     mix: str = "even"
@@ -201,9 +198,6 @@ def _draw_arrivals(config: WorkloadConfig, rng: np.random.Generator) -> list[flo
         arrivals += [burst * config.gap] * int(rng.integers(0, config.max_burst + 1))
         burst += 1
     return arrivals[: config.requests]
-
-
-# Texts
 
 
 @functools.cache

@@ -27,8 +27,6 @@ from vllm_semantic_sched.sim.spans import chrome_trace, level_color
 
 _MOST_CELLS = 6  # with charts over time
 
-# Rows
-
 
 def level_names(cells: Sequence[Cell]) -> list[str]:
     """All rows that a cell has, most urgent first, `all` last."""
@@ -57,9 +55,6 @@ def _metric_rows(
         for level, row in cell.levels.items()
     ]
     return metrics, [*cells[0].point, "scheduler", "level", *metrics], rows
-
-
-# Files
 
 
 def write_results(folder: Path, settings: Settings, cells: Sequence[Cell]) -> list[Path]:
@@ -95,9 +90,6 @@ def write_trace(path: Path, cell: Cell) -> None:
         for time, counts in cell.depth
     ]
     path.write_text(json.dumps(chrome_trace(cell.spans, depths)) + "\n", encoding="utf-8")
-
-
-# Page
 
 
 def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> Page:
