@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +22,7 @@ from vllm_semantic_sched.policy.config.order import (
     Tenants,
     WeightedLevels,
 )
-from vllm_semantic_sched.policy.config.overload import (
-    Admission,
-    Dedup,
-    Events,
-    Pressure,
-    Shedding,
-)
+from vllm_semantic_sched.policy.config.overload import Admission, Dedup, Events, Pressure, Shedding
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Tier
@@ -37,36 +32,25 @@ from vllm_semantic_sched.policy.profile.formula import AUTO
 class Policy(Section):
     """A whole policy file."""
 
-    base: Literal["semantic", "priority", "sjf", "fcfs"] = Field(
-        "semantic",
-        description="What runs first: `semantic` (urgency, then remaining time), `priority` "
-        "(urgency, then arrival), `sjf` (remaining time), `fcfs` (vLLM's own scheduler, "
-        "untouched).",
-    )
-    observe: bool = Field(
-        False,
-        description="Leave the order to vLLM's own scheduler: requests are read, logged and "
-        "counted as under this policy, and nothing else is done.",
-    )
-    levels: int = Field(5, ge=1, le=100, description="Urgency levels; 0 is the most urgent.")
-    tiers: tuple[Tier, ...] = Field(
-        (),
-        description="Name, promises and limits of each level: one entry per level, most urgent "
-        "first. Empty: levels without names or promises.",
-    )
-    default_level: int = Field(
-        2, ge=0, description="Level of a request without a hint or a prediction."
-    )
-    profile: str = Field(
-        AUTO,
-        description="Engine profile (alpha, beta, gamma). `auto`: derived at start from the "
-        "model's configuration and the device. Otherwise a name under configs/profiles or a path.",
-    )
-    correct_profile: bool = Field(
-        True,
-        description="Scale the profile's times to match measured steps; each kind (prefill, "
-        "decode, load) by at most 100.",
-    )
+    base: Literal["semantic", "priority", "sjf", "fcfs"] = "semantic"
+    """What runs first: `semantic` (urgency, then remaining time), `priority` (urgency, then
+    arrival), `sjf` (remaining time), `fcfs` (vLLM's own scheduler, untouched)."""
+    observe: bool = False
+    """Leave the order to vLLM's own scheduler: requests are read, logged and counted as under this
+    policy, and nothing else is done."""
+    levels: int = Field(5, ge=1, le=100)
+    """Urgency levels; 0 is the most urgent."""
+    tiers: tuple[Tier, ...] = ()
+    """Name, promises and limits of each level: one entry per level, most urgent first. Empty:
+    levels without names or promises."""
+    default_level: int = Field(2, ge=0)
+    """Level of a request without a hint or a prediction."""
+    profile: str = AUTO
+    """Engine profile (alpha, beta, gamma). `auto`: derived at start from the model's configuration
+    and the device. Otherwise a name under configs/profiles or a path."""
+    correct_profile: bool = True
+    """Scale the profile's times to match measured steps; each kind (prefill, decode, load) by at
+    most 100."""
     hints: Hints = Hints()
     placement: PlacementKnobs = PlacementKnobs()
     preemption: Preemption = Preemption()
@@ -118,10 +102,9 @@ class Policy(Section):
             raise ValueError(
                 f"tiers: {len(self.tiers)} entries for levels: {self.levels}; valid: one per level"
             )
-        names = [tier.name for tier in self.tiers]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"tiers: the name {twice!r} occurs twice; valid: distinct names")
+        name, count = Counter(tier.name for tier in self.tiers).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"tiers: the name {name!r} occurs twice; valid: distinct names")
         if self.tiers[0].shed_order is not None:
             raise ValueError("tiers.0.shed_order: the most urgent tier is never shed; valid: unset")
         shares = sum(tier.share or 0.0 for tier in self.tiers)
@@ -130,18 +113,18 @@ class Policy(Section):
         return self
 
     def tier(self, level: int) -> Tier:
-        """The tier of a level; without promises or limits if the policy has no tiers."""
+        """The tier of a level; see `all_tiers`."""
         return self.all_tiers[level]
 
     @cached_property
     def all_tiers(self) -> tuple[Tier, ...]:
-        """The tier of each level, most urgent first; see `tier`."""
+        """The tier of each level; without promises or limits if the policy has no tiers."""
         return self.tiers or tuple(Tier(name=str(level)) for level in range(self.levels))
 
     @cached_property
     def tier_names(self) -> tuple[str, ...]:
         """Name of each level in metrics and messages: its number if the policy has no tiers."""
-        return tuple(self.tier(level).name for level in range(self.levels))
+        return tuple(tier.name for tier in self.all_tiers)
 
     def in_stock_order(self) -> Policy:
         """The policy of vLLM's own scheduler, with the same levels and promises."""
@@ -161,13 +144,8 @@ class Policy(Section):
         return self.base in ("semantic", "sjf")
 
     def reads(self, hinted: bool, length_known: bool = False) -> bool:
-        """Whether the predictor reads a request's text: unless the policy uses neither level nor
-        length, or the request states what it uses.
-
-        Args:
-            hinted: whether a hint states its level.
-            length_known: whether the request states its exact length.
-        """
+        """Whether the predictor reads a request's text: only if the policy uses a level that no
+        hint states (`hinted`), or a length that the request does not state (`length_known`)."""
         wants_level = self.uses_urgency and not hinted
         wants_length = self.uses_length and not length_known
         return self.predictor.enabled and (wants_level or wants_length)

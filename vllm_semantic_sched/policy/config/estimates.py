@@ -14,40 +14,29 @@ from vllm_semantic_sched.policy.facts.section import Section
 class Hints(Section):
     """How far the scheduler trusts clients' hints about their own requests."""
 
-    urgency: Literal["honor", "cap", "ignore"] = Field(
-        "honor",
-        description="`vllm_xargs: {urgency: N}`: `honor` uses it, `cap` uses it but no more "
-        "urgent than `most_urgent_level`, `ignore` does not read it.",
-    )
-    priority: Literal["honor", "cap", "ignore"] = Field(
-        "honor",
-        description="vLLM's own `priority` field and the X-Vllm-Priority header, read as an "
-        "urgency level when not 0 (vLLM cannot tell 0 from unset); same choices as `urgency`.",
-    )
-    most_urgent_level: int = Field(
-        0, ge=0, description="With `cap`: the most urgent level that a hint can claim."
-    )
+    urgency: Literal["honor", "cap", "ignore"] = "honor"
+    """`vllm_xargs: {urgency: N}`: `honor` uses it, `cap` uses it but no more urgent than
+    `most_urgent_level`, `ignore` does not read it."""
+    priority: Literal["honor", "cap", "ignore"] = "honor"
+    """vLLM's own `priority` field and the X-Vllm-Priority header, read as an urgency level when not
+    0 (vLLM cannot tell 0 from unset); same choices as `urgency`."""
+    most_urgent_level: int = Field(0, ge=0)
+    """With `cap`: the most urgent level that a hint can claim."""
 
 
 class Instant(Section):
     """The instant reader: a small linear model that gives each request a provisional level and
     length on arrival, until the predictor has read it."""
 
-    enabled: bool = Field(True, description="Off: requests wait for the predictor.")
-    may: Literal["order", "start", "preempt"] = Field(
-        "preempt",
-        description="What a provisional level may do. `order`: only put the request in order for "
-        "the predictor. `start`: also give it its place in the waiting queue, and so a free seat. "
-        "`preempt`: also take the seat of a running request.",
-    )
-    preempt_above: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="`preempt`: the request preempts as if it had the most urgent level that it, "
-        "or a more urgent one, has with at least this probability; never more urgent than its "
-        "provisional level.",
-    )
+    enabled: bool = True
+    """Off: requests wait for the predictor."""
+    may: Literal["order", "start", "preempt"] = "preempt"
+    """What a provisional level may do. `order`: only put the request in order for the predictor.
+    `start`: also give it its place in the waiting queue, and so a free seat. `preempt`: also take
+    the seat of a running request."""
+    preempt_above: float = Field(0.9, gt=0, le=1)
+    """`preempt`: the request preempts as if it had the most urgent level that it, or a more urgent
+    one, has with at least this probability; never more urgent than its provisional level."""
 
     @property
     def decides_place(self) -> bool:
@@ -59,65 +48,42 @@ class SecondLook(Section):
     """Reading parts of a request's prompt that its first reading did not see, while the predictor
     has no first readings to do."""
 
-    enabled: bool = Field(True, description="Off: each prompt is read once.")
-    certain: float = Field(
-        0.98,
-        gt=0.5,
-        le=1,
-        description="A part raises a request to the most urgent level that it, or a more urgent "
-        "one, has with at least this probability; it never lowers one.",
-    )
+    enabled: bool = True
+    """Off: each prompt is read once."""
+    certain: float = Field(0.98, gt=0.5, le=1)
+    """A part raises a request to the most urgent level that it, or a more urgent one, has with at
+    least this probability; it never lowers one."""
 
 
 class Predictor(Section):
     """The model that predicts urgency and output length from the prompt, in its own process."""
 
-    enabled: bool = Field(True, description="Off: levels come from hints only.")
-    model: str | None = Field(
-        None,
-        description="Local path or hub id of a transformers sequence classifier whose labels, in "
-        "order, are the urgency levels. Unset: the model shipped with the package.",
-    )
-    mode: Literal["immediate", "full_batching"] = Field(
-        "immediate",
-        description="`immediate` predicts as soon as requests arrive, `full_batching` waits for a "
-        "full batch (paper, section 4.1).",
-    )
-    max_batch: int = Field(16, ge=1, description="Most texts in one forward pass.")
-    max_pass: float = Field(
-        0.1,
-        gt=0,
-        description="`immediate`: seconds that a forward pass may take, by the measured speed, so "
-        "that an urgent request is not kept waiting for one in progress. At least one text.",
-    )
-    max_wait: float = Field(
-        0.05,
-        ge=0,
-        description="`full_batching`: seconds after which an incomplete batch is predicted.",
-    )
-    max_queue: int = Field(
-        10_000,
-        ge=1,
-        description="Texts that may wait for the predictor; requests beyond that run at the "
-        "default level.",
-    )
-    cache_size: int = Field(
-        4096,
-        ge=0,
-        description="Distinct prompts whose predictions are cached. 0: no cache.",
-    )
-    timeout: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds for one forward pass after which the predictor process counts as "
-        "stuck and is restarted; its requests run at the default level.",
-    )
-    extra_latency: float = Field(
-        0.0,
-        ge=0,
-        description="Seconds added to every batch, to measure the cost of a slower predictor.",
-    )
-    threads: int = Field(1, ge=1, description="CPU threads of the predictor process.")
+    enabled: bool = True
+    """Off: levels come from hints only."""
+    model: str | None = None
+    """Local path or hub id of a transformers sequence classifier whose labels, in order, are the
+    urgency levels. Unset: the model shipped with the package."""
+    mode: Literal["immediate", "full_batching"] = "immediate"
+    """`immediate` predicts as soon as requests arrive, `full_batching` waits for a full batch
+    (paper, section 4.1)."""
+    max_batch: int = Field(16, ge=1)
+    """Most texts in one forward pass."""
+    max_pass: float = Field(0.1, gt=0)
+    """`immediate`: seconds that a forward pass may take, by the measured speed, so that an urgent
+    request is not kept waiting for one in progress. At least one text."""
+    max_wait: float = Field(0.05, ge=0)
+    """`full_batching`: seconds after which an incomplete batch is predicted."""
+    max_queue: int = Field(10_000, ge=1)
+    """Texts that may wait for the predictor; requests beyond that run at the default level."""
+    cache_size: int = Field(4096, ge=0)
+    """Distinct prompts whose predictions are cached. 0: no cache."""
+    timeout: float = Field(30.0, gt=0)
+    """Seconds for one forward pass after which the predictor process counts as stuck and is
+    restarted; its requests run at the default level."""
+    extra_latency: float = Field(0.0, ge=0)
+    """Seconds added to every batch, to measure the cost of a slower predictor."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the predictor process."""
     instant: Instant = Instant()
     second_look: SecondLook = SecondLook()
 
@@ -125,36 +91,22 @@ class Predictor(Section):
 class Decision(Section):
     """How predicted probabilities of the levels become one level."""
 
-    rule: Literal["least_cost", "most_likely", "thresholds"] = Field(
-        "thresholds",
-        description="`thresholds`: a level that is at least as probable as `certain`, else the "
-        "expected level, cut at `thresholds`; `least_cost` for a model with another number of "
-        "levels than these cut. `least_cost`: the level with the lowest expected "
-        "cost, where a mistake costs the number of levels it is off, times `missed_cost` if the "
-        "request is more urgent than decided. `most_likely`: the most probable level.",
-    )
-    certain: float = Field(
-        0.75,
-        gt=0.5,
-        le=1.01,
-        description="`thresholds`: probability from which a level is taken as it is. Messages of "
-        "people mostly reach it, chart notes hardly ever; above 1 the thresholds decide always.",
-    )
-    missed_cost: tuple[float, ...] = Field(
-        (12.0, 6.0, 1.0),
-        min_length=1,
-        description="`least_cost`: cost of serving a request one level too late, relative to 1 "
-        "for one level too early; one number per true level, the last one for all further levels.",
-    )
-
-    thresholds: tuple[float, ...] = Field(
-        (1.15, 2.05, 2.35, 2.9),
-        min_length=1,
-        description="`thresholds`: the expected level (0 to 4, the mean under the predicted "
-        "distribution) below which a request gets level 0, level 1, and so on; from the last "
-        "threshold on it gets the last level. One number less than levels. The default fits the "
-        "shipped model to emergency triage.",
-    )
+    rule: Literal["least_cost", "most_likely", "thresholds"] = "thresholds"
+    """`thresholds`: a level that is at least as probable as `certain`, else the expected level, cut
+    at `thresholds`; `least_cost` for a model with another number of levels than these cut.
+    `least_cost`: the level with the lowest expected cost, where a mistake costs the number of
+    levels it is off, times `missed_cost` if the request is more urgent than decided. `most_likely`:
+    the most probable level."""
+    certain: float = Field(0.75, gt=0.5, le=1.01)
+    """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
+    reach it, chart notes hardly ever; above 1 the thresholds decide always."""
+    missed_cost: tuple[float, ...] = Field((12.0, 6.0, 1.0), min_length=1)
+    """`least_cost`: cost of serving a request one level too late, relative to 1 for one level too
+    early; one number per true level, the last one for all further levels."""
+    thresholds: tuple[float, ...] = Field((1.15, 2.05, 2.35, 2.9), min_length=1)
+    """`thresholds`: the expected level (0 to 4, the mean under the predicted distribution) below
+    which a request gets level 0, level 1, and so on; from the last threshold on it gets the last
+    level. One number less than levels. The default fits the shipped model to emergency triage."""
 
     @field_validator("thresholds")
     @classmethod
@@ -178,14 +130,9 @@ Estimate = Literal["mean", "median", "p90"]
 class Length(Section):
     """How predicted probabilities of output-length buckets become a number of tokens."""
 
-    estimate: Estimate = Field(
-        "mean",
-        description="Point estimate of the output length; `p90` is the 90th percentile.",
-    )
-    calibrate: bool = Field(
-        True,
-        description="Adjust the mean lengths of the buckets to the answers of the served model.",
-    )
-    default_tokens: int = Field(
-        256, ge=1, description="Output tokens assumed where no prediction is available."
-    )
+    estimate: Estimate = "mean"
+    """Point estimate of the output length; `p90` is the 90th percentile."""
+    calibrate: bool = True
+    """Adjust the mean lengths of the buckets to the answers of the served model."""
+    default_tokens: int = Field(256, ge=1)
+    """Output tokens assumed where no prediction is available."""

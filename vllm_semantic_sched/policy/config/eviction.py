@@ -12,65 +12,38 @@ from vllm_semantic_sched.policy.facts.section import Section
 class Preemption(Section):
     """Taking seats and KV blocks from running requests for more urgent waiting ones."""
 
-    enabled: bool = Field(True, description="Preempt running requests for waiting ones.")
-    min_level_gap: int = Field(
-        1,
-        ge=1,
-        description="A victim must be at least this many levels less urgent than the request it "
-        "makes room for.",
-    )
-    max_per_request: int = Field(
-        3,
-        ge=0,
-        description="Most preemptions of one request for more urgent ones; see `after_limit`.",
-    )
-    after_limit: Literal["protect", "promote", "drop"] = Field(
-        "protect",
-        description="After `max_per_request` preemptions: `protect` the request keeps its seat; "
-        "`promote` it also ranks one level higher; `drop` the next preemption ends it with the "
-        "code `dropped`, if its tier has `drop` (others are protected).",
-    )
-    shorter: float | None = Field(
-        None,
-        gt=1,
-        description="A request may also preempt one of its own or a less urgent level whose "
-        "predicted remaining time is at least this many times its own (paper, Alg. 2). Unset: "
-        "never. For `base: semantic`.",
-    )
-    victim: Literal["rank", "cost", "progress"] = Field(
-        "rank",
-        description="First victim within a level: `rank` the request with the most remaining "
-        "time, `cost` the cheapest to preempt, `progress` the one with the fewest output tokens, "
-        "where each earlier preemption counts as 500. The latter two among the 64 with the most "
-        "remaining time.",
-    )
-    max_victims_per_step: int = Field(8, ge=1, description="Most victims in one scheduling step.")
-
-
-RetentionMode = Literal["optimal", "paper", "swap", "recompute", "none"]
+    enabled: bool = True
+    """Preempt running requests for waiting ones."""
+    min_level_gap: int = Field(1, ge=1)
+    """A victim must be at least this many levels less urgent than the request it makes room for."""
+    max_per_request: int = Field(3, ge=0)
+    """Most preemptions of one request for more urgent ones; see `after_limit`."""
+    after_limit: Literal["protect", "promote", "drop"] = "protect"
+    """After `max_per_request` preemptions: `protect` the request keeps its seat; `promote` it also
+    ranks one level higher; `drop` the next preemption ends it with the code `dropped`, if its tier
+    has `drop` (others are protected)."""
+    shorter: float | None = Field(None, gt=1)
+    """A request may also preempt one of its own or a less urgent level whose predicted remaining
+    time is at least this many times its own (paper, Alg. 2). Unset: never. For `base: semantic`."""
+    victim: Literal["rank", "cost", "progress"] = "rank"
+    """First victim within a level: `rank` the request with the most remaining time, `cost` the
+    cheapest to preempt, `progress` the one with the fewest output tokens, where each earlier
+    preemption counts as 500. The latter two among the 64 with the most remaining time."""
+    max_victims_per_step: int = Field(8, ge=1)
+    """Most victims in one scheduling step."""
 
 
 class Retention(Section):
     """How much of a victim's KV is kept."""
 
-    mode: RetentionMode = Field(
-        "optimal",
-        description="`optimal` takes the plan of least expected cost by the engine profile; "
-        "`paper` decides by eq. 3 to 6 of arXiv 2506.12204, corrected; `swap` keeps as much as "
-        "fits into the host pool; `recompute` keeps nothing; `none` keeps nothing and never drops "
-        "a request.",
-    )
-    max_stall: float = Field(
-        1.0,
-        ge=0,
-        description="A load that takes longer than this many decode steps runs beside the "
-        "engine's steps; a shorter one delays the next step.",
-    )
-    survival: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="While more than this share of the KV blocks is free, a victim's blocks are "
-        "expected to survive in the device's prefix cache and are not saved; 1: always save. "
-        "Blocks shared with other running requests are never saved.",
-    )
+    mode: Literal["optimal", "paper", "swap", "recompute", "none"] = "optimal"
+    """`optimal` takes the plan of least expected cost by the engine profile; `paper` decides by eq.
+    3 to 6 of arXiv 2506.12204, corrected; `swap` keeps as much as fits into the host pool;
+    `recompute` keeps nothing; `none` keeps nothing and never drops a request."""
+    max_stall: float = Field(1.0, ge=0)
+    """A load that takes longer than this many decode steps runs beside the engine's steps; a
+    shorter one delays the next step."""
+    survival: float = Field(0.5, ge=0, le=1)
+    """While more than this share of the KV blocks is free, a victim's blocks are expected to
+    survive in the device's prefix cache and are not saved; 1: always save. Blocks shared with other
+    running requests are never saved."""

@@ -20,14 +20,11 @@ STRICT_LEVEL = 1
 class WeightedLevels(Section):
     """Order by urgency and remaining time together, among the less urgent levels."""
 
-    factor: float | None = Field(
-        None,
-        gt=1,
-        description="A request runs before one that is one level more urgent if its remaining time "
-        "is at least this many times shorter; two levels count as the square of it. Levels 0 and "
-        "1 run before all others, by urgency alone, and only they preempt. Unset: urgency decides "
-        "alone. For `base: semantic`.",
-    )
+    factor: float | None = Field(None, gt=1)
+    """A request runs before one that is one level more urgent if its remaining time is at least
+    this many times shorter; two levels count as the square of it. Levels 0 and 1 run before all
+    others, by urgency alone, and only they preempt. Unset: urgency decides alone. For `base:
+    semantic`."""
 
     def weighs(self, level: float) -> bool:
         """Whether requests of an effective level are ordered by urgency and time together."""
@@ -37,27 +34,18 @@ class WeightedLevels(Section):
 class Aging(Section):
     """Promotion of waiting requests, so that none starves."""
 
-    enabled: bool = Field(False, description="Promote waiting requests.")
-    interval: float = Field(10.0, gt=0, description="Seconds of waiting per promotion.")
-    step: float = Field(
-        1.0,
-        gt=0,
-        description="Levels per promotion. Fractions order requests of a level by waiting time "
-        "sooner; whole levels keep the shortest first for longer.",
-    )
-    cap: int | None = Field(
-        None,
-        ge=1,
-        description="Most promotions of one request. Unset: until it is overdue, that is, above "
-        "level 0, where requests run by arrival. With too small a cap the wait is unbounded.",
-    )
-    share: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="Most admissions, as a share, in which an aged request overtakes a more "
-        "urgent one.",
-    )
+    enabled: bool = False
+    """Promote waiting requests."""
+    interval: float = Field(10.0, gt=0)
+    """Seconds of waiting per promotion."""
+    step: float = Field(1.0, gt=0)
+    """Levels per promotion. Fractions order requests of a level by waiting time sooner; whole
+    levels keep the shortest first for longer."""
+    cap: int | None = Field(None, ge=1)
+    """Most promotions of one request. Unset: until it is overdue, that is, above level 0, where
+    requests run by arrival. With too small a cap the wait is unbounded."""
+    share: float = Field(0.1, gt=0, le=1)
+    """Most admissions, as a share, in which an aged request overtakes a more urgent one."""
 
     def promotions_to_overdue(self, level: int) -> int:
         """Promotions after which a request of that level is overdue, without the cap."""
@@ -96,69 +84,45 @@ class Aging(Section):
 class Deadlines(Section):
     """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
 
-    enabled: bool = Field(
-        False,
-        description="Shortly before their deadline, move requests ahead of the rest of their "
-        "level.",
-    )
-    before: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="How long before the deadline the gain begins, as a share of the promised "
-        "time. It ends when the deadline is missed.",
-    )
+    enabled: bool = False
+    """Shortly before their deadline, move requests ahead of the rest of their level."""
+    before: float = Field(0.5, gt=0, le=1)
+    """How long before the deadline the gain begins, as a share of the promised time. It ends when
+    the deadline is missed."""
 
 
 class FairShareKnobs(Section):
     """Target shares of the engine's time (`tiers[].share`)."""
 
-    enabled: bool = Field(False, description="Steer toward the shares.")
-    window: float = Field(
-        30.0, gt=0, description="Time constant in seconds of the exponential decay of past use."
-    )
-    max_levels: float = Field(
-        1.0,
-        gt=0,
-        description="Most levels that a tier gains below its share or loses above it. Shares are "
-        "reached under saturation only if gain and loss together bridge the gap between levels.",
-    )
+    enabled: bool = False
+    """Steer toward the shares."""
+    window: float = Field(30.0, gt=0)
+    """Time constant in seconds of the exponential decay of past use."""
+    max_levels: float = Field(1.0, gt=0)
+    """Most levels that a tier gains below its share or loses above it. Shares are reached under
+    saturation only if gain and loss together bridge the gap between levels."""
 
 
 class TopLevelCap(Section):
     """Limit on the share of a tenant's requests at level 0."""
 
-    share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Most of a tenant's requests of the last minute at level 0, as a share; "
-        "always five. 1: no cap. Further requests are served at level 1.",
-    )
+    share: float = Field(1.0, gt=0, le=1)
+    """Most of a tenant's requests of the last minute at level 0, as a share; always five. 1: no
+    cap. Further requests are served at level 1."""
 
 
 class Tenants(Section):
     """Fairness among tenants (`vllm_xargs: {tenant: NAME}`)."""
 
-    fair: bool = Field(
-        False,
-        description="Within a level serve the tenant with the least service first. Requests "
-        "without a tenant count as one tenant.",
-    )
-    seats: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Largest share of the seats that one tenant can hold, at least one seat. The "
-        "rest stays free for other tenants. Needs `fair`. 1: no cap.",
-    )
-    kv: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Largest share of the KV blocks that one tenant can hold. Requests that grow "
-        "beyond it are preempted, except the tenant's last one. Needs `fair`. 1: no cap.",
-    )
+    fair: bool = False
+    """Within a level serve the tenant with the least service first. Requests without a tenant count
+    as one tenant."""
+    seats: float = Field(1.0, gt=0, le=1)
+    """Largest share of the seats that one tenant can hold, at least one seat. The rest stays free
+    for other tenants. Needs `fair`. 1: no cap."""
+    kv: float = Field(1.0, gt=0, le=1)
+    """Largest share of the KV blocks that one tenant can hold. Requests that grow beyond it are
+    preempted, except the tenant's last one. Needs `fair`. 1: no cap."""
     top: TopLevelCap = TopLevelCap()
 
     @model_validator(mode="after")
@@ -172,58 +136,41 @@ class Tenants(Section):
 class KvPeakKnobs(Section):
     """Admission by the predicted peak of KV use (arXiv 2507.10150)."""
 
-    enabled: bool = Field(
-        False,
-        description="A waiting request starts only if the running requests and it will fit into "
-        "the KV cache at every later step, by their predicted lengths. Requests of levels 0 and 1 "
-        "start regardless. Otherwise it starts as soon as its prompt fits, and requests are "
-        "preempted when the answers no longer fit.",
-    )
+    enabled: bool = False
+    """A waiting request starts only if the running requests and it will fit into the KV cache at
+    every later step, by their predicted lengths. Requests of levels 0 and 1 start regardless.
+    Otherwise it starts as soon as its prompt fits, and requests are preempted when the answers no
+    longer fit."""
 
 
 class Stage(Section):
     """The paper's gate: no less urgent prefills beside an urgent decode (Alg. 2)."""
 
-    mode: Literal["gate", "off"] = Field(
-        "off",
-        description="`gate` allows no less urgent prefill in a step with a protected decode; `off` "
-        "leaves steps as vLLM builds them.",
-    )
-    protected_level: int = Field(
-        0, ge=0, description="Decodes of this and more urgent levels are protected."
-    )
+    mode: Literal["gate", "off"] = "off"
+    """`gate` allows no less urgent prefill in a step with a protected decode; `off` leaves steps as
+    vLLM builds them."""
+    protected_level: int = Field(0, ge=0)
+    """Decodes of this and more urgent levels are protected."""
 
 
 class Protect(Section):
     """Holds: less urgent running requests sit out steps while an urgent one runs and others wait.
     They keep their seat and their KV."""
 
-    level: int | None = Field(
-        None,
-        ge=0,
-        description="Requests of this and more urgent levels are protected. Unset: no holds.",
-    )
-    price: float = Field(
-        0.05,
-        ge=0,
-        lt=1,
-        description="Most of the engine's time, as a share of any minute of work, that holds may "
-        "cost. 0: no holds.",
-    )
-    worth: float | None = Field(
-        None,
-        gt=0,
-        description="Seconds of requests of the last level that a second gained at level 0 is "
-        "worth; other levels in proportion. Unset: by `decision.missed_cost`. The higher, the "
-        "longer the queue under which holds and preemptions still pay.",
-    )
+    level: int | None = Field(None, ge=0)
+    """Requests of this and more urgent levels are protected. Unset: no holds."""
+    price: float = Field(0.05, ge=0, lt=1)
+    """Most of the engine's time, as a share of any minute of work, that holds may cost. 0: no
+    holds."""
+    worth: float | None = Field(None, gt=0)
+    """Seconds of requests of the last level that a second gained at level 0 is worth; other levels
+    in proportion. Unset: by `decision.missed_cost`. The higher, the longer the queue under which
+    holds and preemptions still pay."""
 
 
 class PlacementKnobs(Section):
     """The choice of an engine where vLLM runs several (data parallelism)."""
 
-    enabled: bool = Field(
-        True,
-        description="A request goes to the engine with the fewest requests at least as urgent, "
-        "unless the client names one (`X-data-parallel-rank`). Off: vLLM chooses, by load alone.",
-    )
+    enabled: bool = True
+    """A request goes to the engine with the fewest requests at least as urgent, unless the client
+    names one (`X-data-parallel-rank`). Off: vLLM chooses, by load alone."""

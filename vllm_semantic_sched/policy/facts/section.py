@@ -21,9 +21,12 @@ class PolicyError(ValueError):
 
 
 class Section(BaseModel):
-    """A group of keys: immutable, and strict about names and types."""
+    """A group of keys: immutable, and strict about names and types. The string below a key
+    describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 S = TypeVar("S", bound=Section)
@@ -111,6 +114,7 @@ def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterat
     """`defaults`: the section with its default values; None for the entries of a list."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
+        meaning = " ".join((field.description or "").split())
         section = section_in(annotation)
         is_list = typing.get_origin(annotation) is tuple
         if section is None or is_list:
@@ -119,9 +123,9 @@ def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterat
             valid = " | ".join(map(str, choices)) if literal else ""
             default = "(required)" if field.is_required() else field.default
             default = default if defaults is None else getattr(defaults, name)
-            yield Key(f"{prefix}{name}", str(default), valid, field.description or "")
-        elif field.description:
-            yield Key(f"{prefix}{name}", "", "", field.description)
+            yield Key(f"{prefix}{name}", str(default), valid, meaning)
+        elif meaning:
+            yield Key(f"{prefix}{name}", "", "", meaning)
         if section is not None:
             inner = field.default if defaults is None else getattr(defaults, name)
             yield from _keys(
