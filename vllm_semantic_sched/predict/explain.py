@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
     applied_rule,
     decide_level,
-    expected_cost,
+    expected_costs,
     expected_level,
     predicted_level,
     preempting_level,
@@ -181,7 +181,7 @@ def explain(
         level=job.level,
         rule=_rule_in_words(whole, policy.decision),
         probabilities=whole,
-        costs=tuple(expected_cost(whole, level, policy.decision) for level in range(len(whole))),
+        costs=tuple(expected_costs(whole, policy.decision)),
         lengths=lengths,
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import (
     decide_level,
-    expected_cost,
+    expected_costs,
     expected_level,
 )
 
@@ -26,9 +26,9 @@ def distributions(draw, levels=None):
 @given(distributions(), st.lists(st.floats(0.1, 50.0), min_size=1, max_size=5))
 def test_least_cost_chooses_the_cheapest_level(probabilities, costs):
     decision = Decision(rule="least_cost", missed_cost=tuple(costs))
-    decided = expected_cost(probabilities, decide_level(probabilities, decision), decision)
-    for level in range(len(probabilities)):
-        assert decided <= expected_cost(probabilities, level, decision)
+    costs = expected_costs(probabilities, decision)
+    assert len(costs) == len(probabilities)
+    assert costs[decide_level(probabilities, decision)] == min(costs)
 
 
 @given(distributions(), st.floats(1.0, 20.0), st.floats(1.0, 5.0))
@@ -87,4 +87,4 @@ def test_thresholds_must_ascend(thresholds):
 
 
 def test_last_missed_cost_holds_for_all_further_levels():
-    assert expected_cost((0.0, 0.0, 1.0, 0.0), 3, Decision(missed_cost=(9.0, 3.0))) == 3.0
+    assert expected_costs((0.0, 0.0, 1.0, 0.0), Decision(missed_cost=(9.0, 3.0)))[3] == 3.0

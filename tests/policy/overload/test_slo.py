@@ -102,4 +102,4 @@ def test_tier_without_promises_has_no_compliance_and_no_headroom() -> None:
     monitor = SloMonitor(TIERS, window=60)
     monitor.record(1, ttft=100.0, tpot=1.0, e2e=1000.0, now=1.0)
     assert monitor.compliance(1) is None and monitor.headroom(1) is None
-    assert monitor.percentile(1, "ttft", 99) == pytest.approx(100.0, rel=0.051)
+    assert monitor.values[1]["ttft"].percentile(99) == pytest.approx(100.0, rel=0.051)

@@ -157,7 +157,7 @@ def _overload(core: SchedulingCore) -> Gauges:
 
     def promised(share: Callable[[int], float | None]) -> dict[str, float]:
         """Where nothing was measured of late, nothing was broken."""
-        shares = {level: share(level) for level in range(len(names)) if load.slo.promises(level)}
+        shares = {level: share(level) for level in range(len(names)) if load.slo.targets[level]}
         return {names[one]: 1.0 if it is None else round(it, 4) for one, it in shares.items()}
 
     return {

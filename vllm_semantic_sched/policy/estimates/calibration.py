@@ -1,13 +1,11 @@
-"""Adjusts predicted lengths to the answers of the served model.
-
-The predictor was trained on the answers of other models. The served model's answers may be twice or
-half as long, but the same prompts get the longer ones. So the predicted probabilities stay, and
-only the mean lengths of the buckets move.
-"""
+"""Adjusts predicted lengths to the served model, whose answers may be twice or half as long as
+those that the predictor learned from. The same prompts get the longer ones, so the probabilities
+stay and only the mean lengths of the buckets move."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -38,11 +36,11 @@ class AnswerEnd(enum.Enum):
 class LengthCalibration:
     """Length buckets that follow finished requests.
 
-    The expected length of a request is the sum of bucket probability times bucket mean, so the
-    means are the weights of a linear model. The normalized least-mean-squares rule fits them to
-    observed lengths in O(buckets) per finished request. Each mean takes a part of the error in
-    proportion to itself, plus more if its bucket is probable. The result is projected onto
-    non-decreasing positive means, and each edge keeps its relative place between its two means.
+    The means are the weights of a linear model: an expected length is the sum of probability times
+    mean. The normalized least-mean-squares rule fits them to observed lengths, O(buckets) per
+    request. Each mean takes a part of the error in proportion to itself, plus more if its bucket is
+    probable. The result is projected onto non-decreasing positive means, and each edge keeps its
+    relative place between its two means.
 
     Answers cut by a limit only raise expectations. If all clients set the same limit, the
     expectation becomes that of the length under the limit.
@@ -55,11 +53,10 @@ class LengthCalibration:
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
         self.buckets = buckets
         self.adapt = adapt
-        self._edge_places = [
-            _place(edge, low, high)
-            for edge, low, high in zip(
-                buckets.edges, buckets.means[:-1], buckets.means[1:], strict=True
-            )
+        means = itertools.pairwise(buckets.means)
+        self._edge_places = [  # from 0, at the mean below, to 1, at the mean above
+            min(1.0, max(0.0, (edge - low) / (high - low))) if high > low else 0.5
+            for edge, (low, high) in zip(buckets.edges, means, strict=True)
         ]
         self._longest = max(buckets.means)
         self._learned = 0
@@ -74,13 +71,8 @@ class LengthCalibration:
     def learn(
         self, probabilities: Sequence[float], tokens: int, limit: int, end: AnswerEnd
     ) -> None:
-        """Learn from a finished request.
-
-        Args:
-            probabilities: its prediction, one per bucket; else ValueError.
-            tokens: its output tokens.
-            limit: its limit of output tokens.
-        """
+        """Learn from a finished request: its predicted probabilities (one per bucket, else
+        ValueError), and its output tokens and their limit."""
         if end is AnswerEnd.ABORTED or tokens < 1:
             return
         means = self.buckets.means
@@ -107,16 +99,11 @@ class LengthCalibration:
         scale = step * error / (effect + _STEADINESS * sum(old) / count)
         moved = [mean + scale * part for mean, part in zip(old, direction, strict=True)]
         means = [min(max(mean, _SHORTEST), longest) for mean in nearest_non_decreasing(moved)]
-        self.buckets = LengthBuckets(self._edges_between(means), tuple(means))
-
-    def _edges_between(self, means: list[float]) -> tuple[int, ...]:
-        edges: list[int] = []
-        below = 0
-        for place, low, high in zip(self._edge_places, means[:-1], means[1:], strict=True):
+        edges = [0]
+        for place, (low, high) in zip(self._edge_places, itertools.pairwise(means), strict=True):
             # Edges must increase even if means are equal.
-            below = max(below + 1, round(low + place * (high - low)))
-            edges.append(below)
-        return tuple(edges)
+            edges.append(max(edges[-1] + 1, round(low + place * (high - low))))
+        self.buckets = LengthBuckets(tuple(edges[1:]), tuple(means))
 
 
 def nearest_non_decreasing(values: Sequence[float]) -> list[float]:
@@ -132,8 +119,3 @@ def nearest_non_decreasing(values: Sequence[float]) -> list[float]:
             count += members
         pools.append((mean, count))
     return [mean for mean, count in pools for _ in range(count)]
-
-
-def _place(edge: int, low: float, high: float) -> float:
-    """Relative place of `edge` between two means, from 0 to 1."""
-    return min(1.0, max(0.0, (edge - low) / (high - low))) if high > low else 0.5

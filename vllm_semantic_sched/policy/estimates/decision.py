@@ -38,15 +38,12 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
         if probabilities[likeliest] >= decision.certain:
             return likeliest
         return bisect.bisect_right(decision.thresholds, expected_level(probabilities))
-    costs = [
-        math.fsum(map(operator.mul, probabilities, row))
-        for row in _costs_by_level(decision.missed_cost, len(levels))
-    ]
+    costs = expected_costs(probabilities, decision)
     return costs.index(min(costs))
 
 
 def applied_rule(decision: Decision, levels: int) -> str:
-    """The rule for a model of so many levels: thresholds that cut another number cannot be used."""
+    """The rule for a model of so many levels, which may not be those that the thresholds cut."""
     if decision.rule == "thresholds" and levels != len(decision.thresholds) + 1:
         return "least_cost"
     return decision.rule
@@ -75,15 +72,14 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     HTTP server prepares it."""
     if hint.level is not None:
         return hint.level
-    judged = provisional is not None and not provisional.unreadable
-    if provisional is None or not judged or not policy.predictor.instant.enabled:
+    if provisional is None or provisional.unreadable or not policy.predictor.instant.enabled:
         return policy.default_level
     return predicted_level(policy, provisional)
 
 
 def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
-    """The level at which a request of provisional `level` preempts: the most urgent one that it, or
-    a more urgent one, has with the probability that the policy demands. None if it may not."""
+    """The level at which a request of provisional `level` preempts: its `sure_level` for the
+    probability that the policy demands, or `level` if that is less urgent. None if it may not."""
     if instant.may != "preempt":
         return None
     sure = sure_level(probabilities, instant.preempt_above)
@@ -102,10 +98,10 @@ def expected_level(probabilities: Sequence[float]) -> float:
     return math.fsum(level * probability for level, probability in enumerate(probabilities))
 
 
-def expected_cost(probabilities: Sequence[float], level: int, decision: Decision) -> float:
-    """Expected cost of serving at `level`, in levels served too early."""
-    row = _costs_by_level(decision.missed_cost, len(probabilities))[level]
-    return math.fsum(map(operator.mul, probabilities, row))
+def expected_costs(probabilities: Sequence[float], decision: Decision) -> list[float]:
+    """Expected cost of serving at each level, in levels served too early."""
+    rows = _costs_by_level(decision.missed_cost, len(probabilities))
+    return [math.fsum(map(operator.mul, probabilities, row)) for row in rows]
 
 
 def mistake_cost(true: int, level: int, decision: Decision) -> float:
@@ -133,8 +129,8 @@ def doubt(probabilities: Sequence[float], level: int, unseen: float, decision: D
 
 
 def raised_level(probabilities: Sequence[float], level: int, certain: float) -> int | None:
-    """The level to which a second reading raises a request of `level`: the most urgent one that it,
-    or a more urgent one, has with a probability of at least `certain`. None: it stays."""
+    """The level to which a second reading raises a request of `level`: its `sure_level`. None: it
+    stays."""
     sure = sure_level(probabilities, certain)
     return sure if sure is not None and sure < level else None
 

@@ -59,7 +59,7 @@ class Estimator:
         # At least one more token will come.
         limit = max(job.max_output_tokens, generated + 1)
         shortest = min(job.stated.shortest, limit)
-        predicted = job.prediction.length if job.prediction is not None else None
+        predicted = job.prediction.length if job.prediction else None
         if predicted is None or (buckets := self.buckets) is None:
             expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
@@ -84,14 +84,12 @@ class Estimator:
     def first_estimate(self, job: Job) -> float | None:
         """Output tokens expected before the first one; None if that is no prediction: the job has
         none, or states its length."""
-        buckets = self.buckets
-        if job.prediction is None or job.prediction.length is None or buckets is None:
+        buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
+        is_stated = job.stated.shortest or job.stated.longest is not None
+        if predicted is None or buckets is None or is_stated:
             return None
-        if job.stated.shortest or job.stated.longest is not None:
-            return None
-        return expected_output_tokens(
-            job.prediction.length, buckets, 0, self._policy.length.estimate, job.max_output_tokens
-        )
+        estimate = self._policy.length.estimate
+        return expected_output_tokens(predicted, buckets, 0, estimate, job.max_output_tokens)
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of engine work left; above zero until the job finishes."""
@@ -119,6 +117,6 @@ class Estimator:
         stated = job.stated
         if job.generated <= stated.shortest or stated.longest is not None:
             return
-        predicted = job.prediction.length if job.prediction is not None else None
+        predicted = job.prediction.length if job.prediction else None
         if self._calibration is not None and predicted is not None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)

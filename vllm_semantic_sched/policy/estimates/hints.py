@@ -41,11 +41,12 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
         level = _as_level(sent)
         if level is not None and 0 <= level < levels:
             return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
-        problem = f"urgency {_shorten(sent)} is not a level; valid: 0 to {levels - 1}"
+        text = repr(sent)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        problem = f"urgency {text} is not a level; valid: 0 to {levels - 1}"
     if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
         # vLLM's priorities are unbounded: use the nearest level.
-        level = min(max(priority, 0), levels - 1)
-        level = _capped(level, hints.priority, hints)
+        level = _capped(min(max(priority, 0), levels - 1), hints.priority, hints)
         return Hint(level, LevelSource.PRIORITY, problem)
     return Hint(None, LevelSource.DEFAULT, problem)
 
@@ -65,8 +66,3 @@ def _as_level(value: Any) -> int | None:
 
 def _capped(level: int, mode: str, hints: Hints) -> int:
     return max(level, hints.most_urgent_level) if mode == "cap" else level
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -29,11 +29,8 @@ def expected_output_tokens(
 
     Buckets that the request has outlived drop out and the rest is renormalized: the request
     moves on to the next bucket (the supervisor of S3, Jin et al. 2023). A request that has not
-    reached `shortest` has outlived none, because it was not free to end.
-
-    Both bounds cut an answer off or draw it out, so each moves the probability beyond it to the
-    bound itself. Leaving those buckets out would be wrong: a long answer under a low limit does
-    not become one that is short by nature.
+    reached `shortest` has outlived none, because it was not free to end. Probability beyond either
+    bound moves to the bound: a long answer under a low limit does not become short by nature.
 
     Args:
         probabilities: one per bucket.
@@ -85,9 +82,7 @@ def likely_output_tokens(
 
 def expected_without_prediction(default_tokens: int, generated: int) -> float:
     """Output tokens without a prediction; always above `generated`."""
-    if generated < default_tokens:
-        return float(default_tokens)
-    return _overrun(generated)
+    return float(default_tokens) if generated < default_tokens else _overrun(generated)
 
 
 def _quantile(

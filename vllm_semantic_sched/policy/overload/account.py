@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -16,6 +17,11 @@ class Amount:
 
     requests: int = 0
     tokens: float = 0.0
+
+    def add(self, tokens: float) -> None:
+        """Add a request."""
+        self.requests += 1
+        self.tokens += tokens
 
     def subtract(self, tokens: float) -> None:
         """Subtract a request."""
@@ -32,20 +38,15 @@ class Entry(NamedTuple):
     since: float
 
 
-@dataclass(slots=True)
-class _Level:
-    amount: Amount = field(default_factory=Amount)
-    jobs: dict[Job, None] = field(default_factory=dict)  # oldest first
-
-
 class QueueAccount:
     """Requests that have not had a seat yet, so without preempted ones. Operations are O(levels)
     or O(log n)."""
 
     def __init__(self, levels: int) -> None:
         self.all = Amount()
-        self._levels = [_Level() for _ in range(levels)]
-        self._tenants: dict[str, Amount] = {}
+        self._levels = [Amount() for _ in range(levels)]
+        self._jobs: list[dict[Job, None]] = [{} for _ in range(levels)]  # oldest first
+        self._tenants: defaultdict[str, Amount] = defaultdict(Amount)
         self._entries: dict[Job, Entry] = {}
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
 
@@ -57,7 +58,7 @@ class QueueAccount:
 
     def level(self, level: int) -> Amount:
         """Waiting requests and tokens of a level."""
-        return self._levels[level].amount
+        return self._levels[level]
 
     def tenant(self, tenant: str) -> Amount:
         """Waiting requests and tokens of a tenant."""
@@ -65,20 +66,15 @@ class QueueAccount:
 
     def tokens_up_to(self, level: int) -> float:
         """Waiting tokens of requests at least as urgent as a level."""
-        return sum(each.amount.tokens for each in self._levels[: level + 1])
+        return sum(each.tokens for each in self._levels[: level + 1])
 
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
         """Add a request, as the newest of its level."""
         self._entries[job] = entry
-        at, tokens, name, _ = entry
-        level = self._levels[at]
-        level.jobs[job] = None
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = Amount()
-        for amount in (self.all, level.amount, tenant):
-            amount.requests += 1
-            amount.tokens += tokens
+        level, tokens, tenant, _ = entry
+        self._jobs[level][job] = None
+        for amount in (self.all, self._levels[level], self._tenants[tenant]):
+            amount.add(tokens)
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 
@@ -87,14 +83,12 @@ class QueueAccount:
         entry = self._entries.pop(job, None)
         if entry is None:
             return None
-        level = self._levels[entry.level]
-        del level.jobs[job]
-        level.amount.subtract(entry.tokens)
-        self.all.subtract(entry.tokens)
-        tenant = self._tenants[entry.tenant]
-        tenant.subtract(entry.tokens)
-        if not tenant.requests:
-            del self._tenants[entry.tenant]
+        level, tokens, tenant, _ = entry
+        del self._jobs[level][job]
+        for amount in (self.all, self._levels[level], self._tenants[tenant]):
+            amount.subtract(tokens)
+        if not self._tenants[tenant].requests:
+            del self._tenants[tenant]
         self._deadlines.discard(job)
         return entry
 
@@ -106,11 +100,9 @@ class QueueAccount:
 
     def oldest(self, level: int) -> Job | None:
         """The oldest request of a level."""
-        return next(iter(self._levels[level].jobs), None)
+        return next(iter(self._jobs[level]), None)
 
     def least_important(self, above: int) -> Job | None:
         """The newest of the least urgent requests below level `above`; None without one."""
-        for level in reversed(self._levels[above + 1 :]):
-            if level.jobs:
-                return next(reversed(level.jobs))
-        return None
+        jobs = next(filter(None, reversed(self._jobs[above + 1 :])), None)
+        return next(reversed(jobs)) if jobs else None

@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Tier, TierQueue, target_shares
-from vllm_semantic_sched.policy.overload.account import Amount, Entry, QueueAccount
+from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 
@@ -39,9 +39,9 @@ ADMITTED = Verdict()
 def admits_all(policy: Policy) -> bool:
     """Whether a policy never refuses a new request, unless another one has the same key."""
     rules = policy.admission
-    limits = [rules.tenant.requests, rules.queue.requests]
-    limits += [tier.queue.requests for tier in policy.all_tiers]
-    unbounded = all(limit is None for limit in limits)
+    bounds = [rules.tenant.requests, rules.queue.requests]
+    bounds += [tier.queue.requests for tier in policy.all_tiers]
+    unbounded = all(bound is None for bound in bounds)
     return unbounded and rules.over_share == "off" and not policy.shedding.enabled
 
 
@@ -50,7 +50,7 @@ def ends_requests(policy: Policy) -> bool:
     return (
         policy.admission != Admission()
         or policy.shedding.enabled
-        or any(policy.tier(level).queue != TierQueue() for level in range(policy.levels))
+        or any(tier.queue != TierQueue() for tier in policy.all_tiers)
     )
 
 
@@ -61,27 +61,23 @@ def fits(
     tiers: Sequence[Tier],
     free_seats: int,
 ) -> Verdict:
-    """Whether the queue has room for a new request.
-
-    As many requests as there are free seats are admitted beyond the bounds, because they will not
-    wait.
-    """
+    """Whether the queue has room for a new request. As many requests as there are free seats are
+    admitted beyond the bounds, because they will not wait."""
     if account.all.requests < free_seats:
         return ADMITTED
-    full = _full(account.tenant(entry.tenant), rules.tenant.requests, free_seats)
-    if full:
-        return Verdict(Code.TENANT_OVER_SHARE, f"This tenant's {full}")
-    tier = tiers[entry.level]
-    full = _full(account.level(entry.level), tier.queue.requests, free_seats)
-    if full:
-        return Verdict(Code.OVER_CAPACITY, f"Tier {tier.name!r}: the {full}")
-    full = _full(account.all, rules.queue.requests, free_seats)
-    if not full:
-        return ADMITTED
-    replaced = account.least_important(entry.level)
-    if replaced is None:
-        return Verdict(Code.OVER_CAPACITY, f"The {full}")
-    return Verdict(replaced=replaced)
+    tenant, tier = account.tenant(entry.tenant), tiers[entry.level]
+    level = account.level(entry.level)
+    for code, whose, waiting, most in (
+        (Code.TENANT_OVER_SHARE, "This tenant's", tenant, rules.tenant.requests),
+        (Code.OVER_CAPACITY, f"Tier {tier.name!r}: the", level, tier.queue.requests),
+        (Code.OVER_CAPACITY, "The", account.all, rules.queue.requests),
+    ):
+        if most is not None and waiting.requests >= most + free_seats:
+            replaced = account.least_important(entry.level) if waiting is account.all else None
+            if replaced is not None:
+                return Verdict(replaced=replaced)
+            return Verdict(code, f"{whose} queue is full: {waiting.requests} requests of {most}")
+    return ADMITTED
 
 
 def over_share(
@@ -114,10 +110,3 @@ def over_share(
         Code.TIER_OVER_SHARE,
         f"Tier {tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}",
     )
-
-
-def _full(waiting: Amount, most: int | None, free_seats: int) -> str:
-    """Which bound one more request exceeds, as text; empty if none."""
-    if most is not None and waiting.requests + 1 > most + free_seats:
-        return f"queue is full: {waiting.requests} requests of {most}"
-    return ""

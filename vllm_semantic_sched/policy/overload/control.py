@@ -31,9 +31,7 @@ Ended = tuple[Job, Refusal]
 _new_tuple = tuple.__new__
 
 _LONGEST_RETRY = 60.0  # seconds of Retry-After
-
-# Most waiting jobs of shed tiers that end in one step.
-_SHED_AT_A_TIME = 64
+_SHED_AT_A_TIME = 64  # most waiting jobs of shed tiers that end in one step
 
 _SHED = "Tier {tier!r} is shed until more urgent tiers meet their targets again"
 _SUPERSEDED = "A newer request with the same dedup_key took its place"
@@ -155,14 +153,12 @@ class OverloadControl(Listener):
             for other, place in places:
                 if place is not None:
                     self.account.enter(other, place, self._timeouts[place.level])
-            return [(job, self._refusal(verdict.code, verdict.reason, entry.level))]
-        ended = []
-        for other in older:
-            ended.append((other, self._refusal(Code.SUPERSEDED, _SUPERSEDED, other.level, job)))
+            return [self._end(job, entry.level, verdict.code, verdict.reason)]
+        ended = [
+            self._end(other, other.level, Code.SUPERSEDED, _SUPERSEDED, job) for other in older
+        ]
         if (replaced := verdict.replaced) is not None:
-            self.account.leave(replaced)
-            refusal = self._refusal(Code.OVER_CAPACITY, _REPLACED, replaced.level, job)
-            ended.append((replaced, refusal))
+            ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
         self.account.enter(job, entry, self._timeouts[entry.level])
         return ended
 
@@ -171,14 +167,8 @@ class OverloadControl(Listener):
         if load.is_shed(entry.level):
             return Verdict(Code.SHED, _SHED.format(tier=load.tiers[entry.level].name))
         if rules.over_share != "off" and load.pressure.level:
-            verdict = over_share(
-                entry.level,
-                load.outstanding(),
-                rules,
-                load.tiers,
-                load.pressure.level,
-                self._random,
-            )
+            work, pressure = load.outstanding(), load.pressure.level
+            verdict = over_share(entry.level, work, rules, load.tiers, pressure, self._random)
             if verdict is not ADMITTED:
                 return verdict
         return fits(entry, self.account, rules, load.tiers, free_seats)
@@ -186,9 +176,8 @@ class OverloadControl(Listener):
     def _timed_out(self, now: float) -> list[Ended]:
         ended = []
         for job in self.account.timed_out(now):
-            self.account.leave(job)
             reason = f"No seat within {now - job.arrival:.1f} s"
-            ended.append((job, self._refusal(Code.QUEUE_TIMEOUT, reason, job.level)))
+            ended.append(self._end(job, job.level, Code.QUEUE_TIMEOUT, reason))
         return ended
 
     def _shed(self) -> list[Ended]:
@@ -196,15 +185,10 @@ class OverloadControl(Listener):
         ended: list[Ended] = []
         if not self.load.shedder.stage or self._policy.shedding.waiting == "keep":
             return ended
-        for level, tier in enumerate(self.load.tiers):
-            while (
-                self.load.is_shed(level)
-                and len(ended) < _SHED_AT_A_TIME
-                and (job := self.account.oldest(level)) is not None
-            ):
-                self.account.leave(job)
-                reason = _SHED.format(tier=tier.name)
-                ended.append((job, self._refusal(Code.SHED, reason, level)))
+        for level in filter(self.load.is_shed, range(self._policy.levels)):
+            reason = _SHED.format(tier=self.load.tiers[level].name)
+            while len(ended) < _SHED_AT_A_TIME and (job := self.account.oldest(level)) is not None:
+                ended.append(self._end(job, level, Code.SHED, reason))
         return ended
 
     def _entry(self, job: Job, since: float, tokens: float | None = None) -> Entry:
@@ -216,10 +200,11 @@ class OverloadControl(Listener):
             tokens = self._estimates.tokens(job)
         return _new_tuple(Entry, (level, tokens, job.tenant, since))  # half the time of Entry()
 
-    def _refusal(
-        self, code: Code, reason: str, level: int, beneficiary: Job | None = None
-    ) -> Refusal:
-        return Refusal(code, reason, self.retry_after(level), beneficiary)
+    def _end(
+        self, job: Job, level: int, code: Code, reason: str, beneficiary: Job | None = None
+    ) -> Ended:
+        self.account.leave(job)
+        return job, Refusal(code, reason, self.retry_after(level), beneficiary)
 
 
 def _timeouts(policy: Policy) -> list[float | None]:

@@ -10,39 +10,12 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
-from vllm_semantic_sched.policy.overload.pressure import PressureLevel, PressureMonitor, Use
+from vllm_semantic_sched.policy.overload.pressure import PressureMonitor, Use
 from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
-_HALF_LIFE = 20.0  # busy seconds
-_ENOUGH = 1.0  # busy seconds before there is a rate
-
-
-class DrainRate:
-    """Finished tokens per second of busy time, with recent ones counting more."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def busy(self, seconds: float) -> None:
-        """Add busy time."""
-        fade = 0.5 ** (seconds / _HALF_LIFE)
-        self._tokens *= fade
-        self._seconds = self._seconds * fade + seconds
-
-    def finished(self, tokens: float) -> None:
-        """Add the prompt and output tokens of an ended request."""
-        self._tokens += tokens
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second; None without enough measurements."""
-        if self._seconds < _ENOUGH or self._tokens <= 0:
-            return None
-        return self._tokens / self._seconds
-
-
+_HALF_LIFE = 20.0  # busy seconds in which the weight of finished tokens and busy time halves
+_ENOUGH = 1.0  # busy seconds before throughput is measured
 _SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
 _LOOK_SECONDS = 0.1  # between two updates of pressure and promises
 _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
@@ -66,7 +39,7 @@ class LoadMonitor:
         self._account = account
         self._seats = max(1, capacity.seats)
         self._kv_tokens = max(1, (capacity.blocks or 0) * capacity.block_size)
-        self._drain = DrainRate()
+        self._finished_tokens = self._busy_seconds = 0.0  # recent ones count more
         self._kv_use = 0.0
         self._stepped: float | None = None
         self._step_seconds = 0.0
@@ -104,7 +77,7 @@ class LoadMonitor:
     def ended(self, job: Job, now: float, completed: bool) -> None:
         """Record an ended job; its latencies count only if it completed."""
         if job.generated:
-            self._drain.finished(job.tokens)
+            self._finished_tokens += job.tokens
         if completed and job.first_token is not None:
             more = job.generated - 1
             tpot = (now - job.first_token) / more if more > 0 else None
@@ -116,7 +89,9 @@ class LoadMonitor:
         if self._stepped is not None and len(self._holdings):
             seconds = now - self._stepped
             if 0 <= seconds < _LONGEST_STEP:
-                self._drain.busy(seconds)
+                fade = 0.5 ** (seconds / _HALF_LIFE)
+                self._finished_tokens *= fade
+                self._busy_seconds = self._busy_seconds * fade + seconds
                 self._step_seconds += _STEP_WEIGHT * (seconds - self._step_seconds)
         self._stepped = now
 
@@ -127,11 +102,9 @@ class LoadMonitor:
         self._looked = now
         self.slo.advance(now)
         self._recent.advance(now)
-        policy = self._policy
-        self.pressure.observe(self.use(), policy.pressure, now)
-        no_pressure = self.pressure.present is PressureLevel.NONE
-        calm = no_pressure and self._account.all.requests < self._seats
-        self.shedder.observe(self._broken(now), calm, policy.shedding, self.tiers, now)
+        self.pressure.observe(self.use(), self._policy.pressure, now)
+        calm = not self.pressure.present and self._account.all.requests < self._seats
+        self.shedder.observe(self._broken(now), calm, self._policy.shedding, self.tiers, now)
 
     # Derived state
 
@@ -157,12 +130,14 @@ class LoadMonitor:
         """Predicted time to clear the work ahead of a new request of this level: waiting work at
         least as urgent, and half of the running work."""
         ahead = self._account.tokens_up_to(level) + self._predicted_tokens() / 2
-        return ahead / (self._drain.rate or self._rate_by_profile())
+        if self._busy_seconds >= _ENOUGH and self._finished_tokens > 0:
+            return ahead / (self._finished_tokens / self._busy_seconds)
+        # By the profile, with all seats decoding.
+        step = self._estimates.profile.batch_terms.sequences(self._seats)
+        return ahead / (self._seats / max(step, 1e-6))
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""
-        if not self.shedder.stage:
-            return False
         return self.shedder.is_shed(self.tiers[level], self.tiers)
 
     def _broken(self, now: float) -> bool:
@@ -172,14 +147,12 @@ class LoadMonitor:
         if not rules.enabled:
             return False
         for level, tier in enumerate(self.tiers):
-            if not self.shedder.benefits(tier, self.tiers):
-                continue
-            if self._recent.keeps_promise(level, rules.min_samples) is False:
-                return True
-            oldest = self._account.oldest(level)
-            promised = tier.slo.ttft
-            if oldest is not None and promised is not None and now - oldest.arrival > promised:
-                return True
+            if self.shedder.benefits(tier, self.tiers):
+                if self._recent.keeps_promise(level, rules.min_samples) is False:
+                    return True
+                oldest, promised = self._account.oldest(level), tier.slo.ttft
+                if oldest and promised is not None and now - oldest.arrival > promised:
+                    return True
         return False
 
     def _predicted_tokens(self) -> float:
@@ -189,8 +162,3 @@ class LoadMonitor:
     def _record(self, job: Job, now: float, **seconds: float | None) -> None:
         for monitor in (self.slo, self._recent):
             monitor.record(job.level, **seconds, now=now)
-
-    def _rate_by_profile(self) -> float:
-        """Tokens per second by the profile, with all seats decoding."""
-        seconds = self._estimates.profile.batch_terms.sequences(self._seats)
-        return self._seats / max(seconds, 1e-6)

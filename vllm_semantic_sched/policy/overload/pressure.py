@@ -57,18 +57,15 @@ class PressureMonitor:
         """Update with the present use; returns the level in force."""
         self.present = _level(use, rules, 1.0)
         if self.present > self.level:
-            self._set(self.present)
+            self.level, self._below_since = self.present, None
         elif (down := _level(use, rules, 1.0 - MARGIN)) < self.level:
             if self._below_since is None:
                 self._below_since = now
             if now - self._below_since >= CALM:
-                self._set(down)
+                self.level, self._below_since = down, None
         else:
             self._below_since = None
         return self.level
-
-    def _set(self, level: PressureLevel) -> None:
-        self.level, self._below_since = level, None
 
 
 def _level(use: Use, rules: Pressure, scale: float) -> PressureLevel:

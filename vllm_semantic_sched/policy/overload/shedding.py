@@ -14,62 +14,61 @@ ESCALATE = 1.0
 
 
 class Shedder:
-    """Decides which tiers are shed, one step up or down at a time."""
+    """Decides which tiers are shed, one step up or down at a time.
+
+    Attributes:
+        stage: number of tiers' shed orders in force; 0: nothing is shed.
+    """
 
     def __init__(self) -> None:
-        self._stage = 0
+        self.stage = 0
         self._changed = float("-inf")
         self._kept_since: float | None = None
         self._calm_since: float | None = None
         self._patience = 1
 
-    @property
-    def stage(self) -> int:
-        """Number of tiers' shed orders in force; 0: nothing is shed."""
-        return self._stage
-
     def is_shed(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
         """Whether new requests of a tier are refused."""
-        return tier.shed_order is not None and tier.shed_order in _orders(tiers)[: self._stage]
+        return self.stage > 0 and tier.shed_order in _orders(tiers)[: self.stage]
 
     def benefits(self, tier: Tier, tiers: Sequence[Tier]) -> bool:
         """Whether a tier would stay in service if one more step were taken."""
-        return tier.shed_order is None or tier.shed_order not in _orders(tiers)[: self._stage + 1]
+        return tier.shed_order not in _orders(tiers)[: self.stage + 1]
 
     def observe(
         self, broken: bool, calm: bool, rules: Shedding, tiers: Sequence[Tier], now: float
-    ) -> int:
-        """Take a step if it is due; returns the stage in force.
+    ) -> None:
+        """Take a step if it is due.
 
         Args:
             broken: whether a promise to a tier that would stay is broken.
             calm: whether the engine has no pressure and few requests wait.
         """
         steps = len(_orders(tiers)) if rules.enabled else 0
-        self._stage = min(self._stage, steps)
+        self.stage = min(self.stage, steps)
         if calm:
             self._calm_since = now if self._calm_since is None else self._calm_since
         else:
             self._calm_since = None
         if self._calm_since is not None and now - self._calm_since >= rules.recover:
-            self._stage, self._patience, self._kept_since = 0, 1, None
+            self.stage, self._patience, self._kept_since = 0, 1, None
         elif broken:
             self._kept_since = None
-            if self._stage < steps and now - self._changed >= ESCALATE:
+            if self.stage < steps and now - self._changed >= ESCALATE:
                 self._step_up(rules, now)
-        elif self._stage:
+        elif self.stage:
             self._kept_since = now if self._kept_since is None else self._kept_since
             if now - self._kept_since >= rules.recover * self._patience:
-                self._stage -= 1
+                self.stage -= 1
                 self._changed, self._kept_since = now, None
-        return self._stage
 
     def _step_up(self, rules: Shedding, now: float) -> None:
-        too_early = now - self._changed < 4 * rules.recover and self._stage == 0
-        self._patience = min(2 * self._patience, _LONGEST_RECOVERY) if too_early else self._patience
-        if now - self._changed > 4 * rules.recover * _LONGEST_RECOVERY:
+        since = now - self._changed
+        if since < 4 * rules.recover and self.stage == 0:  # too early
+            self._patience = min(2 * self._patience, _LONGEST_RECOVERY)
+        elif since > 4 * rules.recover * _LONGEST_RECOVERY:
             self._patience = 1
-        self._stage += 1
+        self.stage += 1
         self._changed = now
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ddsketch import LogCollapsingLowestDenseDDSketch
@@ -19,6 +20,11 @@ _MOST_BINS = 600  # hold values from 0.1 ms to 28 h at this accuracy
 _SLOTS = 12
 
 
+_make_sketch: Callable[[], Any] = partial(
+    LogCollapsingLowestDenseDDSketch, _RELATIVE_ACCURACY, _MOST_BINS
+)
+
+
 class _Slot:
     """Values of a twelfth of the window."""
 
@@ -26,10 +32,6 @@ class _Slot:
         self.number = number
         self.count = self.met = 0
         self.sketch = _make_sketch()
-
-
-def _make_sketch() -> Any:
-    return LogCollapsingLowestDenseDDSketch(_RELATIVE_ACCURACY, _MOST_BINS)
 
 
 class RollingValues:
@@ -99,85 +101,58 @@ class SloMonitor:
     Args:
         tiers: one per level, with its promises.
         window: seconds.
+
+    Attributes:
+        targets: promised seconds of each level by measure.
+        values: measured seconds of each level by measure, promised or not.
     """
 
     def __init__(self, tiers: Sequence[Tier], window: float) -> None:
-        self._tiers = tuple(tiers)
-        self._values = [{m: RollingValues(window) for m in MEASURES} for _ in self._tiers]
+        self.values = [{measure: RollingValues(window) for measure in MEASURES} for _ in tiers]
+        self.adopt(tiers)
 
     def adopt(self, tiers: Sequence[Tier]) -> None:
         """Switch to new promises. Values in the window keep their old targets."""
-        self._tiers = tuple(tiers)
+        self._percentiles = [tier.slo.percentile for tier in tiers]
+        self.targets: list[dict[str, float]] = [
+            tier.slo.model_dump(include=set(MEASURES), exclude_none=True) for tier in tiers
+        ]
 
-    def record(
-        self,
-        level: int,
-        ttft: float | None = None,
-        tpot: float | None = None,
-        e2e: float | None = None,
-        *,
-        now: float,
-    ) -> None:
-        """Record latencies of a request in seconds, each once. O(1)."""
-        for measure, value in zip(MEASURES, (ttft, tpot, e2e), strict=True):
-            if value is not None:
-                target = self.target(level, measure)
-                met = target is None or value <= target
-                self._values[level][measure].add(value, met, now)
+    def record(self, level: int, now: float, **latencies: float | None) -> None:
+        """Record latencies of a request in seconds by measure, each once. O(1)."""
+        for measure, seconds in latencies.items():
+            if seconds is not None:
+                met = seconds <= self.targets[level].get(measure, math.inf)
+                self.values[level][measure].add(seconds, met, now)
 
     def advance(self, now: float) -> None:
         """Drop the values that have left the window."""
-        for values in self._values:
-            for value in values.values():
-                if value.count:
-                    value.advance(now)
-
-    def target(self, level: int, measure: str) -> float | None:
-        """Promised seconds; None without a promise."""
-        target: float | None = getattr(self._tiers[level].slo, measure)
-        return target
-
-    def promises(self, level: int) -> bool:
-        """Whether a tier has any promise."""
-        return bool(self._promised(level))
-
-    def samples(self, level: int) -> int:
-        """Largest number of values in the window over the promised measures."""
-        return max((self._values[level][m].count for m in self._promised(level)), default=0)
+        for level in self.values:
+            for values in level.values():
+                if values.count:
+                    values.advance(now)
 
     def compliance(self, level: int) -> float | None:
         """Smallest share of requests that met their target, over the promised measures. None
         without promises or values."""
-        shares = [
-            values.met / values.count
-            for values in (self._values[level][m] for m in self._promised(level))
-            if values.count
-        ]
-        return min(shares, default=None)
+        promised = map(self.values[level].__getitem__, self.targets[level])
+        return min((one.met / one.count for one in promised if one.count), default=None)
 
     def headroom(self, level: int) -> float | None:
         """Smallest relative distance of the promised percentile below its target, over the
         promised measures. Negative if a promise is broken, None without promises or values."""
-        percent = self._tiers[level].slo.percentile
         rooms = []
-        for measure in self._promised(level):
-            target = self.target(level, measure)
-            observed = self.percentile(level, measure, percent)
-            if target is not None and observed is not None:
+        for measure, target in self.targets[level].items():
+            observed = self.values[level][measure].percentile(self._percentiles[level])
+            if observed is not None:
                 rooms.append(1.0 - observed / target)
         return min(rooms, default=None)
 
-    def percentile(self, level: int, measure: str, percent: float) -> float | None:
-        """Percentile of a measure in seconds, see `RollingValues.percentile`."""
-        return self._values[level][measure].percentile(percent)
-
     def keeps_promise(self, level: int, enough: int = 1) -> bool | None:
-        """Whether compliance reaches the promised percentage; None with fewer than `enough`
-        values."""
+        """Whether compliance reaches the promised percentage; None if no promised measure has
+        `enough` values."""
         share = self.compliance(level)
-        if share is None or self.samples(level) < enough:
+        counts = (self.values[level][measure].count for measure in self.targets[level])
+        if share is None or max(counts) < enough:
             return None
-        return share * 100 >= self._tiers[level].slo.percentile
-
-    def _promised(self, level: int) -> list[str]:
-        return [measure for measure in MEASURES if self.target(level, measure) is not None]
+        return share * 100 >= self._percentiles[level]
