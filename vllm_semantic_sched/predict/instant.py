@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
@@ -62,11 +62,7 @@ class InstantTable:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """The table in `folder`; None if it has none.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """The table in `folder`; None if it has none, ValueError if the file is damaged."""
         path = folder / INSTANT_FILE
         if not path.is_file():
             return None
@@ -111,20 +107,22 @@ class FeatureReader:
 
     def features_of_cut(self, cut: str) -> Ints:
         """The features of a text that `cut` returned."""
-        ids = self._tokenizer.encode(cut, add_special_tokens=False).ids
-        pieces = numpy.asarray(cut_pieces(ids, self._room), dtype=numpy.int64)
-        pairs = self.pieces + _pair_rows(pieces[:-1], pieces[1:])
-        return numpy.unique(numpy.concatenate((pieces, pairs)))
+        return numpy.unique(numpy.concatenate(self._read(cut)[1:]))
 
     def names(self, text: str) -> dict[int, str]:
         """The wordpieces and pairs of a text by the place of their row."""
-        cut = cut_text(text, self._room)
-        encoding = self._tokenizer.encode(cut, add_special_tokens=False)
-        ids = numpy.asarray(cut_pieces(encoding.ids, self._room), dtype=numpy.int64)
+        encoding, pieces, pairs = self._read(self.cut(text))
         words = cut_pieces(encoding.tokens, self._room)
-        pairs = self.pieces + _pair_rows(ids[:-1], ids[1:])
         both = [f"{one} {other}" for one, other in itertools.pairwise(words)]
-        return dict(zip([*pairs.tolist(), *ids.tolist()], [*both, *words], strict=True))
+        return dict(zip([*pairs.tolist(), *pieces.tolist()], [*both, *words], strict=True))
+
+    def _read(self, cut: str) -> tuple[Encoding, Ints, Ints]:
+        """The encoding, and the rows of wordpieces and of their pairs, in their order."""
+        encoding = self._tokenizer.encode(cut, add_special_tokens=False)
+        pieces = numpy.asarray(cut_pieces(encoding.ids, self._room), dtype=numpy.int64)
+        mixed = (pieces[:-1] * 1_000_003) ^ (pieces[1:] * 253_921)
+        pairs = self.pieces + (((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1))
+        return encoding, pieces, pairs
 
 
 class InstantReader:
@@ -144,35 +142,23 @@ class InstantReader:
     @classmethod
     def load(cls, path: str | None = None) -> Self | None:
         """The reader beside the shipped model (`path` None) or in a folder; None if there is none,
-        as for a hub id.
-
-        Raises:
-            ValueError: its table does not fit the model.
-        """
+        as for a hub id. ValueError if its table does not fit the model."""
         folder = SHIPPED_WEIGHTS if path is None else Path(path)
         table = InstantTable.load(folder)
         if table is None:
             return None
-        settings = json.loads((folder / "config.json").read_text("utf-8"))
-        buckets = buckets_of(settings)
-        means = buckets.means
-        if len(table.bias) != table.levels + len(means):
+        buckets = buckets_of(json.loads((folder / "config.json").read_text("utf-8")))
+        if len(table.bias) != table.levels + len(buckets.means):
             raise ValueError(
                 f"{folder / INSTANT_FILE}: {len(table.bias)} outputs for {table.levels} levels and "
-                f"{len(means)} length buckets"
+                f"{len(buckets.means)} length buckets"
             )
         return cls(FeatureReader.load(folder), table, buckets)
 
     @classmethod
     def load_beside(cls, path: str | None, buckets: LengthBuckets | None) -> Self | None:
-        """The reader of a loaded predictor; see `load`.
-
-        Args:
-            buckets: the predictor's length buckets.
-
-        Raises:
-            ValueError: its table does not fit the model, or its length buckets are others.
-        """
+        """The reader of a predictor with these length buckets; see `load`. ValueError also if its
+        length buckets are others."""
         reader = cls.load(path)
         if reader is not None and reader.length_buckets != buckets:
             raise ValueError("its length buckets are not the predictor's")
@@ -201,11 +187,6 @@ class InstantReader:
         weights = rows[:, level] - others
         pairs = zip(names.values(), map(float, weights), strict=True)
         return sorted(pairs, key=lambda pair: -abs(pair[1]))[:count]
-
-
-def _pair_rows(first: Ints, second: Ints) -> Ints:
-    mixed = (first * 1_000_003) ^ (second * 253_921)
-    return ((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1)
 
 
 def _softmax(logits: Floats) -> tuple[float, ...]:

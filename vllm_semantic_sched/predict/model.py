@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of, weights_file
 from vllm_semantic_sched.predict.network import has_bfloat16
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.weights import is_stored_network, load_network
+from vllm_semantic_sched.predict.weights import load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, unreadable
 
 _BATCH = 32
@@ -49,15 +49,13 @@ class TextPredictor:
         """Load the shipped model (`path` None), a folder, or a hub id.
 
         A folder written by `semsched train` has both heads. Anything else must be a sequence
-        classifier of transformers with 2 to 5 labels: label i is urgency level i, and lengths
-        are not predicted. `threads` becomes torch's thread count for the whole process.
-
-        Raises FileNotFoundError if there is no such model and ValueError if its labels cannot
-        be urgency levels.
+        classifier of transformers with 2 to 5 labels (else ValueError): label i is urgency level i,
+        and lengths are not predicted. FileNotFoundError if there is no such model. `threads`
+        becomes torch's thread count for the whole process.
         """
         torch.set_num_threads(threads)
         folder = SHIPPED_WEIGHTS if path is None else Path(path)
-        if is_stored_network(folder):
+        if weights_file(folder) is not None:
             return cls._from_stored(folder)
         if path is None:
             raise FileNotFoundError(f"the shipped predictor weights are missing from {folder}")
@@ -123,21 +121,16 @@ class TextPredictor:
         with torch.inference_mode():
             for start in range(0, len(order), _BATCH):
                 batch = order[start : start + _BATCH]
-                ids, mask = self._tokenizer.pad([rows[at] for at in batch])
-                urgency, length = self._classifier(ids, mask)
+                padded = self._tokenizer.pad([rows[at] for at in batch])
+                urgency, length = self._classifier(*padded)
                 levels = _probabilities(urgency, self._temperature)
-                lengths = (
-                    None if length is None else _probabilities(length, self._length_temperature)
-                )
-                for place, at in enumerate(batch):
-                    predictions[at] = Prediction(
-                        tuple(levels[place]),
-                        None if lengths is None else tuple(lengths[place]),
-                        self._guard(read[at]),
-                    )
+                lengths: Sequence[tuple[float, ...] | None] = [None] * len(batch)
+                if length is not None:
+                    lengths = _probabilities(length, self._length_temperature)
+                for at, by_level, by_length in zip(batch, levels, lengths, strict=True):
+                    predictions[at] = Prediction(by_level, by_length, self._guard(read[at]))
         return [predictions[at] for at in range(len(rows))]
 
 
-def _probabilities(logits: Tensor, temperature: float) -> list[list[float]]:
-    rows: list[list[float]] = torch.softmax(logits.float() / temperature, dim=1).tolist()
-    return rows
+def _probabilities(logits: Tensor, temperature: float) -> list[tuple[float, ...]]:
+    return list(map(tuple, torch.softmax(logits.float() / temperature, dim=1).tolist()))

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _LONGEST_LINE = 2**27  # bytes
 _RETRY = 0.1  # seconds; the first one may not listen yet
@@ -27,12 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def shared_command(group: str, timeout: float, worker: Sequence[str]) -> list[str]:
-    """The command line that shares a worker among all that name the same group.
-
-    Args:
-        timeout: seconds after which a worker that does not answer is killed.
-        worker: its command line; the same within a group.
-    """
+    """The command line that shares a `worker` (a command line, the same within a group) among all
+    that name the group. A worker that does not answer within `timeout` seconds is killed."""
     own = [sys.executable, "-m", "vllm_semantic_sched.predict.shared"]
     return [*own, "--group", group, "--timeout", str(timeout), "--", *worker]
 
@@ -77,11 +74,8 @@ def admin_token(port: int) -> str | None:
 
 
 def kept_secret(path: Path) -> str:
-    """The secret in a file that only its user can read; made if there is none.
-
-    Raises:
-        OSError: the file cannot be read or made.
-    """
+    """The secret in a file that only its user can read; made if there is none. OSError if the
+    file cannot be read or made."""
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}.new")
         made.touch(mode=0o600)
@@ -141,7 +135,9 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     await own_answers.drain()
     await _serve(worker, ready, own_requests, own_answers, path, timeout)
     path.unlink(missing_ok=True)
-    return await _killed(worker)
+    with contextlib.suppress(ProcessLookupError):
+        worker.kill()
+    return await worker.wait()
 
 
 async def _serve(
@@ -156,7 +152,7 @@ async def _serve(
     assert worker.stdin is not None and worker.stdout is not None
     requests, answers = worker.stdin, worker.stdout
     turns = asyncio.Lock()  # first come, first served
-    ended = asyncio.Event()
+    hangs = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -167,36 +163,23 @@ async def _serve(
                 writer.write(answer)
                 await writer.drain()
         except TimeoutError:
-            ended.set()
+            hangs.set()
         except (OSError, asyncio.CancelledError):
             pass  # the other end is gone, or all end
         writer.close()
-
-    async def serve_own() -> None:
-        await serve(own_requests, own_answers)
-        ended.set()
 
     async def serve_other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(ready)
         await serve(reader, writer)
 
-    async def wait_for_worker() -> None:
-        await worker.wait()
-        ended.set()
-
     path.unlink(missing_ok=True)
     server = await asyncio.start_unix_server(serve_other, path, limit=_LONGEST_LINE)
-    tasks = [asyncio.create_task(one()) for one in (serve_own, wait_for_worker)]
-    await ended.wait()
+    ends = (serve(own_requests, own_answers), worker.wait(), hangs.wait())
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in ends]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     server.close()
-
-
-async def _killed(worker: asyncio.subprocess.Process) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        worker.kill()
-    return await worker.wait()
 
 
 def _die_with_parent() -> None:

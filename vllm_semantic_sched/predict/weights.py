@@ -20,7 +20,6 @@ Precision = Literal["int8", "fp16"]
 """The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move
 by less than half a step of int8."""
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SCALE = ".row_scale"
 
 
@@ -48,11 +47,6 @@ def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def is_stored_network(folder: Path) -> bool:
-    """Whether `folder` holds a network in this form."""
-    return weights_file(folder) is not None
-
-
 def save_network(
     network: UrgencyLengthClassifier,
     tokenizer_from: Path,
@@ -61,14 +55,12 @@ def save_network(
 ) -> None:
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = network.state_dict()
+    stored = network.state_dict()
     if precision == "int8":
-        stored = quantized(state)
+        stored = quantized(stored)
     else:
-        stored = {
-            name: (value.half() if value.dim() == 2 else value).contiguous()
-            for name, value in state.items()
-        }
+        for name, value in stored.items():
+            stored[name] = (value.half() if value.dim() == 2 else value).contiguous()
     save_file(stored, folder / WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
     for other in WEIGHTS_FILES.keys() - {precision}:
@@ -77,8 +69,8 @@ def save_network(
     config["architectures"] = [type(network).__name__]
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    for name in _TOKENIZER_FILES:
-        if tokenizer_from != folder:
+    if tokenizer_from != folder:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(tokenizer_from / name, folder / name)
 
 

@@ -18,7 +18,7 @@ import json
 import os
 import resource
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 _NICENESS = 10
 
@@ -33,6 +33,10 @@ def main() -> int:
     # Libraries may print to stdout: move the answers to a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+
+    def send(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     # A core dump would hold texts of requests.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The engine goes first if cores are short: a prediction may be late, a token may not.
@@ -46,13 +50,13 @@ def main() -> int:
         predictor = TextPredictor.load(args.model, threads=args.threads)
         predictor.predict(["warm up"])
     except Exception as error:
-        _send(answers, {"failed": f"{type(error).__name__}: {error}"})
+        send({"failed": f"{type(error).__name__}: {error}"})
         return 1
     buckets = predictor.length_buckets
     ready = None if buckets is None else {"edges": buckets.edges, "means": buckets.means}
-    _send(answers, {"ready": {"length_buckets": ready}})
+    send({"ready": {"length_buckets": ready}})
     for line in sys.stdin:
-        _send(answers, _answer(predictor, json.loads(line)))
+        send(_answer(predictor, json.loads(line)))
     return 0
 
 
@@ -62,15 +66,12 @@ def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
         predictions = predictor.predict(texts)
     except Exception as error:
         # One by one: a text that fails must not cost the others their reading.
-        alone = [_read(predictor, text) for text in texts] if len(texts) > 1 else [None]
-        if not any(alone):
+        predictions = [_read(predictor, text) for text in texts] if len(texts) > 1 else []
+        if not any(predictions):
             return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
-        predictions = alone
-    return {
-        "id": message["id"],
-        "urgency": [None if one is None else one.urgency for one in predictions],
-        "length": [None if one is None else one.length for one in predictions],
-        "unreadable": [None if one is None else one.unreadable for one in predictions],
+    fields = ("urgency", "length", "unreadable")
+    return {"id": message["id"]} | {
+        field: [getattr(one, field, None) for one in predictions] for field in fields
     }
 
 
@@ -79,11 +80,6 @@ def _read(predictor: Any, text: str) -> Any:
         return predictor.predict([text])[0]
     except Exception:
         return None
-
-
-def _send(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

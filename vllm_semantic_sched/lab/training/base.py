@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, BertModel, DistilBertConfig
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.weights import is_stored_network, load_network
+from vllm_semantic_sched.predict.weights import load_network
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 _BUCKETS = 9
@@ -41,7 +41,7 @@ def base_folder(name: str) -> Path:
         FileNotFoundError: it holds no network.
     """
     folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
-    if not is_stored_network(folder):
+    if weights_file(folder) is None:
         raise FileNotFoundError(
             f"--base {name}: not shipped, or a folder that `semsched train` wrote"
         )
