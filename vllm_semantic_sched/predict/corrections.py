@@ -15,21 +15,13 @@ _LARGEST = 10_000_000  # bytes, about 60,000 corrections; then the file is renam
 
 
 class Correction(NamedTuple):
-    """A correction.
+    """A correction."""
 
-    Attributes:
-        time: Unix time.
-        probabilities: as predicted, one per level.
-        level: at which the request was served.
-        corrected: its true level.
-        sampled: whether the request was drawn at random, and not because somebody noticed it.
-    """
-
-    time: float
-    probabilities: tuple[float, ...]
-    level: int
-    corrected: int
-    sampled: bool = False
+    time: float  # Unix
+    probabilities: tuple[float, ...]  # as predicted, one per level
+    level: int  # at which the request was served
+    corrected: int  # its true level
+    sampled: bool = False  # drawn at random, and not because somebody noticed it
 
 
 def corrections_path(events: Events) -> Path | None:
@@ -38,11 +30,8 @@ def corrections_path(events: Events) -> Path | None:
 
 
 def append(path: Path, correction: Correction) -> None:
-    """Add a correction to a file that only its user can read. A full file is renamed to FILE.1.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Add a correction to a file that only its user can read; OSError if it cannot be written. A
+    full file is renamed to FILE.1."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size >= _LARGEST:
         path.replace(f"{path}.1")
@@ -52,23 +41,16 @@ def append(path: Path, correction: Correction) -> None:
 
 
 def read_corrections(path: Path) -> list[Correction]:
-    """The corrections in a file and in the one before it, oldest first.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: names a line that is no correction.
-    """
+    """The corrections in a file and in the one before it, oldest first. OSError if it cannot be
+    read; ValueError names a line that is no correction."""
     old = Path(f"{path}.1")
     text = (old.read_text("utf-8") if old.exists() else "") + path.read_text("utf-8")
     return parse_corrections(map(json.loads, text.splitlines()))
 
 
 def parse_corrections(entries: Iterable[Any]) -> list[Correction]:
-    """Corrections from the objects of a file or of a server's answer.
-
-    Raises:
-        ValueError: names the entry that is no correction.
-    """
+    """Corrections from the objects of a file or of a server's answer. ValueError names the entry
+    that is no correction."""
     found = []
     for number, entry in enumerate(entries, 1):
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
@@ -25,14 +26,11 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.predict.second_look import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
 _OCCLUDED = 128  # words left out one by one; a predictor's window holds no more wordpieces
 _CHARACTERS_PER_TOKEN = 4  # of English, for a served model that is not known here
-_ESTIMATES: tuple[Estimate, ...] = ("mean", "median", "p90")
 _PIECES = 8  # of the instant reader's
 _TINY = 1e-12  # a probability that a model could not tell from 0
 
@@ -48,80 +46,52 @@ class LengthShare:
 
 @dataclasses.dataclass(frozen=True)
 class WordWeight:
-    """A word, its position in the text (from 0), and how much probability and log-odds of the
-    decided level fall when the word is left out."""
+    """A word, and how much probability and log-odds of the decided level fall without it."""
 
     word: str
-    position: int
+    position: int  # in the text, from 0
     probability: float
     log_odds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class InstantPart:
-    """What the instant reader makes of a text.
+    """What the instant reader makes of a text."""
 
-    Attributes:
-        level: provisional level.
-        probabilities: per level.
-        tokens: expected output tokens.
-        preempts_as: level at which it may preempt before the predictor has read it; None if not.
-        pieces: wordpieces and pairs of them, and what each adds to the level's logit less the mean
-            of the others', heaviest first.
-    """
-
-    level: int
-    probabilities: tuple[float, ...]
-    tokens: float
-    preempts_as: int | None
-    pieces: tuple[tuple[str, float], ...]
+    level: int  # provisional
+    probabilities: tuple[float, ...]  # per level
+    tokens: float  # expected output
+    preempts_as: int | None  # level of its preemptions until the predictor has read it
+    pieces: tuple[tuple[str, float], ...]  # see `InstantReader.strongest`
 
 
 @dataclasses.dataclass(frozen=True)
 class PartRead:
-    """A part of the text that only a second look reads, with the start and the end of the text
-    around it, as they are read; the probability of level 0 or 1; and the level to which it raises
-    the request, None if it does not."""
+    """A part of the text that only a second look reads."""
 
-    text: str
-    urgent: float
-    raises_to: int | None
+    text: str  # with the start and the end of the whole text around it, as they are read
+    urgent: float  # probability of level 0 or 1
+    raises_to: int | None  # level
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How the scheduler would treat a text.
+    """How the scheduler would treat a text. The rank is (level, remaining_seconds), as far as the
+    policy's base uses them."""
 
-    Attributes:
-        level: decided urgency level, 0 = most urgent.
-        rule: what decided it, in words.
-        probabilities, costs: per level; costs in levels served too early.
-        lengths: the predicted distribution; empty if the model predicts no lengths.
-        tokens: expected output tokens by estimate; empty likewise.
-        remaining_seconds: predicted engine time for the whole request.
-        words: heaviest first.
-        occluded, word_count: number of words that were left out one by one, and of all words.
-        notes: the parts that the policy does not use.
-        instant: the provisional reading; None without an instant reader.
-        second_look: what a second look reads; empty if the first reading sees all, or the level is
-            0, or the policy has no second looks.
-
-    The rank is (level, remaining_seconds), as far as the policy's base uses them.
-    """
-
-    level: int
-    rule: str
-    probabilities: tuple[float, ...]
-    costs: tuple[float, ...]
-    lengths: tuple[LengthShare, ...]
-    tokens: dict[str, float]
-    remaining_seconds: float
-    words: tuple[WordWeight, ...]
-    occluded: int
-    word_count: int
-    notes: tuple[str, ...]
-    instant: InstantPart | None = None
-    second_look: tuple[PartRead, ...] = ()
+    level: int  # decided; 0 = most urgent
+    rule: str  # what decided it, in words
+    probabilities: tuple[float, ...]  # per level
+    costs: tuple[float, ...]  # per level, in levels served too early
+    lengths: tuple[LengthShare, ...]  # predicted; empty if the model predicts no lengths
+    tokens: dict[str, float]  # expected output by estimate; empty likewise
+    remaining_seconds: float  # predicted engine time for the whole request
+    words: tuple[WordWeight, ...]  # heaviest first
+    occluded: int  # words that were left out one by one
+    word_count: int  # all words
+    notes: tuple[str, ...]  # the parts that the policy does not use
+    instant: InstantPart | None  # None without an instant reader
+    second_look: tuple[PartRead, ...]  # empty if it has nothing to read or to raise, or is off
 
 
 def _word_weights(
@@ -155,12 +125,8 @@ def explain(
     max_tokens: int | None = None,
     instant: InstantReader | None = None,
 ) -> Explanation:
-    """How the scheduler would treat `text` under a policy.
-
-    Args:
-        max_tokens: the client's limit on output tokens; None: no limit.
-        instant: the predictor's instant reader.
-    """
+    """How the scheduler would treat `text` under a policy; `max_tokens`: the client's limit on
+    output tokens, None: no limit."""
     prediction, weights = _word_weights(text, predictor, policy)
     whole = prediction.urgency
     core = SchedulingCore(policy, profile, predictor.length_buckets)
@@ -246,10 +212,10 @@ def _lengths(
     starts = (1, *buckets.edges)
     ends = (*(edge - 1 for edge in buckets.edges), None)
     shares = tuple(map(LengthShare, starts, ends, prediction.length))
-    tokens: dict[str, float] = {
-        estimate: min(limit, expected_output_tokens(prediction.length, buckets, 0, estimate))
-        for estimate in _ESTIMATES
-    }
+    tokens = {}
+    for estimate in get_args(Estimate):
+        expected = expected_output_tokens(prediction.length, buckets, 0, estimate)
+        tokens[estimate] = min(limit, expected)
     return shares, tokens
 
 

@@ -42,13 +42,9 @@ class PredictorProcess:
         self._end(patience=0)
 
     def read(self, timeout: float, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send `request`, if there is one, and read one message.
-
-        Raises:
-            PredictorError: no message came within `timeout` seconds, the process ended, or the
-                message is not JSON. The process is killed then, because a late answer would be
-                taken for the answer to the next request.
-        """
+        """Send `request`, if there is one, and read one message. PredictorError if none came within
+        `timeout` seconds, the process ended, or it is not JSON. The process is killed then, because
+        a late answer would be taken for the answer to the next request."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         begin = time.monotonic()
@@ -101,11 +97,8 @@ _LONGEST = 1008  # characters that the network's window holds at most
 
 
 class PassSize:
-    """Bounds forward passes to a number of seconds, from the measured speed of earlier ones.
-
-    A pass takes as long as its number of texts times its longest text, to which the others are
-    padded.
-    """
+    """Bounds forward passes to a number of seconds, from the measured speed of earlier ones. A pass
+    takes as long as its number of texts times its longest text, to which the others are padded."""
 
     def __init__(self, seconds: float) -> None:
         self._limit = seconds

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_text
 
-MOST_PARTS = 8
-"""Parts of one prompt that are read again."""
-
-LONGEST = 16_000
-"""Characters of a prompt of which parts are taken."""
-
-# Of the text in a wordpiece: few texts have less, so that a part fits into the window.
-_BYTES = 3.2
+MOST_PARTS = 8  # of one prompt
+LONGEST = 16_000  # characters of a prompt of which parts are taken
+_BYTES = 3.2  # in a wordpiece: few texts have less, so that a part fits into the window
 _FRAMING = 20  # wordpieces from each end of the prompt, which say what the part is for
 _SPECIAL = 2  # wordpieces of a window
 _OVERLAP = 30  # bytes
@@ -46,23 +41,16 @@ def parts_of(text: str) -> list[str]:
 
 @dataclass(eq=False)
 class Look:
-    """A second look at one request.
-
-    Attributes:
-        level: what the request has; lower after a part has raised it.
-        text: gives the prompt.
-        parts: those not read yet; None before the first.
-        raised: whether a part has raised the level.
-    """
+    """A second look at one request."""
 
     request_id: str
-    level: int
-    text: Callable[[], str]
-    parts: list[str] | None = None
-    raised: bool = False
+    level: int  # lower after a part has raised it
+    text: Callable[[], str]  # gives the prompt
+    parts: list[str] | None = None  # those not read yet; None before the first
+    raised: bool = False  # whether a part has raised the level
 
     def next_part(self) -> str | None:
-        """The next part to read; None if there is none left."""
+        """Take the next part to read; None if there is none left."""
         if self.parts is None:
             self.parts = parts_of(self.text())[::-1]
         return self.parts.pop() if self.parts else None

@@ -33,14 +33,12 @@ class _Prompt(NamedTuple):
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    More urgent prompts are read first, equal ones by arrival. In mode `immediate` a pass takes at
-    most about `max_pass` seconds, so that an urgent prompt is read soon. While no prompt waits,
-    parts of earlier ones are read, one at a time. Recent prompts are
-    answered from memory. A process that ends, sends an invalid answer or exceeds its time limit is
-    replaced; the prompts that it had get the prediction None.
+    More urgent prompts are read first, equal ones by arrival. While no prompt waits, parts of
+    earlier ones are read, one at a time. Recent prompts are answered from memory. A process that
+    ends, sends an invalid answer or exceeds its time limit is replaced; the prompts that it had get
+    the prediction None.
 
     Args:
-        settings: the policy's predictor section.
         command: the worker's command line; for tests.
         group: services that name the same group share a worker.
         first_backoff: seconds before the first restart of a failed process; doubles each time.
@@ -89,33 +87,24 @@ class PredictionService:
     # For the scheduler; only `start`, `close` and `join` wait.
 
     def start(self, known: LengthBuckets | None = None) -> LengthBuckets | None:
-        """Start the process and wait until its model is loaded.
+        """Start the process and wait until its model is loaded; PredictorError says why it cannot
+        be. Returns the model's length buckets, None if it predicts no lengths.
 
         Args:
-            known: the model's length buckets, if its files tell them. Then nothing waits: prompts
-                stay in the queue until the model is loaded, and a failure is logged and retried.
-
-        Returns:
-            The model's length buckets, None if it predicts no lengths.
-
-        Raises:
-            PredictorError: the model cannot be loaded; says why.
+            known: these buckets, if the model's files tell them. Then nothing waits: prompts stay
+                in the queue until the model is loaded, and a failure is logged and retried.
         """
         process = self._spawn()
         if known is None:
             known = self._wait_for(process)
-            self._thread.start()
         else:
             self._starting = process
-            self._thread.start()
+        self._thread.start()
         return known
 
     def submit(self, request_id: str, text: str, level: float = 0) -> bool:
-        """Queue a prompt, or answer it from memory; False if the queue is full.
-
-        Args:
-            level: urgency level as far as it is known; more urgent prompts are read first.
-        """
+        """Queue a prompt, or answer it from memory; False if the queue is full. More urgent prompts
+        are read first, by `level` as far as it is known."""
         prompt = _Prompt(text, _digest(text))
         with self._changed:
             if self._recall(request_id, prompt):
@@ -130,14 +119,9 @@ class PredictionService:
     def look_again(
         self, request_id: str, level: int, key: tuple[bool, float], text: Callable[[], str]
     ) -> None:
-        """Read the parts of a prompt that were not seen, when no prompt waits to be read. A part
-        that raises the level comes back as a prediction with `again`.
-
-        Args:
-            level: what the request has.
-            key: the smallest is read first.
-            text: gives the prompt; called once, on the service's thread.
-        """
+        """Read the parts of a prompt that were not seen, when no prompt waits to be read, the
+        smallest `key` first. A part that raises the request above `level` comes back as a
+        prediction with `again`. `text` gives the prompt; called once, on the service's thread."""
         with self._changed:
             if len(self.second_looks) < self._settings.max_queue:
                 self.second_looks.add(Look(request_id, level, text), key)
@@ -152,13 +136,11 @@ class PredictionService:
 
     def drain(self) -> list[tuple[str, Prediction | None]]:
         """Predictions since the last call; None for a prompt that could not be predicted."""
-        done = self._done
-        return [done.popleft() for _ in range(len(done))]
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def passes(self) -> list[tuple[int, float]]:
         """Forward passes since the last call: texts, seconds."""
-        done = self._passes
-        return [done.popleft() for _ in range(len(done))]
+        return [self._passes.popleft() for _ in range(len(self._passes))]
 
     @property
     def pending(self) -> int:
@@ -208,14 +190,8 @@ class PredictionService:
 
     def _run(self) -> None:
         backoff = self._first_backoff
-        if self._starting is not None:
-            try:
-                self._wait_for(self._starting)
-            except Exception as error:
-                if self._closing:
-                    return
-                self._logger.warning("The urgency predictor does not start: %s", error)
-                backoff = self._relaunch(backoff)
+        if self._starting is not None and not self._loads(self._starting):
+            backoff = self._relaunch(backoff)
         while (batch := self._next_batch()) is not None:
             if not batch:
                 continue
@@ -255,10 +231,9 @@ class PredictionService:
                 return None
             look = None if self._queue else self.second_looks.first()
             lengths: list[int] = []
-            while len(batch) < settings.max_batch:
-                request_id = self._queue.peek()
-                if request_id is None:
-                    break
+            while (
+                len(batch) < settings.max_batch and (request_id := self._queue.peek()) is not None
+            ):
                 prompt = self._prompts[request_id]
                 # The batch before may have had the same text.
                 if not self._recall(request_id, prompt):
@@ -271,8 +246,7 @@ class PredictionService:
         return batch if look is None else self._next_part(look)
 
     def _next_part(self, look: Look) -> dict[str, _Prompt]:
-        """The next part of a second look; none if a prompt has come meanwhile, or no part is
-        left."""
+        """The next part of a second look; none if a prompt has come, or no part is left."""
         try:
             text = look.next_part()  # takes a moment: without the lock
         except Exception as error:
@@ -310,24 +284,24 @@ class PredictionService:
             for (request_id, prompt), prediction in zip(batch.items(), predictions, strict=True):
                 if prompt.look is not None:
                     self._saw(prompt.look, prediction)
-                    continue
-                if prediction is not None:
-                    self._memory[prompt.digest] = prediction
-                self._done.append((request_id, prediction))
+                else:
+                    if prediction is not None:
+                        self._memory[prompt.digest] = prediction
+                    self._done.append((request_id, prediction))
             while len(self._memory) > self._settings.cache_size:
                 self._memory.popitem(last=False)
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
         texts = [prompt.text for prompt in prompts]
-        message = {"id": next(self._batch_ids), "texts": texts}
         process = self._process
         if process is None:
             raise PredictorError("no predictor process")
+        message = {"id": next(self._batch_ids), "texts": texts}
         begin = time.monotonic()
         answer = process.read(self._settings.timeout, message)
         seconds = time.monotonic() - begin
         self._passes.append((len(texts), seconds))
-        self._pass_size.measured([len(text) for text in texts], seconds)
+        self._pass_size.measured(list(map(len, texts)), seconds)
         if "error" in answer:
             raise PredictorError(answer["error"])
         rows = list(zip(answer["urgency"], answer["length"], answer["unreadable"], strict=True))
@@ -352,24 +326,30 @@ class PredictionService:
         first = process.read(_START_TIMEOUT)
         if "failed" in first:
             raise PredictorError(f"predictor.model: {first['failed']}")
-        buckets = first["ready"]["length_buckets"]
         self._loaded = True
-        if buckets is None:
-            return None
-        return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"]))
+        buckets = first["ready"]["length_buckets"]
+        return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"])) if buckets else None
+
+    def _loads(self, process: PredictorProcess | None = None) -> bool:
+        """Wait until the process (None: a new one in its place) has loaded its model; False, with
+        a warning, if it cannot."""
+        try:
+            if process is None:
+                self._stop_process()
+                process = self._spawn()
+            self._wait_for(process)
+        except Exception as error:
+            if not self._closing:
+                self._logger.warning("The urgency predictor does not start: %s", error)
+            return False
+        return True
 
     def _relaunch(self, backoff: float) -> float:
         """Restart the process, after a longer wait each time it fails; returns the next wait, s."""
         while not self._pause(backoff):
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
             self.restarts += 1
-            try:
-                self._stop_process()
-                self._wait_for(self._spawn())
-            except Exception as error:
-                if not self._closing:
-                    self._logger.warning("The urgency predictor does not start: %s", error)
-            else:
+            if self._loads():
                 self._logger.info("The urgency predictor is back.")
                 break
         return backoff

@@ -45,15 +45,11 @@ def user_turns(text: str) -> list[str]:
     """
     turns: list[str] = []
     speaker, start = "user", 0
-    found = False
     for match in _SPEAKER.finditer(text):
-        found = True
         if speaker in _USERS:
             turns.append(text[start : match.start()])
         speaker = next(name for name in match.groups() if name is not None).lower()
         start = match.end()
-    if not found:
-        return [text]
     if speaker in _USERS:
         turns.append(text[start:])
     return [turn for turn in reversed(turns) if clean(turn)] or [text]
@@ -83,8 +79,6 @@ def cut_pieces(pieces: list[_Piece], room: int) -> list[_Piece]:
     return pieces[: room - tail] + pieces[-tail:]
 
 
-# Not recognized is not the same as not urgent: texts that a reader cannot judge.
-
 # Scripts of the languages that the reader was trained on, by the first word of a letter's name.
 _SCRIPTS = frozenset(
     {
@@ -106,7 +100,8 @@ _LEAST_DISTINCT = 0.05
 
 
 def unreadable(text: str) -> str | None:
-    """Why a clean text cannot be judged; None if it can. Cost bounded, whatever its length.
+    """Why a clean text cannot be judged, which does not mean that it is not urgent; None if it can.
+    Cost bounded, whatever its length.
 
     Returns:
         `empty`: no letter and no digit. `broken`: control or replacement characters, as of binary
@@ -119,11 +114,11 @@ def unreadable(text: str) -> str | None:
         text = f"{text[: _SAMPLE // 2]} {text[-_SAMPLE // 2 :]}"
     else:
         words = text.split()
-    letters = [one for one in text if one.isalpha()]
-    if not letters and not any(one.isdigit() for one in text):
-        return "broken" if _broken(text) else "empty"
     if _broken(text):
         return "broken"
+    letters = [one for one in text if one.isalpha()]
+    if not letters and not any(one.isdigit() for one in text):
+        return "empty"
     if not text.isascii():  # ASCII letters are Latin
         known = sum(_script(one) in _SCRIPTS for one in letters)
         if letters and known < (1 - _MOST_FOREIGN) * len(letters):
@@ -139,12 +134,12 @@ def _broken(text: str) -> bool:
     # A fast answer for nearly all texts.
     if "\ufffd" not in text and text.replace("\n", " ").isprintable():
         return False
-    bad = sum(one == "\ufffd" or _is_control(one) for one in text)
+    control = ("Cc", "Co", "Cn")
+    bad = sum(
+        one == "\ufffd" or (not one.isspace() and unicodedata.category(one) in control)
+        for one in text
+    )
     return bad > _MOST_BROKEN * len(text)
-
-
-def _is_control(one: str) -> bool:
-    return not one.isspace() and unicodedata.category(one) in ("Cc", "Co", "Cn")
 
 
 @functools.lru_cache(maxsize=4096)
