@@ -11,17 +11,11 @@ from vllm_semantic_sched.policy.facts.job import LevelSource
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """The result of a client's hints under the policy.
+    """The result of a client's hints under the policy."""
 
-    Attributes:
-        level: urgency level; None if no hint states one or the policy ignores it.
-        source: the hint that states it.
-        problem: why the urgency hint is unusable, for the log; None if it is usable or absent.
-    """
-
-    level: int | None
-    source: LevelSource
-    problem: str | None = None
+    level: int | None  # None if no hint states one or the policy ignores it
+    source: LevelSource  # the hint that states it
+    problem: str | None = None  # why the urgency hint is unusable, for the log
 
 
 _ABSENT = object()
@@ -33,7 +27,7 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
     Args:
         extra_args: the request's `vllm_xargs`; may be of any type.
         priority: vLLM's request priority; 0 and unset look the same.
-        levels: number of urgency levels in the policy.
+        levels: of the policy.
     """
     problem = None
     sent = extra_args.get("urgency", _ABSENT) if isinstance(extra_args, dict) else _ABSENT

@@ -20,24 +20,18 @@ _REFUSALS_PER_EXCESS, _MOST_REFUSALS = 5.0, 0.8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a new request is admitted or refused.
+    """Whether a new request is admitted or refused."""
 
-    Attributes:
-        code: why it is refused; None: admitted.
-        reason: the same as a sentence.
-        replaced: a waiting job that ends in its place.
-    """
-
-    code: Code | None = None
-    reason: str = ""
-    replaced: Job | None = None
+    code: Code | None = None  # why it is refused; None: admitted
+    reason: str = ""  # the same as a sentence
+    replaced: Job | None = None  # a waiting job that ends in its place
 
 
 ADMITTED = Verdict()
 
 
 def admits_all(policy: Policy) -> bool:
-    """Whether a policy never refuses a new request, unless another one has the same key."""
+    """Whether a policy never refuses a new request."""
     rules = policy.admission
     bounds = [rules.tenant.requests, rules.queue.requests]
     bounds += [tier.queue.requests for tier in policy.all_tiers]
@@ -88,12 +82,8 @@ def over_share(
     pressure: PressureLevel,
     random: Random,
 ) -> Verdict:
-    """Refuse a new request if its tier has more than its share under the present pressure. Shares
-    that tiers without requests do not use go to the others.
-
-    Args:
-        outstanding: predicted tokens of waiting and running requests, per level.
-    """
+    """Refuse a new request if its tier has more than its share of the predicted tokens, given per
+    level as `outstanding`. Shares that tiers without requests do not use go to the others."""
     total = sum(outstanding)
     if level == 0 or not outstanding[level]:
         return ADMITTED

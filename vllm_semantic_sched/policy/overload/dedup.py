@@ -59,7 +59,7 @@ class DedupIndex:
     def discard(self, job: Job) -> None:
         """Remove an ended job."""
         key = self._keys.pop(job, None)
-        newest = self._newest.get(key) if key is not None else None
+        newest = None if key is None else self._newest.get(key)
         if key is not None and newest is not None and job in newest.jobs:
             del newest.jobs[job]
             if not newest.jobs:
@@ -67,15 +67,11 @@ class DedupIndex:
 
 
 def read_key(extra_args: Any, rules: Dedup) -> str | None:
-    """The key in a request's `vllm_xargs`; None without a key or with deduplication off.
-
-    Raises:
-        BadKey: it is not a string, empty or too long.
-    """
+    """The key in a request's `vllm_xargs`; None without a key or with deduplication off. BadKey if
+    it is not a string, empty or too long."""
     if not rules.enabled or not isinstance(extra_args, dict):
         return None
-    key = extra_args.get(DEDUP_FIELD)
-    if key is None:
+    if (key := extra_args.get(DEDUP_FIELD)) is None:
         return None
     if not isinstance(key, str):
         raise BadKey(f"{DEDUP_FIELD} must be a string, got {type(key).__name__}")

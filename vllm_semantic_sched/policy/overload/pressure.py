@@ -25,32 +25,20 @@ class PressureLevel(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited.
+    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited."""
 
-    Attributes:
-        kv: KV blocks in use, or predicted to be needed by running requests, whichever is more.
-        seats: running and waiting requests per seat.
-        queue: waiting requests, relative to `admission.queue`.
-        step: smoothed step time, relative to the shortest `tpot` promised to a tier.
-    """
-
-    kv: float = 0.0
-    seats: float = 0.0
-    queue: float = 0.0
-    step: float = 0.0
+    kv: float = 0.0  # blocks in use or predicted to be needed by running requests, the larger
+    seats: float = 0.0  # running and waiting requests per seat
+    queue: float = 0.0  # waiting requests, relative to `admission.queue`
+    step: float = 0.0  # smoothed step time, relative to the shortest `tpot` promised to a tier
 
 
 class PressureMonitor:
-    """The pressure in force, which rises at once and falls with hysteresis.
-
-    Attributes:
-        level: pressure in force.
-        present: pressure by the last observation alone.
-    """
+    """The pressure in force, which rises at once and falls with hysteresis."""
 
     def __init__(self) -> None:
-        self.level = PressureLevel.NONE
-        self.present = PressureLevel.NONE
+        self.level = PressureLevel.NONE  # in force
+        self.present = PressureLevel.NONE  # by the last observation alone
         self._below_since: float | None = None
 
     def observe(self, use: Use, rules: Pressure, now: float) -> PressureLevel:

@@ -48,18 +48,13 @@ FINISH_REASON = "error"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request ends without an answer.
-
-    Attributes:
-        message: one sentence.
-        retry_after: seconds after which another attempt may succeed.
-        beneficiary: the request that took its place; None: none did. Its client is not told.
-    """
+    """Why a request ends without an answer."""
 
     code: Code
-    message: str
-    retry_after: float = 1.0
+    message: str  # one sentence
+    retry_after: float = 1.0  # seconds after which another attempt may succeed
     beneficiary: Job | None = field(default=None, compare=False)
+    """The request that took its place, if one did. Its client is not told."""
 
     @property
     def retry_after_seconds(self) -> int:
@@ -68,13 +63,8 @@ class Refusal:
 
     def to_text(self) -> str:
         """JSON for a request's `stop_reason`."""
-        return json.dumps(
-            {
-                "code": self.code.value,
-                "retry_after": self.retry_after_seconds,
-                "message": self.message,
-            }
-        )
+        fields = {"code": self.code.value, "retry_after": self.retry_after_seconds}
+        return json.dumps({**fields, "message": self.message})
 
     @classmethod
     def from_text(cls, text: object) -> Refusal | None:
@@ -94,8 +84,7 @@ class Refusal:
     @classmethod
     def from_sentence(cls, text: str) -> Refusal | None:
         """Parse the result of `to_sentence`; None if it is not one."""
-        found = _SENTENCE.fullmatch(text)
-        if found is None:
+        if (found := _SENTENCE.fullmatch(text)) is None:
             return None
         return cls(Code(found["code"]), found["message"], float(found["seconds"]))
 
@@ -127,11 +116,8 @@ DROPPED = Refusal(
 
 
 def refusal_of(output: Any) -> Refusal | None:
-    """Why a request was refused; None if it was not.
-
-    Args:
-        output: vLLM's `RequestOutput`, of `LLM.generate` or of an engine's `generate`, or the
-            exception that the latter raises since vLLM 0.33.
+    """Why a request was refused; None if it was not. `output`: vLLM's `RequestOutput`, of
+    `LLM.generate` or of an engine's `generate`, or the exception that the latter raises since 0.33.
     """
     if isinstance(output, Exception):
         text, fields = str(output), vars(output)

@@ -35,14 +35,9 @@ class _Slot:
 
 
 class RollingValues:
-    """Values of the last `window` seconds: their number, how many met a target, and percentiles.
-
-    Each of the twelve slots has a DDSketch with a relative accuracy of 2 %, so memory is bounded.
-    Adding a value is O(1).
-
-    Args:
-        window: seconds. The values cover the last 11/12 to 12/12 of it.
-    """
+    """Values of the last 11/12 to 12/12 of `window` seconds: their number, how many met a target,
+    and percentiles. Each of the twelve slots has a DDSketch with a relative accuracy of 2 %, so
+    memory is bounded. Adding a value is O(1)."""
 
     def __init__(self, window: float) -> None:
         self._slot_seconds = window / _SLOTS
@@ -96,11 +91,7 @@ class RollingValues:
 
 
 class SloMonitor:
-    """Compliance and headroom of each level over a rolling window.
-
-    Args:
-        tiers: one per level, with its promises.
-        window: seconds.
+    """Compliance and headroom of each level, whose tier has promises, over a window of seconds.
 
     Attributes:
         targets: promised seconds of each level by measure.

@@ -7,11 +7,8 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
-    """Engine time that a job still needs: load, prefill of tokens without KV, decode.
-
-    Args:
-        expected_output: total output tokens, above `job.generated`.
-    """
+    """Engine time that a job still needs: load, prefill of tokens without KV, decode, to
+    `expected_output` tokens (more than `job.generated`)."""
     tokens = job.tokens
     in_place = job.computed + job.swapped
     # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
@@ -21,8 +18,8 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
 
 
 def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:
-    """Whether KV is loaded beside the engine's steps, because loading it before a step would
-    delay that step by more than `max_stall` decode steps."""
+    """Whether KV is loaded beside the engine's steps, because loading it before one would delay it
+    by more than `max_stall` decode steps."""
     return profile.load(tokens) > max_stall * profile.gamma2
 
 
@@ -37,26 +34,18 @@ def resume_seconds(
 ) -> float:
     """Seconds to restore a preempted job after it got a seat again.
 
-    Args:
-        on_device: number of first tokens whose KV is still on the device.
-        kept_to: the KV of tokens `on_device` to `kept_to` is on the host.
-        held: tokens `kept_to` to `held` are recomputed in one prefill, as vLLM does.
-        max_stall: see `loads_beside_steps`; such a load costs one more step.
+    Of its tokens the first `on_device` still have KV on the device, those up to `kept_to` on the
+    host, and the rest, up to `held`, is recomputed in one prefill, as vLLM does. A load beside the
+    steps (`loads_beside_steps`) costs one more step.
     """
     loaded = kept_to - on_device
-    seconds = profile.load(loaded) + profile.prefill(kept_to, held)
-    if loads_beside_steps(loaded, profile, max_stall):
-        seconds += profile.gamma2
-    return seconds
+    extra = profile.gamma2 if loads_beside_steps(loaded, profile, max_stall) else 0.0
+    return profile.load(loaded) + profile.prefill(kept_to, held) + extra
 
 
 def drop_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
-    """Cost of ending a job (S2): the decoding that is lost, and all of the request when its client
-    sends it again.
-
-    Args:
-        expected_output: total output tokens.
-    """
+    """Cost of ending a job (S2): the decoding that is lost, and all of the request, with
+    `expected_output` tokens, when its client sends it again."""
     prompt = job.prompt_tokens
     lost = profile.decode(prompt, job.generated)
     return lost + profile.prefill(0, prompt) + profile.decode(prompt, expected_output)

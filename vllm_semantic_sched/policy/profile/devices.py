@@ -38,7 +38,7 @@ def known_devices() -> Mapping[str, Device]:
     """The devices of devices.yaml, by name."""
     path = Path(__file__).with_name("devices.yaml")
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found = [parse_section(Device, row, path.name) for row in rows]
+    found = (parse_section(Device, row, path.name) for row in rows)
     return {device.name: device for device in found}
 
 

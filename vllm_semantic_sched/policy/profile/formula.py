@@ -11,10 +11,8 @@ from pydantic import Field
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
-# The name that stands for the profile derived from the engine's model and device. Where there is no
-# engine, it is the shipped profile of the second name.
-AUTO = "auto"
-_WITHOUT_ENGINE = "default"
+AUTO = "auto"  # the profile derived from the engine's model and device
+_WITHOUT_ENGINE = "default"  # stands for it where there is no engine
 
 
 class BatchTerms(Section):
@@ -49,25 +47,17 @@ class BatchTerms(Section):
 
 @dataclass(slots=True)
 class Batch:
-    """The sequences of one step, summed up.
+    """The sequences of one step, summed up."""
 
-    Attributes:
-        prefills, prefill_tokens: sequences in prefill, and the tokens computed for them.
-        prefill_squares: sum of end^2 - start^2 over them, in tokens squared.
-        decodes, context: decoding sequences, and their tokens together.
-        loads, loaded: sequences whose KV comes from the host before the step, and its tokens.
-        saves, saved: sequences whose KV goes to the host before the step, and its tokens.
-    """
-
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_squares: int = 0
-    decodes: int = 0
-    context: int = 0
-    loads: int = 0
-    loaded: int = 0
-    saves: int = 0
-    saved: int = 0
+    prefills: int = 0  # sequences in prefill
+    prefill_tokens: int = 0  # tokens computed for them
+    prefill_squares: int = 0  # sum of end^2 - start^2 over them, in tokens squared
+    decodes: int = 0  # decoding sequences
+    context: int = 0  # their tokens together
+    loads: int = 0  # sequences whose KV comes from the host before the step
+    loaded: int = 0  # their tokens
+    saves: int = 0  # sequences whose KV goes to the host before the step
+    saved: int = 0  # their tokens
 
     @property
     def sequences(self) -> int:
@@ -178,11 +168,8 @@ class EngineProfile(Section):
 
     def step_prefill(self, batch: Batch) -> float:
         """The part of `step` for prefills and their tokens."""
-        return (
-            self.batch_terms.per_prefill * batch.prefills
-            + self.alpha1 * batch.prefill_squares
-            + self.alpha2 * batch.prefill_tokens
-        )
+        start = self.batch_terms.per_prefill * batch.prefills
+        return start + self.alpha1 * batch.prefill_squares + self.alpha2 * batch.prefill_tokens
 
     def step_decode(self, batch: Batch) -> float:
         """The part of `step` for the step itself, its sequences and their context."""
@@ -191,12 +178,8 @@ class EngineProfile(Section):
 
     def step_transfer(self, batch: Batch) -> float:
         """The part of `step` for copies between device and host."""
-        return (
-            self.load_start * batch.loads
-            + self.beta_load * batch.loaded
-            + self.save_start * batch.saves
-            + self.beta_save * batch.saved
-        )
+        load = self.load_start * batch.loads + self.beta_load * batch.loaded
+        return load + self.save_start * batch.saves + self.beta_save * batch.saved
 
     def prefill_alone(self, tokens: int, token_budget: int | None = None) -> float:
         """Seconds for a prefill on an idle engine. `token_budget`: most tokens in a step, by
@@ -212,13 +195,13 @@ class EngineProfile(Section):
     ) -> EngineProfile:
         """A copy with the times of each kind of work multiplied; `batch`: the terms of a step, in
         place of multiplied ones."""
-        if batch is None and self.batch is not None:
+        if batch is None and (given := self.batch) is not None:
             batch = BatchTerms(
-                step=self.batch.step * decode,
-                per_sequence=self.batch.per_sequence * decode,
-                per_prefill=self.batch.per_prefill * prefill,
-                per_context_token=self.batch.per_context_token * decode,
-                steps=tuple(seconds * decode for seconds in self.batch.steps),
+                step=given.step * decode,
+                per_sequence=given.per_sequence * decode,
+                per_prefill=given.per_prefill * prefill,
+                per_context_token=given.per_context_token * decode,
+                steps=tuple(seconds * decode for seconds in given.steps),
             )
         factors = {"alpha1": prefill, "alpha2": prefill, "gamma1": decode, "gamma2": decode}
         factors |= dict.fromkeys(("beta_load", "beta_save", "load_start", "save_start"), load)
@@ -240,13 +223,13 @@ class EngineProfile(Section):
         """A warning if an engine accepts longer sequences than were measured; else None."""
         if self.ranges is None:
             return None
-        measured = min(
-            self.ranges.prefill_tokens[1],
-            self.ranges.decode_context[1],
-            self.ranges.transfer_tokens[1],
+        ranges = (
+            self.ranges.prefill_tokens,
+            self.ranges.decode_context,
+            self.ranges.transfer_tokens,
         )
-        # A slightly longer context does not matter.
-        if max_model_len <= 1.1 * measured:
+        measured = min(longest for _, longest in ranges)
+        if max_model_len <= 1.1 * measured:  # slightly longer does not matter
             return None
         return (
             f"the engine profile was measured up to {measured} tokens and max_model_len is "

@@ -15,38 +15,24 @@ _UNGATED = re.compile("bloom|falcon|gpt2|gpt_bigcode|gpt_neox|gptj|mpt|opt|phi|s
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a transformer that cost time.
-
-    Attributes:
-        name: of the model.
-        width, inner: of the hidden state and of a feed-forward layer.
-        layers, full_layers: all, and those whose attention sees the whole context.
-        heads, head_dim: of the attention.
-        parameters: those that every token passes through, without experts and embeddings.
-        head_parameters: of the output projection; only sampled positions pass through it.
-        expert_parameters: of one expert, over all layers; 0 without experts.
-        experts, active_experts: per layer, and those that a token passes through.
-        kv_numbers: numbers of KV per token, over all layers.
-        weight_bytes, kv_bytes: bytes per number.
-        eight_bits: whether products are computed in 8 bits.
-    """
+    """The numbers of a transformer that cost time."""
 
     name: str
-    width: int
-    inner: int
+    width: int  # of the hidden state
+    inner: int  # width of a feed-forward layer
     layers: int
-    full_layers: int
-    heads: int
+    full_layers: int  # those whose attention sees the whole context
+    heads: int  # of the attention
     head_dim: int
-    parameters: int
-    head_parameters: int
-    expert_parameters: int
-    experts: int
-    active_experts: int
-    kv_numbers: int
-    weight_bytes: float
-    kv_bytes: float
-    eight_bits: bool
+    parameters: int  # those that every token passes through, without experts and embeddings
+    head_parameters: int  # of the output projection; only sampled positions pass through it
+    expert_parameters: int  # of one expert, over all layers; 0 without experts
+    experts: int  # per layer
+    active_experts: int  # those that a token passes through
+    kv_numbers: int  # numbers of KV per token, over all layers
+    weight_bytes: float  # per number
+    kv_bytes: float  # per number
+    eight_bits: bool  # whether products are computed in 8 bits
 
     @classmethod
     def from_config(
@@ -133,12 +119,10 @@ def _expert_parameters(config: Mapping[str, Any], inner: int, per_row: int) -> t
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    for name in names:
-        if config.get(name) is not None:
-            return int(config[name])
-    if default is None:
+    number = next((config[name] for name in names if config.get(name) is not None), default)
+    if number is None:
         raise ValueError(f"the model's configuration lacks {names[0]}")
-    return default
+    return int(number)
 
 
 def _latent_attention(
@@ -152,13 +136,9 @@ def _latent_attention(
     values = _number(config, "v_head_dim", default=nope)
     query = _number(config, "q_lora_rank", default=0)
     queries = heads * (nope + rope)
-    parameters = (
-        (width * query + query * queries if query else width * queries)
-        + width * (latent + rope)
-        + latent * heads * (nope + values)
-        + heads * values * width
-    )
-    return parameters, latent + rope, nope + rope
+    parameters = width * query + query * queries if query else width * queries
+    parameters += width * (latent + rope) + latent * heads * (nope + values)
+    return parameters + heads * values * width, latent + rope, nope + rope
 
 
 def _quantization(config: Any, option: str | None) -> tuple[int, bool]:

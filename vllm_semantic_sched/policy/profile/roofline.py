@@ -34,15 +34,10 @@ _ELEMENTWISE = 20
 
 # Decode batches that the straight line of `BatchTerms` is drawn through.
 _BATCHES = tuple(2**n for n in range(9))
-
 # Tokens of the prompt for which a profile counts the reading of experts.
 _PROMPT = 128
-
-# Seconds to start a copy between device and host.
-_COPY_START = 1e-4
-# Part of a device's memory that vLLM uses (--gpu-memory-utilization).
-_USED_MEMORY = 0.9
-
+_COPY_START = 1e-4  # seconds to start a copy between device and host
+_USED_MEMORY = 0.9  # part of a device's memory that vLLM uses (--gpu-memory-utilization)
 _TERA, _GIGA = 1e12, 1e9
 
 
@@ -80,8 +75,7 @@ class Roofline:
     def per_square(self) -> float:
         """Seconds of attention per squared token of a prompt: two products of two operations for
         each earlier token, half of them masked."""
-        model = self.model
-        operations = 2 * model.full_layers * model.heads * model.head_dim
+        operations = 2 * self.model.full_layers * self.model.heads * self.model.head_dim
         return operations / (self._rate(self.device.bf16) * _ATTENTION)
 
     @property
@@ -141,9 +135,8 @@ class Roofline:
     @property
     def _arithmetic(self) -> float:
         """Operations per second."""
-        device = self.device
-        peak = device.fp8 if self.model.eight_bits and device.fp8 else device.bf16
-        return self._rate(peak)
+        fp8 = self.device.fp8 if self.model.eight_bits else None
+        return self._rate(fp8 or self.device.bf16)
 
     @property
     def _bandwidth(self) -> float:
