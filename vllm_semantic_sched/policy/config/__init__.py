@@ -9,20 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Length, Predictor
-from vllm_semantic_sched.policy.config.eviction import Preemption, Retention
-from vllm_semantic_sched.policy.config.order import (
-    Aging,
-    Deadlines,
-    FairShareKnobs,
-    KvPeakKnobs,
-    PlacementKnobs,
-    Protect,
-    Stage,
-    Tenants,
-    WeightedLevels,
-)
-from vllm_semantic_sched.policy.config.overload import Admission, Dedup, Events, Pressure, Shedding
+from vllm_semantic_sched.policy.config import estimates, eviction, order, overload
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Tier
@@ -51,29 +38,29 @@ class Policy(Section):
     correct_profile: bool = True
     """Scale the profile's times to match measured steps; each kind (prefill, decode, load) by at
     most 100."""
-    hints: Hints = Hints()
-    placement: PlacementKnobs = PlacementKnobs()
-    preemption: Preemption = Preemption()
-    retention: Retention = Retention()
-    stage: Stage = Stage()
-    protect: Protect = Protect()
-    predictor: Predictor = Predictor()
-    decision: Decision = Decision()
-    length: Length = Length()
-    weighted_levels: WeightedLevels = WeightedLevels()
-    kv_peak: KvPeakKnobs = KvPeakKnobs()
-    aging: Aging = Aging()
-    deadlines: Deadlines = Deadlines()
-    fair_share: FairShareKnobs = FairShareKnobs()
-    tenants: Tenants = Tenants()
-    events: Events = Events()
-    pressure: Pressure = Pressure()
-    shedding: Shedding = Shedding()
-    admission: Admission = Admission()
-    dedup: Dedup = Dedup()
+    hints: estimates.Hints = estimates.Hints()
+    placement: order.PlacementKnobs = order.PlacementKnobs()
+    preemption: eviction.Preemption = eviction.Preemption()
+    retention: eviction.Retention = eviction.Retention()
+    stage: order.Stage = order.Stage()
+    protect: order.Protect = order.Protect()
+    predictor: estimates.Predictor = estimates.Predictor()
+    decision: estimates.Decision = estimates.Decision()
+    length: estimates.Length = estimates.Length()
+    weighted_levels: order.WeightedLevels = order.WeightedLevels()
+    kv_peak: order.KvPeakKnobs = order.KvPeakKnobs()
+    aging: order.Aging = order.Aging()
+    deadlines: order.Deadlines = order.Deadlines()
+    fair_share: order.FairShareKnobs = order.FairShareKnobs()
+    tenants: order.Tenants = order.Tenants()
+    events: overload.Events = overload.Events()
+    pressure: overload.Pressure = overload.Pressure()
+    shedding: overload.Shedding = overload.Shedding()
+    admission: overload.Admission = overload.Admission()
+    dedup: overload.Dedup = overload.Dedup()
 
     @model_validator(mode="after")
-    def _levels_exist(self) -> Policy:
+    def _keys_fit(self) -> Policy:
         last = self.levels - 1
         for name, value in (
             ("default_level", self.default_level),
@@ -83,14 +70,10 @@ class Policy(Section):
         ):
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_need_lengths(self) -> Policy:
-        weights = self.weighted_levels
-        if weights.factor is not None and self.base != "semantic":
+        factor = self.weighted_levels.factor
+        if factor is not None and self.base != "semantic":
             raise ValueError(
-                f"weighted_levels.factor: {weights.factor:g} needs base: semantic; valid: unset"
+                f"weighted_levels.factor: {factor:g} needs base: semantic; valid: unset"
             )
         return self
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.tiers import Tier, TierQueue, target_shares
-from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
+from vllm_semantic_sched.policy.facts.tiers import TierQueue, target_shares
+from vllm_semantic_sched.policy.overload.account import Entry
+from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.pressure import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 
 # Probability of a refusal over share: by the excess, and at most (S6).
 _REFUSALS_PER_EXCESS, _MOST_REFUSALS = 5.0, 0.8
+
+SHED = "Tier {tier!r} is shed until more urgent tiers meet their targets again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,55 +50,46 @@ def ends_requests(policy: Policy) -> bool:
     )
 
 
-def fits(
-    entry: Entry,
-    account: QueueAccount,
-    rules: Admission,
-    tiers: Sequence[Tier],
-    free_seats: int,
+def judge(
+    entry: Entry, load: LoadMonitor, rules: Admission, free_seats: int, random: Random
 ) -> Verdict:
-    """Whether the queue has room for a new request. As many requests as there are free seats are
-    admitted beyond the bounds, because they will not wait."""
+    """Whether a new request is admitted. As many requests as there are free seats are admitted
+    beyond the bounds on the queue, because they will not wait."""
+    level, tier, account = entry.level, load.tiers[entry.level], load.account
+    if load.is_shed(level):
+        return Verdict(Code.SHED, SHED.format(tier=tier.name))
+    if rules.over_share != "off" and load.pressure.level:
+        reason = _over_share(level, load, rules, random)
+        if reason is not None:
+            return Verdict(Code.TIER_OVER_SHARE, reason)
     if account.all.requests < free_seats:
         return ADMITTED
-    tenant, tier = account.tenant(entry.tenant), tiers[entry.level]
-    level = account.level(entry.level)
+    tenant, own = account.tenant(entry.tenant), account.level(level)
     for code, whose, waiting, most in (
         (Code.TENANT_OVER_SHARE, "This tenant's", tenant, rules.tenant.requests),
-        (Code.OVER_CAPACITY, f"Tier {tier.name!r}: the", level, tier.queue.requests),
+        (Code.OVER_CAPACITY, f"Tier {tier.name!r}: the", own, tier.queue.requests),
         (Code.OVER_CAPACITY, "The", account.all, rules.queue.requests),
     ):
         if most is not None and waiting.requests >= most + free_seats:
-            replaced = account.least_important(entry.level) if waiting is account.all else None
+            replaced = account.least_important(level) if waiting is account.all else None
             if replaced is not None:
                 return Verdict(replaced=replaced)
             return Verdict(code, f"{whose} queue is full: {waiting.requests} requests of {most}")
     return ADMITTED
 
 
-def over_share(
-    level: int,
-    outstanding: Sequence[float],
-    rules: Admission,
-    tiers: Sequence[Tier],
-    pressure: PressureLevel,
-    random: Random,
-) -> Verdict:
-    """Refuse a new request if its tier has more than its share of the predicted tokens, given per
-    level as `outstanding`. Shares that tiers without requests do not use go to the others."""
-    total = sum(outstanding)
-    if level == 0 or not outstanding[level]:
-        return ADMITTED
-    targets = target_shares(tiers)
-    wanted = sum(target for target, tokens in zip(targets, outstanding, strict=True) if tokens)
-    share, target = outstanding[level] / total, targets[level] / wanted if wanted else 0.0
+def _over_share(level: int, load: LoadMonitor, rules: Admission, random: Random) -> str | None:
+    """Why a new request is refused because its tier has more than its share of the predicted work;
+    None if it is not. Shares that tiers without requests do not use go to the others."""
+    work, targets = load.outstanding(), target_shares(load.tiers)
+    if level == 0 or not work[level]:
+        return None
+    wanted = sum(target for target, tokens in zip(targets, work, strict=True) if tokens)
+    share, target = work[level] / sum(work), targets[level] / wanted if wanted else 0.0
     if share <= target:
-        return ADMITTED
-    certain = rules.over_share == "hard" or pressure is PressureLevel.CRITICAL
+        return None
+    certain = rules.over_share == "hard" or load.pressure.level is PressureLevel.CRITICAL
     probability = min(_REFUSALS_PER_EXCESS * (share - target), _MOST_REFUSALS)
     if not certain and random.random() >= probability:
-        return ADMITTED
-    return Verdict(
-        Code.TIER_OVER_SHARE,
-        f"Tier {tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}",
-    )
+        return None
+    return f"Tier {load.tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}"

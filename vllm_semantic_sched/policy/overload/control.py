@@ -15,13 +15,7 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
-from vllm_semantic_sched.policy.overload.admission import (
-    ADMITTED,
-    Verdict,
-    admits_all,
-    fits,
-    over_share,
-)
+from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
@@ -33,7 +27,6 @@ _new_tuple = tuple.__new__
 _LONGEST_RETRY = 60.0  # seconds of Retry-After
 _SHED_AT_A_TIME = 64  # most waiting jobs of shed tiers that end in one step
 
-_SHED = "Tier {tier!r} is shed until more urgent tiers meet their targets again"
 _SUPERSEDED = "A newer request with the same dedup_key took its place"
 _REPLACED = "The queue is full and a more urgent request came"
 
@@ -138,7 +131,7 @@ class OverloadControl(Listener):
     def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
         """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""
         places = [(other, self.account.leave(other)) for other in older]
-        verdict = self._judge(entry, free_seats)
+        verdict = judge(entry, self.load, self._policy.admission, free_seats, self._random)
         if verdict.code is not None:
             for other, place in places:
                 if place is not None:
@@ -151,17 +144,6 @@ class OverloadControl(Listener):
             ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
         self.account.enter(job, entry, self._timeouts[entry.level])
         return ended
-
-    def _judge(self, entry: Entry, free_seats: int) -> Verdict:
-        rules, load = self._policy.admission, self.load
-        if load.is_shed(entry.level):
-            return Verdict(Code.SHED, _SHED.format(tier=load.tiers[entry.level].name))
-        if rules.over_share != "off" and load.pressure.level:
-            work, pressure = load.outstanding(), load.pressure.level
-            verdict = over_share(entry.level, work, rules, load.tiers, pressure, self._random)
-            if verdict is not ADMITTED:
-                return verdict
-        return fits(entry, self.account, rules, load.tiers, free_seats)
 
     def _timed_out(self, now: float) -> list[Ended]:
         ended = []
@@ -176,7 +158,7 @@ class OverloadControl(Listener):
         if not self.load.shedder.stage or self._policy.shedding.waiting == "keep":
             return ended
         for level in filter(self.load.is_shed, range(self._policy.levels)):
-            reason = _SHED.format(tier=self.load.tiers[level].name)
+            reason = SHED.format(tier=self.load.tiers[level].name)
             while len(ended) < _SHED_AT_A_TIME and (job := self.account.oldest(level)) is not None:
                 ended.append(self._end(job, level, Code.SHED, reason))
         return ended

@@ -36,7 +36,7 @@ class LoadMonitor:
         self._policy = policy
         self._estimates = estimates
         self._holdings = holdings
-        self._account = account
+        self.account = account
         self._seats = max(1, capacity.seats)
         self._kv_tokens = max(1, (capacity.blocks or 0) * capacity.block_size)
         self._finished_tokens = self._busy_seconds = 0.0  # recent ones count more
@@ -103,14 +103,14 @@ class LoadMonitor:
         self.slo.advance(now)
         self._recent.advance(now)
         self.pressure.observe(self.use(), self._policy.pressure, now)
-        calm = not self.pressure.present and self._account.all.requests < self._seats
+        calm = not self.pressure.present and self.account.all.requests < self._seats
         self.shedder.observe(self._broken(now), calm, self._policy.shedding, self.tiers, now)
 
     # Derived state
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting, bound = self._account.all.requests, self._policy.admission.queue.requests
+        waiting, bound = self.account.all.requests, self._policy.admission.queue.requests
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
@@ -122,14 +122,14 @@ class LoadMonitor:
     def outstanding(self) -> list[float]:
         """Predicted tokens of waiting and running jobs, per level."""
         return [
-            held.tokens + self._account.level(level).tokens
+            held.tokens + self.account.level(level).tokens
             for level, held in enumerate(self._holdings.levels())
         ]
 
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear the work ahead of a new request of this level: waiting work at
         least as urgent, and half of the running work."""
-        ahead = self._account.tokens_up_to(level) + self._predicted_tokens() / 2
+        ahead = self.account.tokens_up_to(level) + self._predicted_tokens() / 2
         if self._busy_seconds >= _ENOUGH and self._finished_tokens > 0:
             return ahead / (self._finished_tokens / self._busy_seconds)
         # By the profile, with all seats decoding.
@@ -150,7 +150,7 @@ class LoadMonitor:
             if self.shedder.benefits(tier, self.tiers):
                 if self._recent.keeps_promise(level, rules.min_samples) is False:
                     return True
-                oldest, promised = self._account.oldest(level), tier.slo.ttft
+                oldest, promised = self.account.oldest(level), tier.slo.ttft
                 if oldest and promised is not None and now - oldest.arrival > promised:
                     return True
         return False

@@ -41,14 +41,13 @@ _NOTICEABLE = 0.05
 
 class _Factor:
     """The logarithm of measured / given time of one kind of work, less that of the speed: the mean
-    of `count` measurements. `context`: mean tokens of context in steps of this many sequences."""
+    of `count` measurements."""
 
     __slots__ = ("_first", "_memory", "_seen", "context", "count", "log")
 
     def __init__(self, memory: int) -> None:
-        self.log = 0.0
-        self.count = 0.0
-        self.context = 0.0
+        self.log = self.count = 0.0
+        self.context = 0.0  # mean tokens of context in steps of this many sequences
         self._memory = memory
         self._first: list[float] = []
         self._seen = 0  # number of the step
@@ -81,6 +80,9 @@ class _Factor:
         """A later measurement."""
         self.log = _bounded(self.log + by)
         self.count = min(self._memory, self.count + certainty)
+
+
+_Parts = list[tuple[_Factor, float]]  # seconds of a step by kind of work
 
 
 class ProfileScale:
@@ -127,10 +129,8 @@ class ProfileScale:
         if not 0.0 < seconds < math.inf:
             return
         given, speed = self.given, math.exp(self._speed)
-        levels: list[tuple[_Factor, float]] = []
-        others: list[tuple[_Factor, float]] = []
-        if batch.sequences:
-            levels = self._level_parts(batch, speed)
+        levels = self._level_parts(batch, speed) if batch.sequences else []
+        others: _Parts = []
         if batch.prefills:
             part = given.step_prefill(batch) * speed * math.exp(self._prefill.log)
             others.append((self._prefill, part))
@@ -144,7 +144,7 @@ class ProfileScale:
             given = expected / self.load
             self._learn([], [(self._load, given * math.exp(self._load.log))], seconds)
 
-    def _level_parts(self, batch: Batch, speed: float) -> list[tuple[_Factor, float]]:
+    def _level_parts(self, batch: Batch, speed: float) -> _Parts:
         """The levels below and above the number of sequences, and their parts of the time."""
         count = batch.sequences
         lower = count.bit_length() - 1
@@ -163,12 +163,7 @@ class ProfileScale:
                     level.context = mean + _CONTEXT_RATE * (batch.context - mean)
         return parts
 
-    def _learn(
-        self,
-        levels: list[tuple[_Factor, float]],
-        others: list[tuple[_Factor, float]],
-        seconds: float,
-    ) -> None:
+    def _learn(self, levels: _Parts, others: _Parts, seconds: float) -> None:
         """Attribute the surprise of a step to the kinds of work in it, by their parts of the
         expected time."""
         self._step += 1
@@ -197,7 +192,7 @@ class ProfileScale:
         self._follow(parts, expected, seconds)
         self._apply()
 
-    def _follow(self, parts: list[tuple[_Factor, float]], expected: float, seconds: float) -> None:
+    def _follow(self, parts: _Parts, expected: float, seconds: float) -> None:
         """A Kalman filter without covariances: what is least certain moves most."""
         shares = [(factor, part / expected) for factor, part in parts]
         variances = [factor.variance(self._step) for factor, _ in shares]
