@@ -67,10 +67,8 @@ class PredictionService:
             self._command = shared_command(group, settings.timeout, self._command)
         self._first_backoff = first_backoff
         self._pass_size = PassSize(settings.max_pass)
-        self.cached = 0
-        self.restarts = 0
+        self.cached = self.restarts = 0
         self._process: PredictorProcess | None = None
-        self._starting: PredictorProcess | None = None
         self._loaded = False  # the process has said that it is ready
         self._changed = threading.Condition()
         # These five are guarded by _changed.
@@ -97,8 +95,6 @@ class PredictionService:
         process = self._spawn()
         if known is None:
             known = self._wait_for(process)
-        else:
-            self._starting = process
         self._thread.start()
         return known
 
@@ -190,7 +186,8 @@ class PredictionService:
 
     def _run(self) -> None:
         backoff = self._first_backoff
-        if self._starting is not None and not self._loads(self._starting):
+        process = self._process
+        if not self._loaded and process is not None and not self._loads(process):
             backoff = self._relaunch(backoff)
         while (batch := self._next_batch()) is not None:
             if not batch:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,20 +16,16 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 _ROUNDING = 1e-6  # of probabilities that sum to 1
 
-# That the part of a prompt that nobody has read makes the request one of level 0. Only the order of
-# the second looks depends on it.
+# Probability that the part of a prompt that nobody has read makes the request one of level 0. Only
+# the order of the second looks depends on it.
 _HIDDEN = 0.01
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
-    """The level at which to serve a request. Ties go to the more urgent level.
-
-    Args:
-        probabilities: one per level, calibrated, level 0 first.
-    """
-    levels = range(len(probabilities))
-    likeliest = max(levels, key=probabilities.__getitem__)
-    rule = applied_rule(decision, len(levels))
+    """The level at which to serve a request, by calibrated probabilities, level 0 first. Ties go to
+    the more urgent level."""
+    likeliest = max(range(len(probabilities)), key=probabilities.__getitem__)
+    rule = applied_rule(decision, len(probabilities))
     if rule == "most_likely":
         return likeliest
     if rule == "thresholds":
@@ -100,8 +94,11 @@ def expected_level(probabilities: Sequence[float]) -> float:
 
 def expected_costs(probabilities: Sequence[float], decision: Decision) -> list[float]:
     """Expected cost of serving at each level, in levels served too early."""
-    rows = _costs_by_level(decision.missed_cost, len(probabilities))
-    return [math.fsum(map(operator.mul, probabilities, row)) for row in rows]
+    shares = list(enumerate(probabilities))
+    return [
+        math.fsum(share * mistake_cost(true, level, decision) for true, share in shares)
+        for level, _ in shares
+    ]
 
 
 def mistake_cost(true: int, level: int, decision: Decision) -> float:
@@ -116,15 +113,9 @@ def mistake_cost(true: int, level: int, decision: Decision) -> float:
 
 def doubt(probabilities: Sequence[float], level: int, unseen: float, decision: Decision) -> float:
     """Expected cost of serving a request too late at `level`: what a second look may save.
-
-    Args:
-        probabilities: of the first reading, one per level, level 0 first.
-        unseen: share of the prompt that the first reading did not see, 0 to 1.
-    """
-    missed = math.fsum(
-        share * mistake_cost(true, level, decision)
-        for true, share in enumerate(probabilities[:level])
-    )
+    `unseen`: share of the prompt, 0 to 1, that the first reading did not see."""
+    late = enumerate(probabilities[:level])
+    missed = math.fsum(share * mistake_cost(true, level, decision) for true, share in late)
     return missed + unseen * _HIDDEN * mistake_cost(0, level, decision)
 
 
@@ -144,23 +135,11 @@ class LevelWorth(NamedTuple):
 
 
 def level_worth(policy: Policy) -> LevelWorth:
-    """The worth of a second under a policy.
-
-    Serving a request one level too late costs `missed_cost` times as much as one level too early,
-    so a second is worth that many times a second of the next level: by default 72, 6, 1, 1, 1.
-    """
+    """The worth of a second under a policy. Serving a request too late costs `missed_cost` times as
+    much as too early, so a second is worth that many times one of the next level: by default 72, 6,
+    1, 1, 1."""
     costs, worth = policy.decision.missed_cost, [1.0]
     for level in reversed(range(policy.levels - 1)):
         worth.append(worth[-1] * costs[min(level, len(costs) - 1)])
     factor = (policy.protect.worth or worth[-1]) / worth[-1]
     return LevelWorth(tuple(reversed(worth)), tuple(factor * each for each in reversed(worth)))
-
-
-@functools.lru_cache(maxsize=16)
-def _costs_by_level(missed_cost: tuple[float, ...], levels: int) -> tuple[tuple[float, ...], ...]:
-    """`mistake_cost` of serving at each level, by true level."""
-    decision = Decision(missed_cost=missed_cost)
-    return tuple(
-        tuple(mistake_cost(true, level, decision) for true in range(levels))
-        for level in range(levels)
-    )

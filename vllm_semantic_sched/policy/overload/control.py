@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
-from vllm_semantic_sched.policy.overload.account import Entry, QueueAccount
+from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
@@ -41,22 +41,21 @@ class OverloadControl(Listener):
         estimates: Estimator,
         holdings: Holdings,
         capacity: EngineCapacity,
-        seed: int = 0,
+        seed: int,
     ) -> None:
-        self._policy = policy
         self._estimates = estimates
         self._random = Random(seed)
-        self._admits_all = admits_all(policy)
-        self._timeouts = _timeouts(policy)
         self.dedup = DedupIndex()
-        self.account = QueueAccount(policy.levels)
-        self.load = LoadMonitor(policy, estimates, holdings, self.account, capacity)
+        self.load = LoadMonitor(policy, estimates, holdings, capacity)
+        self.account = self.load.account
+        self.adopt(policy)
 
     def adopt(self, policy: Policy) -> None:
         """Switch to a new policy."""
         self._policy = policy
         self._admits_all = admits_all(policy)
-        self._timeouts = _timeouts(policy)
+        every = policy.admission.queue.timeout
+        self._timeouts = [tier.queue.timeout or every for tier in policy.all_tiers]
         self.load.adopt(policy)
 
     # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
@@ -91,11 +90,11 @@ class OverloadControl(Listener):
             self.account.enter(job, entry, self._timeouts[entry.level])
             return []
         self.load.look(now)
-        older = []
-        if dedup_key is not None:
-            older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
+        if dedup_key is None:
+            return self._let_in(job, entry, free_seats(), [])
+        older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
         ended = self._let_in(job, entry, free_seats(), older)
-        if dedup_key is not None and not any(other is job for other, _ in ended):
+        if not any(other is job for other, _ in ended):
             self.dedup.add(job, dedup_key, origin)
         return ended
 
@@ -120,7 +119,11 @@ class OverloadControl(Listener):
         have waited too long or are shed."""
         self.load.stepped(now, kv_use)
         self.load.look(now)
-        return [*self._timed_out(now), *self._shed()]
+        ended = []
+        for job in self.account.timed_out(now):
+            reason = f"No seat within {now - job.arrival:.1f} s"
+            ended.append(self._end(job, job.level, Code.QUEUE_TIMEOUT, reason))
+        return ended + self._shed()
 
     def retry_after(self, level: int) -> float:
         """Seconds after which to retry: the predicted time to clear the work ahead of a new request
@@ -143,13 +146,6 @@ class OverloadControl(Listener):
         if (replaced := verdict.replaced) is not None:
             ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
         self.account.enter(job, entry, self._timeouts[entry.level])
-        return ended
-
-    def _timed_out(self, now: float) -> list[Ended]:
-        ended = []
-        for job in self.account.timed_out(now):
-            reason = f"No seat within {now - job.arrival:.1f} s"
-            ended.append(self._end(job, job.level, Code.QUEUE_TIMEOUT, reason))
         return ended
 
     def _shed(self) -> list[Ended]:
@@ -177,9 +173,3 @@ class OverloadControl(Listener):
     ) -> Ended:
         self.account.leave(job)
         return job, Refusal(code, reason, self.retry_after(level), beneficiary)
-
-
-def _timeouts(policy: Policy) -> list[float | None]:
-    """Longest time in the queue of each level, seconds."""
-    every = policy.admission.queue.timeout
-    return [tier.queue.timeout or every for tier in policy.all_tiers]

@@ -26,17 +26,12 @@ class LoadMonitor:
     """Monitors predicted work, pressure, promises and shed tiers."""
 
     def __init__(
-        self,
-        policy: Policy,
-        estimates: Estimator,
-        holdings: Holdings,
-        account: QueueAccount,
-        capacity: EngineCapacity,
+        self, policy: Policy, estimates: Estimator, holdings: Holdings, capacity: EngineCapacity
     ) -> None:
         self._policy = policy
         self._estimates = estimates
         self._holdings = holdings
-        self.account = account
+        self.account = QueueAccount(policy.levels)
         self._seats = max(1, capacity.seats)
         self._kv_tokens = max(1, (capacity.blocks or 0) * capacity.block_size)
         self._finished_tokens = self._busy_seconds = 0.0  # recent ones count more
