@@ -1,7 +1,5 @@
 """Corrections: what operators say the level of a request should have been. Nothing but numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,10 +1,5 @@
-"""Reads a text at once: a linear model over the wordpieces of the network's own tokenizer.
-
-Each wordpiece, and each pair of neighbors by a hash, has a row of logits: one per urgency level,
-then one per length bucket. A text's logits are the sum of the rows of its n distinct pieces and
-pairs over n ** 0.25, plus a bias. `semsched train` fits the rows to the network's own
-probabilities (`training/distil.py`). Needs neither torch nor transformers.
-"""
+"""Reads a text at once: a linear model over the wordpieces of the network's tokenizer, fitted to its
+probabilities (`training/distil.py`). Needs neither torch nor transformers."""
 
 import itertools
 import json
@@ -21,14 +16,10 @@ from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 INSTANT_FILE = "instant.npz"
-
-PAIR_ROWS = 2**16
-"""Rows that pairs of neighboring wordpieces are hashed to."""
-
+PAIR_ROWS = 2**16  # that pairs of neighboring wordpieces are hashed to
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word
 # counts for nothing in it. Best on validation texts.
 DAMPING = 0.25
-
 _SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
 
 Floats = NDArray[numpy.float32]
@@ -37,17 +28,13 @@ Ints = NDArray[numpy.int64]
 
 @dataclass(frozen=True)
 class InstantTable:
-    """The weights.
+    """The weights: rows of logits, one per urgency level, then one per length bucket. A text's
+    logits are the sum of the rows of its n distinct wordpieces and pairs of neighbors (by a hash)
+    over n ** `DAMPING`, plus the bias."""
 
-    Attributes:
-        rows: (wordpieces + `PAIR_ROWS`, levels + buckets) logits.
-        bias: (levels + buckets,) logits.
-        levels: number of urgency levels.
-    """
-
-    rows: Floats
-    bias: Floats
-    levels: int
+    rows: Floats  # (wordpieces + `PAIR_ROWS`, levels + buckets)
+    bias: Floats  # (levels + buckets,)
+    levels: int  # number of urgency levels
 
     def save(self, folder: Path) -> None:
         """Write `INSTANT_FILE`: rows as int8 with one scale per column."""
@@ -83,6 +70,7 @@ class FeatureReader:
         self._tokenizer = tokenizer
         self._room = window - _SPECIAL
         self.pieces = tokenizer.get_vocab_size()
+        self.rows = self.pieces + PAIR_ROWS  # of a table
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -91,22 +79,13 @@ class FeatureReader:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return cls(tokenizer, int(settings.get("window", DEFAULT_WINDOW)))
 
-    @property
-    def rows(self) -> int:
-        """Number of rows of a table."""
-        return self.pieces + PAIR_ROWS
-
-    def features(self, text: str) -> Ints:
-        """Places of the distinct wordpieces and pairs of a text, ascending; any string is accepted.
-        Empty for a text without words."""
-        return self.features_of_cut(self.cut(text))
-
     def cut(self, text: str) -> str:
-        """The part of a text that is read."""
+        """The part of a text that is read; any string is accepted."""
         return cut_text(text, self._room)
 
-    def features_of_cut(self, cut: str) -> Ints:
-        """The features of a text that `cut` returned."""
+    def features(self, cut: str) -> Ints:
+        """Places of the distinct wordpieces and pairs of a text that `cut` returned, ascending.
+        Empty for a text without words."""
         return numpy.unique(numpy.concatenate(self._read(cut)[1:]))
 
     def names(self, text: str) -> dict[int, str]:
@@ -167,8 +146,7 @@ class InstantReader:
     def read(self, text: str) -> Prediction:
         """Predict one text; any string is accepted."""
         cut = self._features.cut(text)
-        at = self._features.features_of_cut(cut)
-        table = self._table
+        at, table = self._features.features(cut), self._table
         logits = table.bias + table.rows[at].sum(axis=0) / max(1, len(at)) ** DAMPING
         urgency, length = logits[: self.levels], logits[self.levels :]
         return Prediction(_softmax(urgency), _softmax(length), unreadable(cut))
@@ -179,8 +157,8 @@ class InstantReader:
         return len(other.urgency) == self.levels and len(other.length or ()) == buckets
 
     def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
-        """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:
-        what each adds to its logit less the mean of what it adds to the others'."""
+        """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first,
+        with what each adds to its logit less the mean of what it adds to the others'."""
         names = self._features.names(text)
         rows = self._table.rows[list(names), : self.levels] / max(1, len(names)) ** DAMPING
         others = (rows.sum(axis=1) - rows[:, level]) / max(1, self.levels - 1)

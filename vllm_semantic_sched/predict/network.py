@@ -10,13 +10,12 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification
 class UrgencyLengthClassifier(DistilBertForSequenceClassification):
     """A DistilBERT sequence classifier for urgency with a second head for output length.
 
-    The configuration's `num_labels` is the number of urgency levels and its `length_bucket_means`
-    has one entry per length bucket. The length head reads the mean of the last hidden states over
-    real tokens, since the encoder it starts from was pretrained for mean pooling; so does the
-    urgency head unless the configuration's `pooling` is "attention": then it reads a weighted mean
-    with weights of its own, or a few words about an emergency would be lost in a long text. A
-    length head of the kind "linear" (`length_head` in the configuration) has one score, of the
-    mean and of the words themselves, for all its logits: what a few hundred answers can teach.
+    The configuration's `num_labels` is the number of urgency levels; `length_bucket_means` has one
+    entry per length bucket. Both heads read the mean of the last hidden states over real tokens,
+    for which the encoder was pretrained. With `pooling` "attention" the urgency head weights the
+    tokens itself, or a few words about an emergency would be lost in a long text. With
+    `length_head` "linear" the length head has one score, of the mean and of the words themselves,
+    for all its logits: what a few hundred answers can teach.
     """
 
     def __init__(self, config: DistilBertConfig) -> None:
@@ -52,12 +51,19 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         `input_ids` and `attention_mask` are (batch, tokens) integers; padding has mask 0.
         """
         states, mean = self.states(input_ids, attention_mask)
-        mask = attention_mask.unsqueeze(-1)
-        urgency = torch.relu(self.pre_classifier(self._weighted(states, mask, mean)))
-        return (
-            self.classifier(self.dropout(urgency)),
-            self.length_classifier(self._length_state(input_ids, attention_mask, mean)),
-        )
+        pooled = mean
+        if hasattr(self, "token_weight"):
+            weights = self.token_weight(states).float()
+            weights = weights.masked_fill(attention_mask.unsqueeze(-1) == 0, -torch.inf)
+            pooled = (states * torch.softmax(weights, dim=1)).sum(1)
+        urgency = self.dropout(torch.relu(self.pre_classifier(pooled)))
+        length = self.length_pre_classifier(mean)
+        if self.length_words is None:
+            length = self.dropout(torch.relu(length))
+        else:
+            words = (self.length_words[input_ids] * attention_mask).sum(1)
+            length = length + (words / attention_mask.sum(1).clamp(min=1).sqrt()).unsqueeze(1)
+        return self.classifier(urgency), self.length_classifier(length)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The last hidden states (batch, tokens, dim), and their mean over real tokens."""
@@ -65,21 +71,6 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         states = states.float()  # whatever the encoder computes in, the mean is exact
         mask = attention_mask.unsqueeze(-1).float()
         return states, (states * mask).sum(1) / mask.sum(1).clamp(min=1.0)
-
-    def _length_state(self, ids: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-        """What the length head's last layer reads: (batch, dim), or (batch, 1) if it is linear."""
-        state = self.length_pre_classifier(mean)
-        if self.length_words is None:
-            return self.dropout(torch.relu(state))
-        words = (self.length_words[ids] * mask).sum(1) / mask.sum(1).clamp(min=1).sqrt()
-        return state + words.unsqueeze(1)
-
-    def _weighted(self, states: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-        """What the urgency head reads of the states (batch, tokens, dim): (batch, dim)."""
-        if not hasattr(self, "token_weight"):
-            return mean
-        weights = self.token_weight(states).float().masked_fill(mask == 0, -torch.inf)
-        return (states * torch.softmax(weights, dim=1)).sum(1)
 
 
 def has_bfloat16() -> bool:

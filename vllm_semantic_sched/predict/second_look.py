@@ -1,7 +1,5 @@
 """The second look at long prompts: the parts that a first reading did not see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

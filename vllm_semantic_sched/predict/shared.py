@@ -1,12 +1,9 @@
 """Lets the engines of a server share one predictor process: about 0.8 GB less for each but one.
 
-Each engine starts this program in the place of a worker, and notices no difference. The first one
-starts the worker and listens on a Unix socket; the others connect to it. They take turns, so no
-engine waits for more than one batch of each other. If the first one or the worker ends, all end,
-and the engines start them again, as they would a worker.
+Each engine starts this program in place of a worker. The first one starts the worker and listens on
+a Unix socket; the others connect to it and take turns. If the first one or the worker ends, all
+end, and the engines start them again, as they would a worker.
 """
-
-from __future__ import annotations
 
 import argparse
 import asyncio
@@ -42,7 +39,7 @@ def main() -> int:
     parser.add_argument("worker", nargs="+")
     args = parser.parse_args()
     folder = own_folder()
-    if folder is None:  # somebody else's: do not share
+    if folder is None:  # someone else's: do not share
         os.execv(args.worker[0], args.worker)
     return asyncio.run(_run(folder / args.group, args.timeout, args.worker))
 

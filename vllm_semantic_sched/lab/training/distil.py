@@ -67,7 +67,7 @@ def fit_table(
     start: InstantTable | None = None,
 ) -> InstantTable:
     """The table whose probabilities are closest to `targets`, by cross-entropy of both heads."""
-    bags = _Bags([features.features(text) for text in texts])
+    bags = _Bags([features.features(features.cut(text)) for text in texts])
     levels = torch.tensor([one.urgency for one in targets])
     lengths = torch.tensor([one.length or () for one in targets])
     outputs = levels.shape[1] + lengths.shape[1]

@@ -79,7 +79,7 @@ def fit_length_head(
     if instant is None:
         return
     features = FeatureReader.load(folder)
-    bags = _bags([features.features(text) for text in texts], features.rows, DAMPING)
+    bags = _bags([features.features(features.cut(text)) for text in texts], features.rows, DAMPING)
     _renewed(instant, _fit([bags], [_word_scale(bags)], lengths, edges, seed)).save(output)
 
 
