@@ -1,5 +1,5 @@
-"""Reads a text at once: a linear model over the wordpieces of the network's tokenizer, fitted to its
-probabilities (`training/distil.py`). Needs neither torch nor transformers."""
+"""Reads a text at once: a linear model over the wordpieces of the network's tokenizer, fitted to
+its probabilities (`training/distil.py`). Needs neither torch nor transformers."""
 
 import itertools
 import json
