@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config.overload import Shedding
 from vllm_semantic_sched.policy.facts.tiers import Tier
-from vllm_semantic_sched.policy.overload.shedding import ESCALATE, Shedder
+from vllm_semantic_sched.policy.overload.load import ESCALATE, Shedder
 
 RULES = Shedding(enabled=True)  # recovers after 2 s
 TIERS = (
@@ -17,16 +17,16 @@ TIERS = (
 
 
 def shed(shedder: Shedder) -> list[str]:
-    return [tier.name for tier in TIERS if shedder.is_shed(tier, TIERS)]
+    return [tier.name for tier in TIERS if shedder.is_shed(tier)]
 
 
 def observe(shedder: Shedder, now: float, broken: bool, calm: bool = False) -> list[str]:
-    shedder.observe(broken, calm, RULES, TIERS, now)
+    shedder.observe(broken, calm, now)
     return shed(shedder)
 
 
 def test_tiers_are_shed_one_by_one_in_shed_order() -> None:
-    shedder = Shedder()
+    shedder = Shedder(RULES, TIERS)
     assert observe(shedder, 0.0, broken=True) == ["background"]
     assert observe(shedder, 0.9, broken=True) == ["background"]
     assert observe(shedder, 1.0, broken=True) == ["standard", "background"]
@@ -34,7 +34,7 @@ def test_tiers_are_shed_one_by_one_in_shed_order() -> None:
 
 
 def test_shed_tiers_return_in_reverse_order_after_recover() -> None:
-    shedder = Shedder()
+    shedder = Shedder(RULES, TIERS)
     observe(shedder, 0.0, broken=True)
     observe(shedder, 1.0, broken=True)
     assert observe(shedder, 2.0, broken=False) == ["standard", "background"]
@@ -45,7 +45,7 @@ def test_shed_tiers_return_in_reverse_order_after_recover() -> None:
 
 
 def test_early_recovery_doubles_the_next_wait() -> None:
-    shedder = Shedder()
+    shedder = Shedder(RULES, TIERS)
     observe(shedder, 0.0, broken=True)
     observe(shedder, 0.1, broken=False)
     assert observe(shedder, 2.1, broken=False) == []
@@ -56,7 +56,7 @@ def test_early_recovery_doubles_the_next_wait() -> None:
 
 
 def test_calm_engine_serves_all_tiers_again() -> None:
-    shedder = Shedder()
+    shedder = Shedder(RULES, TIERS)
     for now in range(5):
         observe(shedder, float(now), broken=True)
     observe(shedder, 5.0, broken=False, calm=True)
@@ -64,8 +64,8 @@ def test_calm_engine_serves_all_tiers_again() -> None:
 
 
 def test_only_tiers_that_stay_benefit() -> None:
-    shedder = Shedder()
-    assert [tier.name for tier in TIERS if shedder.benefits(tier, TIERS)] == [
+    shedder = Shedder(RULES, TIERS)
+    assert [tier.name for tier in TIERS if shedder.benefits(tier)] == [
         "system",
         "premium",
         "standard",
@@ -73,15 +73,16 @@ def test_only_tiers_that_stay_benefit() -> None:
 
 
 def test_switching_off_ends_shedding() -> None:
-    shedder = Shedder()
+    shedder = Shedder(RULES, TIERS)
     observe(shedder, 0.0, broken=True)
-    shedder.observe(True, False, Shedding(), TIERS, 1.0)
+    shedder.adopt(Shedding(), TIERS)
+    shedder.observe(True, False, 1.0)
     assert shed(shedder) == []
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 1.5), st.booleans(), st.booleans()), max_size=100))
 def test_shedding_changes_by_one_step_with_pauses_and_recovers(steps) -> None:
-    shedder, now, last_rise = Shedder(), 0.0, float("-inf")
+    shedder, now, last_rise = Shedder(RULES, TIERS), 0.0, float("-inf")
     for pause, broken, calm in steps:
         now += pause
         before = shedder.stage

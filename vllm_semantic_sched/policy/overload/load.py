@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.overload import Shedding
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.pressure import PressureMonitor, Use
-from vllm_semantic_sched.policy.overload.shedding import Shedder
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
 _HALF_LIFE = 20.0  # busy seconds in which the weight of finished tokens and busy time halves
@@ -20,6 +20,63 @@ _SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
 _LOOK_SECONDS = 0.1  # between two updates of pressure and promises
 _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
+_LONGEST_RECOVERY = 8  # times `recover`
+ESCALATE = 1.0  # fewest seconds between shedding one tier and the next
+
+
+class Shedder:
+    """Decides which tiers are shed, one step up or down at a time."""
+
+    def __init__(self, rules: Shedding, tiers: Sequence[Tier]) -> None:
+        self.adopt(rules, tiers)
+        self.stage = 0  # number of shed orders in force; 0: nothing is shed
+        self._changed = float("-inf")
+        self._kept_since: float | None = None
+        self._calm_since: float | None = None
+        self._patience = 1
+
+    def adopt(self, rules: Shedding, tiers: Sequence[Tier]) -> None:
+        """Switch to a new policy."""
+        self._rules = rules
+        self._orders = sorted({tier.shed_order for tier in tiers if tier.shed_order is not None})
+
+    def is_shed(self, tier: Tier) -> bool:
+        """Whether new requests of a tier are refused."""
+        return tier.shed_order in self._orders[: self.stage]
+
+    def benefits(self, tier: Tier) -> bool:
+        """Whether a tier would stay in service if one more step were taken."""
+        return tier.shed_order not in self._orders[: self.stage + 1]
+
+    def observe(self, broken: bool, calm: bool, now: float) -> None:
+        """Take a step if it is due: up if a promise to a tier that would stay is `broken`, all the
+        way down if the engine stays `calm`, without pressure and with few requests waiting."""
+        steps = len(self._orders) if self._rules.enabled else 0
+        self.stage = min(self.stage, steps)
+        if calm:
+            self._calm_since = now if self._calm_since is None else self._calm_since
+        else:
+            self._calm_since = None
+        if self._calm_since is not None and now - self._calm_since >= self._rules.recover:
+            self.stage, self._patience, self._kept_since = 0, 1, None
+        elif broken:
+            self._kept_since = None
+            if self.stage < steps and now - self._changed >= ESCALATE:
+                self._step_up(now)
+        elif self.stage:
+            self._kept_since = now if self._kept_since is None else self._kept_since
+            if now - self._kept_since >= self._rules.recover * self._patience:
+                self.stage -= 1
+                self._changed, self._kept_since = now, None
+
+    def _step_up(self, now: float) -> None:
+        since, recover = now - self._changed, self._rules.recover
+        if since < 4 * recover and self.stage == 0:  # too early
+            self._patience = min(2 * self._patience, _LONGEST_RECOVERY)
+        elif since > 4 * recover * _LONGEST_RECOVERY:
+            self._patience = 1
+        self.stage += 1
+        self._changed = now
 
 
 class LoadMonitor:
@@ -40,23 +97,20 @@ class LoadMonitor:
         self._step_seconds = 0.0
         self._looked = float("-inf")
         self.pressure = PressureMonitor()
-        self.shedder = Shedder()
+        self.tiers = policy.all_tiers
+        self.shedder = Shedder(policy.shedding, self.tiers)
         self.slo = SloMonitor(self.tiers, _SLO_WINDOW)
         self._recent = SloMonitor(self.tiers, policy.shedding.window)
 
     def adopt(self, policy: Policy) -> None:
         """Switch to a new policy; measurements are kept as far as their windows stay the same."""
-        old, self._policy = self._policy, policy
-        self.slo.adopt(policy.all_tiers)
+        old, self._policy, self.tiers = self._policy, policy, policy.all_tiers
+        self.shedder.adopt(policy.shedding, self.tiers)
+        self.slo.adopt(self.tiers)
         if old.shedding.window == policy.shedding.window:
-            self._recent.adopt(policy.all_tiers)
+            self._recent.adopt(self.tiers)
         else:
-            self._recent = SloMonitor(policy.all_tiers, policy.shedding.window)
-
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        """The tier of each level."""
-        return self._policy.all_tiers
+            self._recent = SloMonitor(self.tiers, policy.shedding.window)
 
     # Events
 
@@ -99,7 +153,7 @@ class LoadMonitor:
         self._recent.advance(now)
         self.pressure.observe(self.use(), self._policy.pressure, now)
         calm = not self.pressure.present and self.account.all.requests < self._seats
-        self.shedder.observe(self._broken(now), calm, self._policy.shedding, self.tiers, now)
+        self.shedder.observe(self._broken(now), calm, now)
 
     # Derived state
 
@@ -133,7 +187,7 @@ class LoadMonitor:
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""
-        return self.shedder.is_shed(self.tiers[level], self.tiers)
+        return self.shedder.is_shed(self.tiers[level])
 
     def _broken(self, now: float) -> bool:
         """Whether a promise to a tier that would benefit from shedding is broken: by measured
@@ -142,7 +196,7 @@ class LoadMonitor:
         if not rules.enabled:
             return False
         for level, tier in enumerate(self.tiers):
-            if self.shedder.benefits(tier, self.tiers):
+            if self.shedder.benefits(tier):
                 if self._recent.keeps_promise(level, rules.min_samples) is False:
                     return True
                 oldest, promised = self.account.oldest(level), tier.slo.ttft

@@ -91,8 +91,9 @@ class ProfileScale:
     """
 
     def __init__(self, profile: EngineProfile) -> None:
-        self.given = profile
-        self.profile = profile
+        self.given = self.profile = profile
+        # Factors in `profile` on prefills, copies in both directions, decode steps of one sequence.
+        self.prefill = self.load = self.decode = 1.0
         self._step = 0
         self._speed = 0.0
         self._prefill = _Factor(_PREFILL_MEMORY)
@@ -105,24 +106,10 @@ class ProfileScale:
         self._applied = self._logs()
 
     @property
-    def prefill(self) -> float:
-        """Factor on prefills in `profile`."""
-        return math.exp(self._applied[0])
-
-    @property
-    def load(self) -> float:
-        """Factor on copies in both directions in `profile`."""
-        return math.exp(self._applied[1])
-
-    @property
-    def decode(self) -> float:
-        """Factor on decode steps of one sequence in `profile`."""
-        return self._on_steps(1)
-
-    @property
     def batch(self) -> float:
         """Factor on decode steps of the largest batch so far in `profile`."""
-        return self._on_steps(self._largest)
+        given = self.given.batch_terms.sequences(self._largest)
+        return self.profile.batch_terms.sequences(self._largest) / given
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """Learn from a step; `seconds` that are not positive and finite are ignored."""
@@ -248,9 +235,10 @@ class ProfileScale:
             return
         self._fill()
         self._applied = [_bounded(log) for log in self._logs()]
-        terms = self._terms([math.exp(log) for log in self._applied[2:]])
-        decode = terms.steps[0] / self._given_steps[0]
-        self.profile = self.given.scaled(self.prefill, decode, self.load, terms)
+        self.prefill, self.load, *levels = map(math.exp, self._applied)
+        terms = self._terms(levels)
+        self.decode = terms.steps[0] / self._given_steps[0]
+        self.profile = self.given.scaled(self.prefill, self.decode, self.load, terms)
 
     def _terms(self, factors: list[float]) -> BatchTerms:
         """The measured terms, with the factors on steps of 1, 2, 4 ... sequences.
@@ -288,10 +276,6 @@ class ProfileScale:
             per_context_token=per_token,
             steps=terms.steps,
         )
-
-    def _on_steps(self, sequences: int) -> float:
-        given = self.given.batch_terms.sequences(sequences)
-        return self.profile.batch_terms.sequences(sequences) / given
 
 
 def _bounded(log: float) -> float:
