@@ -1,9 +1,7 @@
-"""The predictor of urgency level and output length: what a serving engine needs.
+"""The predictor of urgency level and output length at run time, see docs/predictor.md.
 
 `instant` reads a text at once, in the engine's process. `model` reads it better, `worker` runs it
-in a process of its own, and `service` feeds that process from the engine. `training/` makes models
-and `evaluation/` measures them; neither is needed to serve.
-See docs/predictor.md. Only modules below this package import torch and transformers.
+in a process of its own, and `service` feeds that process from the engine.
 """
 
 import hashlib
@@ -13,14 +11,12 @@ from typing import Any
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
+# Levels 0 (immediate) to 4 (non-urgent), as in the five-level triage scales.
 URGENCY_LEVELS = 5
-"""Levels 0 (immediate) to 4 (non-urgent), as in the five-level triage scales."""
-
+# Folder of the model that ships with the package.
 SHIPPED_WEIGHTS = Path(__file__).resolve().parent / "weights"
-"""Folder of the model that ships with the package."""
-
+# Names of the weights' files by precision.
 WEIGHTS_FILES = {"int8": "model.int8.safetensors", "fp16": "model.fp16.safetensors"}
-"""Names of the weights' files by precision."""
 
 
 def weights_file(folder: Path) -> Path | None:

@@ -16,11 +16,9 @@ _LEAST = 40
 
 
 def parts_of(text: str) -> list[str]:
-    """What a first reading of a prompt leaves out, each part between the start and the end of the
-    prompt, as far as `MOST_PARTS` go; of a chat the newest turns first. Empty if it was seen whole.
-
-    A part alone would be misread: a scene of a novel is an emergency to whoever sees no more of it.
-    """
+    """What a first reading of a prompt leaves out, at most `MOST_PARTS`, of a chat the newest turns
+    first; empty if it was seen whole. Each part stands between the start and the end of the prompt:
+    a scene of a novel alone would be misread as an emergency."""
     data = cut_text(text, LONGEST).encode()
     room = DEFAULT_WINDOW - _SPECIAL
     seen = int(room * _BYTES / 2)
@@ -60,16 +58,12 @@ class Look:
 
 
 class SecondLooks:
-    """Requests that are to be read again, those with the smallest key first.
-
-    Attributes:
-        ended: number of looks that ended, by whether they have raised the level.
-    """
+    """Requests that are to be read again, those with the smallest key first."""
 
     def __init__(self) -> None:
         self._heap: AddressableHeap[str] = AddressableHeap()
         self._looks: dict[str, Look] = {}
-        self.ended = {True: 0, False: 0}
+        self.ended = {True: 0, False: 0}  # number of looks, by whether they have raised the level
 
     def __len__(self) -> int:
         return len(self._heap)

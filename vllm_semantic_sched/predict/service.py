@@ -42,11 +42,6 @@ class PredictionService:
         command: the worker's command line; for tests.
         group: services that name the same group share a worker.
         first_backoff: seconds before the first restart of a failed process; doubles each time.
-
-    Attributes:
-        cached: prompts answered from memory so far.
-        restarts: number of times that a failed process was replaced.
-        second_looks: earlier prompts of which parts are to be read.
     """
 
     def __init__(
@@ -67,12 +62,13 @@ class PredictionService:
             self._command = shared_command(group, settings.timeout, self._command)
         self._first_backoff = first_backoff
         self._pass_size = PassSize(settings.max_pass)
-        self.cached = self.restarts = 0
+        self.cached = 0  # prompts answered from memory
+        self.restarts = 0  # of failed processes
         self._process: PredictorProcess | None = None
         self._loaded = False  # the process has said that it is ready
         self._changed = threading.Condition()
         # These five are guarded by _changed.
-        self.second_looks = SecondLooks()
+        self.second_looks = SecondLooks()  # at earlier prompts
         self._queue: AddressableHeap[str] = AddressableHeap()
         self._prompts: dict[str, _Prompt] = {}  # of the queued requests
         self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # least recently used first

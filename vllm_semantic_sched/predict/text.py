@@ -10,10 +10,8 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_t
 
 
 class WindowTokenizer:
-    """Tokenizes texts into at most `window` ids: the head and the tail of a longer text.
-
-    Characters are cut before tokenizing, so that the cost of a prompt is bounded.
-    """
+    """Tokenizes texts into at most `window` ids: the head and the tail of a longer text. Characters
+    are cut before tokenizing, so that the cost of a prompt is bounded."""
 
     def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:
         """`tokenizer` is any tokenizer of transformers; raises ValueError on a tiny window."""

@@ -16,10 +16,9 @@ from transformers import DistilBertConfig
 from vllm_semantic_sched.predict import WEIGHTS_FILES, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
+# The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move by
+# less than half a step of int8.
 Precision = Literal["int8", "fp16"]
-"""The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move
-by less than half a step of int8."""
-
 _SCALE = ".row_scale"
 
 

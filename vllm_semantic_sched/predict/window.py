@@ -7,9 +7,7 @@ import unicodedata
 from collections import Counter
 from typing import TypeVar
 
-DEFAULT_WINDOW = 128
-"""Wordpieces read of a prompt, special tokens included."""
-
+DEFAULT_WINDOW = 128  # wordpieces read of a prompt, special tokens included
 _CHARACTERS_PER_PIECE = 8
 # Of a prompt that is longer, head and tail: the cost of a text must be bounded.
 _LONGEST_PROMPT = 16_000
@@ -38,11 +36,8 @@ _Piece = TypeVar("_Piece", int, str)
 
 
 def user_turns(text: str) -> list[str]:
-    """What the user says in a chat, the newest turn first; the whole text if it is no chat.
-
-    What stands before the first turn counts as the user's and comes last: there a user says what is
-    to be done with a pasted chat.
-    """
+    """What the user says in a chat, the newest turn first; the whole text if it is no chat. What
+    stands before the first turn counts as the user's: instructions for a pasted chat."""
     turns: list[str] = []
     speaker, start = "user", 0
     for match in _SPEAKER.finditer(text):
@@ -87,9 +82,7 @@ _SCRIPTS = frozenset(
         *("HALFWIDTH", "IDEOGRAPHIC"),
     }
 )
-REASONS = ("empty", "broken", "script", "encoded", "repetitive")
-"""What `unreadable` answers."""
-
+REASONS = ("empty", "broken", "script", "encoded", "repetitive")  # answers of `unreadable`
 _SAMPLE = 400  # characters, half of them from the end
 _MOST_BROKEN = 0.1  # share of control, private and replacement characters
 _MOST_FOREIGN = 0.5  # share of letters of other scripts

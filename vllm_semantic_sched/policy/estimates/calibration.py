@@ -36,23 +36,17 @@ class AnswerEnd(enum.Enum):
 class LengthCalibration:
     """Length buckets that follow finished requests.
 
-    The means are the weights of a linear model: an expected length is the sum of probability times
-    mean. The normalized least-mean-squares rule fits them to observed lengths, O(buckets) per
-    request. Each mean takes a part of the error in proportion to itself, plus more if its bucket is
-    probable. The result is projected onto non-decreasing positive means, and each edge keeps its
-    relative place between its two means.
-
-    Answers cut by a limit only raise expectations. If all clients set the same limit, the
-    expectation becomes that of the length under the limit.
-
-    Attributes:
-        buckets: the calibrated buckets, replaced as a whole.
-        adapt: whether the buckets move; if not, only the ratio is measured.
+    An expected length is the sum of probability times mean, so the means are the weights of a
+    linear model, which the normalized least-mean-squares rule fits to observed lengths, O(buckets)
+    per request. Each mean takes a part of the error in proportion to itself, plus more if its
+    bucket is probable. The result is projected onto non-decreasing positive means, and each edge
+    keeps its relative place between its two means. Answers cut by a limit only raise expectations:
+    if all clients set the same limit, they become those of the length under the limit.
     """
 
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
-        self.buckets = buckets
-        self.adapt = adapt
+        self.buckets = buckets  # calibrated; replaced as a whole
+        self.adapt = adapt  # else only the ratio is measured
         means = itertools.pairwise(buckets.means)
         self._edge_places = [  # from 0, at the mean below, to 1, at the mean above
             min(1.0, max(0.0, (edge - low) / (high - low))) if high > low else 0.5

@@ -25,19 +25,17 @@ def expected_output_tokens(
     shortest: int = 0,
 ) -> float:
     """Output tokens, given that more than `generated`, at least `shortest` and at most `limit`
-    will come.
+    (more than `generated`) will come.
 
-    Buckets that the request has outlived drop out and the rest is renormalized: the request
-    moves on to the next bucket (the supervisor of S3, Jin et al. 2023). A request that has not
-    reached `shortest` has outlived none, because it was not free to end. Probability beyond either
-    bound moves to the bound: a long answer under a low limit does not become short by nature.
+    Buckets that the request has outlived drop out and the rest is renormalized (the supervisor of
+    S3, Jin et al. 2023). A request that has not reached `shortest` has outlived none, because it
+    was not free to end. Probability beyond a bound moves to the bound: a long answer under a low
+    limit does not become short by nature. Applied to the mean alone, a limit would make all
+    requests that are likely to reach it look alike.
 
     Args:
         probabilities: one per bucket.
         estimate: mean, or a quantile of lengths that are uniform within a bucket.
-        limit: above `generated`. It applies to each bucket: applied to the mean alone, it would
-            make all requests that are likely to reach it look alike.
-        shortest: at most `limit`; applies likewise.
     """
     if estimate != "mean":
         share = _SHARE_BELOW[estimate]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.config.overload import Dedup
 from vllm_semantic_sched.policy.facts.job import Job
 
 _LONGEST_KEY = 128  # characters
-
-DEDUP_FIELD = "dedup_key"
-"""Key in a request's `vllm_xargs`."""
+DEDUP_FIELD = "dedup_key"  # in a request's `vllm_xargs`
 
 _Key = tuple[str, str]  # tenant, key
 
@@ -20,21 +17,13 @@ class BadKey(ValueError):
     """The key is unusable; the request is served without it."""
 
 
-@dataclass(slots=True)
-class _Newest:
-    origin: str
-    jobs: dict[Job, None]
-
-
 class DedupIndex:
-    """The newest request of each key, among the requests that have not ended.
-
-    A client's request with several prompts or answers becomes several requests here. They have the
-    same origin and do not supersede each other.
-    """
+    """The newest request of each key, among the requests that have not ended. A client's request
+    with several prompts or answers becomes several here, of the same origin, which do not supersede
+    each other."""
 
     def __init__(self) -> None:
-        self._newest: dict[_Key, _Newest] = {}
+        self._newest: dict[_Key, tuple[str, dict[Job, None]]] = {}  # origin, jobs
         self._keys: dict[Job, _Key] = {}
 
     def __len__(self) -> int:
@@ -42,28 +31,25 @@ class DedupIndex:
 
     def older(self, job: Job, key: str, origin: str, rules: Dedup) -> list[Job]:
         """Requests that `job` supersedes. Changes nothing."""
-        newest = self._newest.get((job.tenant, key))
-        if newest is None or newest.origin == origin:
+        newest, jobs = self._newest.get((job.tenant, key), (origin, {}))
+        if newest == origin:
             return []
-        return [other for other in newest.jobs if other.started is None or rules.running == "end"]
+        return [other for other in jobs if other.started is None or rules.running == "end"]
 
     def add(self, job: Job, key: str, origin: str) -> None:
         """Make `job` the newest with this key."""
-        full = (job.tenant, key)
-        newest = self._newest.get(full)
-        if newest is None or newest.origin != origin:
-            newest = self._newest[full] = _Newest(origin, {})
-        newest.jobs[job] = None
-        self._keys[job] = full
+        full = self._keys[job] = (job.tenant, key)
+        if full not in self._newest or self._newest[full][0] != origin:
+            self._newest[full] = (origin, {})
+        self._newest[full][1][job] = None
 
     def discard(self, job: Job) -> None:
         """Remove an ended job."""
-        key = self._keys.pop(job, None)
-        newest = None if key is None else self._newest.get(key)
-        if key is not None and newest is not None and job in newest.jobs:
-            del newest.jobs[job]
-            if not newest.jobs:
-                del self._newest[key]
+        if (key := self._keys.pop(job, None)) is not None:
+            _, jobs = self._newest.get(key, ("", {}))
+            jobs.pop(job, None)
+            if not jobs:
+                self._newest.pop(key, None)
 
 
 def read_key(extra_args: Any, rules: Dedup) -> str | None:

@@ -1,9 +1,9 @@
 """Corrects an engine profile by measured steps of the running engine.
 
-The time of a decode step by its number of sequences is measured: one level each for steps of 1, 2,
-4, 8 ... sequences, as a factor on the given profile. Prefills and copies have one factor each, for
-what the levels leave of a step. The speed, a factor on all levels and on prefills, follows every
-step, so that levels keep their ratio while only some of them are visited.
+Decode steps have a level, with a factor on the given profile, for each of 1, 2, 4, 8 ... sequences.
+Prefills and copies have one factor each, for what the levels leave of a step. The speed, a factor
+on all levels and on prefills, follows every step, so that levels keep their ratio while only some
+are visited.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class ProfileScale:
         return parts
 
     def _learn(self, levels: _Parts, others: _Parts, seconds: float) -> None:
-        """Attribute the surprise of a step to the kinds of work in it, by their parts of the
-        expected time."""
+        """Attribute the surprise of a step to its kinds of work, by their parts of the expected
+        time."""
         self._step += 1
         parts = levels + others
         expected = sum(part for _, part in parts)
@@ -241,12 +241,9 @@ class ProfileScale:
         self.profile = self.given.scaled(self.prefill, self.decode, self.load, terms)
 
     def _terms(self, factors: list[float]) -> BatchTerms:
-        """The measured terms, with the factors on steps of 1, 2, 4 ... sequences.
-
-        A step of more sequences takes no less time, and one of twice as many at most twice as long,
-        because two steps could take its place. Where measurements disagree, those of the levels
-        that were measured most count.
-        """
+        """The measured terms, with the factors on steps of 1, 2, 4 ... sequences. More sequences
+        take no less time, and twice as many at most twice as long, because two steps could take
+        their place. Where measurements disagree, the levels that were measured most count."""
         given, levels = self.given.batch_terms, self._levels
         best = max(range(len(levels)), key=lambda number: levels[number].count)
         # Most is known of the time of context where there is most of it.

@@ -1,9 +1,9 @@
 """Derives an engine profile from a model's configuration and a device's figures.
 
 A step takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline
-model: Williams et al., CACM 2009). No engine has to run: the result is the default profile of a
-server, and serves for machines that one does not have. `ProfileScale` corrects it by measured
-steps. Communication between devices is not modeled.
+model: Williams et al., CACM 2009). It is the default profile of a server, which `ProfileScale`
+corrects by measured steps, and serves for machines that one does not have. Communication between
+devices is not modeled.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Roofline:
 
     def prefill(self, tokens: int) -> float:
         """Seconds to compute a prompt in one step on an idle engine."""
-        batch = Batch()
-        batch.add_prefill(0, tokens)
-        return self.step(batch)
+        return self.step(Batch(prefills=1, prefill_tokens=tokens, prefill_squares=tokens * tokens))
 
     @property
     def per_square(self) -> float:
