@@ -10,11 +10,8 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.facts.section import Section
 
-# Sums of shares such as ten times 0.1 fall short of 1 by rounding.
-ROUNDING = 1e-9
-
-STRICT_LEVEL = 1
-"""With weighted levels, this and more urgent levels run strictly first."""
+ROUNDING = 1e-9  # by which sums of shares such as ten times 0.1 fall short of 1
+STRICT_LEVEL = 1  # with weighted levels, this and more urgent levels run strictly first
 
 
 class WeightedLevels(Section):

@@ -53,8 +53,9 @@ class Estimator:
         """Observed / expected output tokens of recently finished jobs; None without any."""
         return self._calibration.ratio if self._calibration else None
 
-    def output_tokens(self, job: Job) -> float:
-        """Expected total output tokens, above those generated so far."""
+    def output_tokens(self, job: Job, share: float | None = None) -> float:
+        """Total output tokens, above those generated so far: expected, or what a `share` of such
+        answers does not exceed."""
         length, generated = self._policy.length, job.generated
         # At least one more token will come.
         limit = max(job.max_output_tokens, generated + 1)
@@ -63,19 +64,15 @@ class Estimator:
         if predicted is None or (buckets := self.buckets) is None:
             expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
+        if share is not None:
+            return likely_output_tokens(predicted, buckets, generated, share, limit, shortest)
         return expected_output_tokens(
             predicted, buckets, generated, length.estimate, limit, shortest
         )
 
     def tokens_within(self, job: Job, share: float) -> float:
         """Prompt tokens plus output tokens that a `share` of such answers does not exceed."""
-        limit = max(job.max_output_tokens, job.generated + 1)
-        buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
-        if predicted is None or buckets is None:
-            return self.tokens(job)
-        shortest = min(job.stated.shortest, limit)
-        likely = likely_output_tokens(predicted, buckets, job.generated, share, limit, shortest)
-        return job.prompt_tokens + likely
+        return job.prompt_tokens + self.output_tokens(job, share)
 
     def tokens(self, job: Job) -> float:
         """Prompt tokens plus expected total output tokens."""

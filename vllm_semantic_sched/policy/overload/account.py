@@ -19,12 +19,10 @@ class Amount:
     tokens: float = 0.0
 
     def add(self, tokens: float) -> None:
-        """Add a request."""
         self.requests += 1
         self.tokens += tokens
 
     def subtract(self, tokens: float) -> None:
-        """Subtract a request."""
         self.requests -= 1
         self.tokens = self.tokens - tokens if self.requests else 0.0  # clears rounding errors
 
@@ -39,8 +37,8 @@ class Entry(NamedTuple):
 
 
 class QueueAccount:
-    """Requests that have not had a seat yet, so without preempted ones. Operations are O(levels)
-    or O(log n)."""
+    """Requests that have not had a seat yet, so without preempted ones: their number and tokens in
+    all, by level and by tenant. Operations are O(levels) or O(log n)."""
 
     def __init__(self, levels: int) -> None:
         self.all = Amount()
@@ -57,11 +55,9 @@ class QueueAccount:
         return job in self._entries
 
     def level(self, level: int) -> Amount:
-        """Waiting requests and tokens of a level."""
         return self._levels[level]
 
     def tenant(self, tenant: str) -> Amount:
-        """Waiting requests and tokens of a tenant."""
         return self._tenants.get(tenant) or Amount()
 
     def tokens_up_to(self, level: int) -> float:

@@ -1,7 +1,5 @@
-"""Decisions under overload: admission, deduplication, queue timeouts and shedding.
-
-Calls return the jobs that must end, with their refusals. `step.py` makes the engine end them, and
-the lifecycle reports their ends back.
+"""Decisions under overload: admission, deduplication, queue timeouts and shedding. Calls return the
+jobs that must end; `step.py` makes the engine end them, and the lifecycle reports their ends back.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ _new_tuple = tuple.__new__
 
 _LONGEST_RETRY = 60.0  # seconds of Retry-After
 _SHED_AT_A_TIME = 64  # most waiting jobs of shed tiers that end in one step
-
 _SUPERSEDED = "A newer request with the same dedup_key took its place"
 _REPLACED = "The queue is full and a more urgent request came"
 

@@ -41,9 +41,7 @@ _SENTENCE = re.compile(
     re.DOTALL,
 )
 _TYPE = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
-
-FINISH_REASON = "error"
-"""`finish_reason` of a refused request."""
+FINISH_REASON = "error"  # of a refused request
 
 
 @dataclass(frozen=True, slots=True)

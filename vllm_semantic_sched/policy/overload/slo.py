@@ -12,9 +12,7 @@ from ddsketch import LogCollapsingLowestDenseDDSketch
 
 from vllm_semantic_sched.policy.facts.tiers import Tier
 
-MEASURES = ("ttft", "tpot", "e2e")
-"""Latencies that can be promised, see `tiers.Slo`."""
-
+MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02
 _MOST_BINS = 600  # hold values from 0.1 ms to 28 h at this accuracy
 _SLOTS = 12
