@@ -6,10 +6,10 @@ idle engine it waits for the next request.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.policy.canary import Canary, Plan, plain
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -32,16 +32,11 @@ class CanaryDriver:
     """
 
     def __init__(
-        self,
-        core: SchedulingCore,
-        switch: Callable[[Policy], None],
-        clock: Callable[[], float],
-        logger: logging.Logger,
+        self, core: SchedulingCore, switch: Callable[[Policy], None], clock: Callable[[], float]
     ) -> None:
         self._core = core
         self._switch = switch
         self._clock = clock
-        self._logger = logger
         self._policies: dict[str, Policy] = {}
         self._next_look = 0.0
         self._last: Canary | None = None
@@ -49,11 +44,8 @@ class CanaryDriver:
         self.running: Canary | None = None
         self.arm = "current"
 
-    def start(self, content: Any, plan: Plan) -> dict[str, Any]:
-        """Start a canary; see `report`.
-
-        Args:
-            content: of the new policy's file.
+    def start(self, content: Any, plan: Plan) -> None:
+        """Start a canary of the policy whose file has this content.
 
         Raises:
             PolicyError: one is running, or the policy is invalid or needs a restart.
@@ -70,9 +62,8 @@ class CanaryDriver:
         self.running = self._last = Canary(plan, current.all_tiers, self._clock())
         self._core.lifecycle.listeners.append(self.running)
         self._end = ""
-        self._logger.info("Semantic scheduling: a canary began (%s).", plan)
+        logger.info("Semantic scheduling: a canary began (%s).", plan)
         self.drive()
-        return self.report()
 
     def drive(self) -> None:
         """Switch policies if it is time, and end the canary if it is over or breaks a promise."""
@@ -81,25 +72,20 @@ class CanaryDriver:
             return
         if now >= self._next_look:
             self._next_look = now + _LOOK
-            if broken := canary.broken(now):
-                self.stop(f"rolled back: {broken}")
-                return
-            if canary.is_over(now):
-                self.stop("over")
+            broken = canary.broken(now)
+            if broken or canary.is_over(now):
+                self.stop(f"rolled back: {broken}" if broken else "over")
                 return
         self._put_in_force(canary.arm(now))
 
     def stop(self, reason: str, keep: bool = False) -> None:
-        """End the canary, if one is running.
-
-        Args:
-            keep: the new policy stays in force, until the next reload or restart.
-        """
+        """End the canary, if one is running. With `keep` the new policy stays in force, until the
+        next reload or restart."""
         if self.running is None:
             return
         self._core.lifecycle.listeners.remove(self.running)
         self.running, self._end = None, reason
-        self._logger.warning("Semantic scheduling: the canary ended: %s.", reason)
+        logger.warning("Semantic scheduling: the canary ended: %s.", reason)
         self._put_in_force("new" if keep else "current")
         self.arm = "current"
 

@@ -14,18 +14,13 @@ if TYPE_CHECKING:  # this module loads without vLLM
 # Steps in flight: two with asynchronous scheduling, more with pipeline parallelism. A limit,
 # because steps that failed never come back.
 _MAX_IN_FLIGHT = 64
-
 _SAMPLE_GAP = 0.04  # seconds between two samples of steps
 _MOST_SAMPLES = 250  # kept until they are written down
 
 
 class ServiceClock:
     """Seconds during which the engine was serving: the monotonic clock, less pauses. While an
-    operator pauses the queue, requests do not age and no timeout or deadline comes closer.
-
-    Args:
-        seconds: the underlying clock; may be replaced.
-    """
+    operator pauses the queue, requests do not age and no timeout or deadline comes closer."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -33,9 +28,7 @@ class ServiceClock:
         self._since: float | None = None
 
     def __call__(self) -> float:
-        """The time now, comparable only with other readings of this clock."""
-        running_until = self.seconds() if self._since is None else self._since
-        return running_until - self._paused
+        return (self.seconds() if self._since is None else self._since) - self._paused
 
     def pause(self) -> None:
         """Stop; no-op if already stopped."""
@@ -60,11 +53,6 @@ class StepClock:
         self._in_flight: dict[int, tuple[Batch, float]] = {}
         self._last_output = 0.0
 
-    @property
-    def in_flight(self) -> int:
-        """Steps whose output has not arrived."""
-        return len(self._in_flight)
-
     def scheduled(self, output: SchedulerOutput, batch: Batch, now: float) -> None:
         """Record that schedule() has returned; `now` in seconds."""
         if len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -72,11 +60,8 @@ class StepClock:
         self._in_flight[id(output)] = (batch, now)
 
     def finished(self, output: SchedulerOutput, now: float) -> tuple[Batch, float] | None:
-        """The step's output has arrived.
-
-        Returns:
-            What was in the step and its seconds; None if its start was not recorded.
-        """
+        """What was in a step whose output has arrived, and its seconds; None if its start was not
+        recorded."""
         started = self._in_flight.pop(id(output), None)
         since, self._last_output = self._last_output, now
         if started is None:
@@ -87,10 +72,7 @@ class StepClock:
 
 class StepSamples:
     """Seconds of some of an engine's steps, from one schedule() to the next: the model, and all
-    that the engine does between two steps.
-
-    Samples are some time apart, so that they cost a busy engine little.
-    """
+    that the engine does between two steps. Few, so that they cost a busy engine little."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -105,7 +87,7 @@ class StepSamples:
         return True
 
     def scheduled(self, batch: Batch, begin: float) -> None:
-        """A step was scheduled whose schedule() began at `begin`, in seconds."""
+        """A step was scheduled; `begin` of its schedule() in seconds."""
         self._open = (batch, begin)
 
     def next_begins(self, now: float) -> None:

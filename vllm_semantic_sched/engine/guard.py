@@ -4,54 +4,52 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-class ErrorCounter(Protocol):
-    """Counts errors, as `engine.metrics.counters.Counters` does."""
-
-    def add(self, name: str, label: str) -> None:
-        """Add 1 to a counter."""
+# Under vLLM's own logger, so that its handlers and levels apply.
+logger = logging.getLogger("vllm.semantic_sched")
 
 
 class Guard:
     """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: an
-    exception that leaves a scheduler kills the server."""
+    exception that leaves a scheduler kills the server.
 
-    def __init__(self, counters: ErrorCounter, logger: logging.Logger) -> None:
-        self._counters = counters
-        self._logger = logger
+    Args:
+        count: adds 1 to a counter, by name and label.
+    """
+
+    def __init__(self, count: Callable[[str, str], None]) -> None:
+        self._count = count
         self._reported: set[str] = set()
-        self._blocks: dict[str, GuardedBlock] = {}
+        self._blocks: dict[str, _GuardedBlock] = {}
 
-    def __call__(self, doing: str) -> GuardedBlock:
-        """Guard a block.
-
-        Args:
-            doing: what the block does, as a phrase; the label of the counter and part of the log.
-        """
+    def __call__(self, doing: str) -> _GuardedBlock:
+        """Guard a block that is `doing` something: the counter's label and part of the log."""
         block = self._blocks.get(doing)
         if block is None:
-            block = self._blocks[doing] = GuardedBlock(self, doing)
+            block = self._blocks[doing] = _GuardedBlock(self, doing)
         return block
 
     def failed(self, doing: str) -> None:
         """Count the exception being handled; log its traceback the first time."""
-        self._counters.add("policy_errors", doing)
+        self._count("policy_errors", doing)
         if doing not in self._reported:
             self._reported.add(doing)
-            self._logger.exception(
+            logger.exception(
                 "Semantic scheduling failed while %s; vLLM's order applies there. Further "
                 "failures are counted in semsched:policy_errors_total only.",
                 doing,
             )
 
 
-class GuardedBlock:
-    """The context of a guarded block. Without state, and so shared by all blocks of a name: a step
-    enters ten of them."""
+class _GuardedBlock:
+    """Stateless, and so shared by all blocks of a name: a step enters ten of them."""
 
     __slots__ = ("_doing", "_guard")
 
@@ -74,16 +72,21 @@ class GuardedBlock:
         return True
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+@contextmanager
+def logged(result: str) -> Iterator[None]:
+    """Log an exception, with what results from it, instead of raising it."""
+    try:
+        yield
+    except Exception:
+        logger.exception("Semantic scheduling: %s", result)
 
 
 def guarded(
     default: Callable[..., _T], logger: logging.Logger
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorate a method that vLLM calls where an exception would end the server: it is logged once,
-    counted by name in the object's `failures` if it has any, and answered by `default`, whose
-    parameters have the same names."""
+    """Decorate a method whose exception would end the server: it is logged once, counted by name in
+    the object's `failures` if it has any, and answered by `default`, whose parameters have the
+    same names."""
 
     def decorate(method: Callable[_P, _T]) -> Callable[_P, _T]:
         failed = False

@@ -1,12 +1,8 @@
-"""Reloads the policy file while the server runs.
-
-A background thread reads, parses and validates the file; the scheduler switches to the result
-between two steps. If the file is invalid, the old policy stays in force.
-"""
+"""Reloads the policy file while the server runs: a background thread reads it, and the scheduler
+switches to the result between two steps. If it is invalid, the old policy stays in force."""
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import signal
@@ -16,6 +12,7 @@ from concurrent.futures import Future
 from multiprocessing import parent_process
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -38,11 +35,11 @@ class LivePolicy:
     from the scheduling thread.
 
     Args:
-        load: reads the server's policy and profile; raises PolicyError. May be replaced.
+        load: reads the server's policy and profile; raises PolicyError.
         switch: puts them in force.
 
     Attributes:
-        loaded: what was read and waits for `adopt`; None if nothing does.
+        loaded: what was read and waits for `adopt`.
     """
 
     def __init__(
@@ -51,13 +48,11 @@ class LivePolicy:
         load: Load,
         switch: Callable[[Policy, EngineProfile], None],
         counters: Counters,
-        logger: logging.Logger,
     ) -> None:
         self._core = core
-        self.load = load
+        self._load = load
         self._switch = switch
         self._counters = counters
-        self._logger = logger
         self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
         self._report: dict[str, Any] = {"result": "started"}
         self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None
@@ -73,8 +68,7 @@ class LivePolicy:
             self._thread.start()
 
     def request_load(self) -> Future[None]:
-        """Ask the background thread to read the file, and return at once. The future is done when
-        `adopt` can decide."""
+        """Have the background thread read the file; the future is done when `adopt` can decide."""
         done: Future[None] = Future()
         self._requests.put(done)
         return done
@@ -92,13 +86,10 @@ class LivePolicy:
             self._report = {"result": "refused", "reason": "an exception; see the server's log"}
             self._report = self._decide(loaded)
             self._counters.add("policy_reloads", self._report["result"])
-        return self._report | {
-            "version": self.version.number,
-            "fingerprint": self.version.fingerprint,
-        }
+        version = {"version": self.version.number, "fingerprint": self.version.fingerprint}
+        return self._report | version
 
     def close(self) -> None:
-        """Stop the background thread."""
         self._requests.put(None)
 
     def _decide(self, loaded: tuple[Policy, EngineProfile] | PolicyError) -> dict[str, Any]:
@@ -109,10 +100,9 @@ class LivePolicy:
             check_live_change(self._core.policy, policy)
             self._core.check(policy)
         except PolicyError as problem:
-            self._logger.error(
+            logger.error(
                 "Semantic scheduling: the policy was not reloaded, version %d stays in force: %s",
-                self.version.number,
-                problem,
+                *(self.version.number, problem),
             )
             return {"result": "refused", "reason": str(problem)}
         new_fingerprint = fingerprint(policy, profile)
@@ -123,18 +113,16 @@ class LivePolicy:
             changed.append("the engine profile's coefficients")
         self._switch(policy, profile)
         self.version = PolicyVersion(self.version.number + 1, new_fingerprint)
-        self._logger.info(
+        logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",
-            self.version.number,
-            self.version.fingerprint,
-            ", ".join(changed),
+            *(self.version.number, self.version.fingerprint, ", ".join(changed)),
         )
         return {"result": "adopted", "changed": changed}
 
     def _serve(self) -> None:
         while (done := self._requests.get()) is not None:
             try:
-                self.loaded = self.load()
+                self.loaded = self._load()
             except PolicyError as problem:
                 self.loaded = problem
             except Exception as error:  # a bad file must not end the thread
@@ -144,22 +132,20 @@ class LivePolicy:
 
 def reload_on_hangup(reload: Callable[[], Any]) -> bool:
     """Make SIGHUP reload instead of ending this process, if vLLM started the process and
-    `hangup_may_reload` permits it.
-
-    Returns:
-        Whether SIGHUP now reloads.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or parent_process() is None or not hangup_may_reload():
+    `hangup_may_reload` permits it; whether it now does."""
+    if parent_process() is None or not hangup_may_reload():
         return False
     signal.signal(signal.SIGHUP, lambda number, frame: reload())
     return True
 
 
 def hangup_may_reload() -> bool:
-    """Whether SIGHUP may reload instead of ending the process: it has no controlling terminal, or
-    was started with nohup. With a terminal the signal means that the terminal was closed, and an
-    engine that outlives its server would keep the accelerator's memory."""
+    """Whether SIGHUP may reload instead of ending the process: this is its main thread, and it has
+    no controlling terminal, or was started with nohup. With a terminal the signal means that the
+    terminal was closed, and an engine that outlives its server would keep the accelerator's
+    memory."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return True
     try:

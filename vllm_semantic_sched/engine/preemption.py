@@ -1,34 +1,19 @@
-"""Preempts running requests, saves their KV to the host pool and loads it again, and counts what
-that costs."""
+"""Preempts running requests, saves their KV to the host pool, and counts what that costs."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.recovery import take
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings
-from vllm_semantic_sched.engine.vllm_api import (
-    KVConnectorOutput,
-    Request,
-    Scheduler,
-    all_kv_connectors,
-    blocks_held,
-    free_blocks_at_once,
-    free_kv_blocks,
-    has_one_block_table,
-    most_blocks_of_a_step,
-    preempt,
-    prefix_cached_blocks,
-    recompute_unloaded,
-    tokens_with_kv,
-    total_kv_blocks,
-)
+from vllm_semantic_sched.engine.vllm_api import KVConnectorOutput, Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
@@ -40,32 +25,19 @@ from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_be
 
 
 @dataclass(slots=True)
-class _Away:
-    """A preempted request that waits for a seat. `kv_tokens`: those whose KV it had."""
+class _Victim:
+    """A preempted request. `kv_tokens`: those whose KV it had; `since`: when it began to restore
+    them, in seconds on the monotonic clock."""
 
     plan: PreemptionPlan
     kv_tokens: int
-
-
-@dataclass(slots=True)
-class _Returning:
-    """A preempted request that has a seat again and restores its KV. `since`: seconds on the
-    monotonic clock."""
-
-    plan: PreemptionPlan
-    kv_tokens: int
-    since: float
+    since: float = 0.0
 
 
 class Preemptions:
     """Preempts requests as planned, for the policy and where vLLM does by itself, and counts what
-    that costs.
-
-    Without a usable swap connector every plan recomputes; the reason is logged once, at start.
-
-    Attributes:
-        connector: the swap connector, if there is a usable one.
-    """
+    that costs. Without a usable swap connector every plan recomputes; the reason is logged once,
+    at start."""
 
     def __init__(
         self,
@@ -73,7 +45,6 @@ class Preemptions:
         core: SchedulingCore,
         endings: Endings,
         counters: Counters,
-        logger: logging.Logger,
     ) -> None:
         self._scheduler = scheduler
         self._core = core
@@ -84,8 +55,7 @@ class Preemptions:
         self._connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
             logger.warning(
-                "Semantic scheduling: KV of preempted requests is recomputed, because %s.",
-                problem,
+                "Semantic scheduling: KV of preempted requests is recomputed, because %s.", problem
             )
         if self.connector is not None:
             self.connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
@@ -95,16 +65,16 @@ class Preemptions:
                 # With a connector, vLLM delays freeing blocks, because a step in flight could
                 # overwrite what the connector loads into them. Our copies are queued behind
                 # earlier steps, so this is safe, and delayed blocks would rule out preemptions.
-                free_blocks_at_once(scheduler)
-        self._one_table = has_one_block_table(scheduler)
+                vllm_api.free_blocks_at_once(scheduler)
+        self._one_table = vllm_api.has_one_block_table(scheduler)
         self._expected_copies = self._seen_copies = 0.0  # seconds: since the last report, total
         self._block_size: int = scheduler.block_size
-        self._away: dict[str, _Away] = {}
-        self._returning: dict[str, _Returning] = {}
+        self._away: dict[str, _Victim] = {}  # they wait for a seat
+        self._returning: dict[str, _Victim] = {}  # they have one
 
     @property
     def connector(self) -> SemanticSwapConnector | None:
-        """The swap connector; None if KV is recomputed."""
+        """None if KV is recomputed."""
         connector = self._connector
         return None if connector is None or connector.unsupported is not None else connector
 
@@ -114,28 +84,20 @@ class Preemptions:
         return len(self._away) + len(self._returning)
 
     def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
-        """What preempting a running request would do; updates the job's token counts.
-
-        Args:
-            keep: whether its KV may be used later.
-        """
+        """What preempting a running request would do; updates the job's token counts. `keep`:
+        whether its KV may be used later."""
         job.generated = request.num_output_tokens
-        job.computed = tokens_with_kv(request)
+        job.computed = vllm_api.tokens_with_kv(request)
         room = self._host_room(request, job.computed) if keep else None
         return self._core.plan_preemption(job, room, can_drop=keep)
 
     def evict(self, request: Request, reason: str, beneficiary: Job | None = None) -> None:
-        """Preempt a running request between two steps.
-
-        Args:
-            reason: recorded in the lifecycle (`policy.lifecycle.Transition`), a value of the label
-                `reason` of `semsched:preemptions_total`.
-            beneficiary: recorded as well.
-        """
+        """Preempt a running request between two steps. The lifecycle records reason (a value of the
+        label `reason` of `semsched:preemptions_total`) and beneficiary."""
         self._endings.defer()
         try:
             with self.because(reason, beneficiary):
-                preempt(self._scheduler, request)
+                vllm_api.preempt(self._scheduler, request)
         finally:
             self._endings.end_deferred()
         if reason == "urgent":
@@ -153,21 +115,15 @@ class Preemptions:
 
     def begin(self, job: Job, request: Request, keep: bool) -> PreemptionPlan:
         """Plan the preemption that vLLM is about to carry out, and begin it while the request
-        still holds its blocks.
-
-        Args:
-            keep: whether its KV may be used later.
-
-        Returns:
-            The plan carried out: one that keeps nothing if the host pool is full.
-        """
+        still holds its blocks. Returns the plan carried out: it keeps nothing if the host pool is
+        full."""
         plan = self.plan(job, request, keep)
         kv_tokens = job.computed
         if plan.saved:
             assert self.connector is not None
             end = plan.on_device + plan.saved
-            size, free = self._scheduler.hash_block_size, free_kv_blocks(self._scheduler)
-            beside = saves_beside_steps(free, most_blocks_of_a_step(self._scheduler))
+            size, free = self._scheduler.hash_block_size, vllm_api.free_kv_blocks(self._scheduler)
+            beside = saves_beside_steps(free, vllm_api.most_blocks_of_a_step(self._scheduler))
             if not self.connector.save(request, plan.on_device, end, size, beside):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add
@@ -179,7 +135,7 @@ class Preemptions:
             count("copy_seconds", ("save", "predicted"), plan.save_seconds)
             self._expected_copies += plan.save_seconds
         self._returning.pop(request.request_id, None)
-        self._away[request.request_id] = _Away(plan, kv_tokens)
+        self._away[request.request_id] = _Victim(plan, kv_tokens)
         return plan
 
     def resumed(self, request: Request) -> None:
@@ -188,7 +144,7 @@ class Preemptions:
         if away is None:
             return
         loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
-        present = min(away.kv_tokens, tokens_with_kv(request))
+        present = min(away.kv_tokens, vllm_api.tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0
         count("loaded_tokens", count=tokens)
@@ -197,8 +153,8 @@ class Preemptions:
         load_seconds = self._core.profile.load(tokens)
         count("copy_seconds", ("load", "predicted"), load_seconds)
         self._expected_copies += load_seconds
-        since = loaded.at if loaded else time.monotonic()
-        self._returning[request.request_id] = _Returning(away.plan, away.kv_tokens, since)
+        away.since = loaded.at if loaded else time.monotonic()
+        self._returning[request.request_id] = away
 
     def watch(self, jobs: Mapping[str, Job]) -> None:
         """Record requests that have restored all tokens they had. Call once per step."""
@@ -206,13 +162,11 @@ class Preemptions:
             request = self._scheduler.requests.get(request_id)
             if request is None:
                 del self._returning[request_id]
-            elif tokens_with_kv(request) > back.kv_tokens:
+            elif vllm_api.tokens_with_kv(request) > back.kv_tokens:
                 del self._returning[request_id]
                 self._core.restored(jobs[request_id])
-                kind = back.plan.kind.value
-                elapsed = time.monotonic() - back.since
-                predicted = back.plan.resume_seconds
-                self._counters.add("resume_seconds", (kind, "predicted"), predicted)
+                kind, elapsed = back.plan.kind.value, time.monotonic() - back.since
+                self._counters.add("resume_seconds", (kind, "predicted"), back.plan.resume_seconds)
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 
     def finished(self, request: Request) -> None:
@@ -231,15 +185,16 @@ class Preemptions:
             self._core.lose_copy(jobs[request_id])
 
     def make_up_for_failures(self, jobs: dict[str, Job], output: KVConnectorOutput | None) -> None:
-        """Compute again what was to be loaded and was not. Call it with what the workers say of a
-        step, before the step's output is used. Not to be guarded: that output may be wrong."""
+        """Compute again what the workers of a step did not load, before the step's output is used.
+        Not to be guarded: that output may be wrong."""
         connector = self._connector
         blocks = set() if connector is None else connector.what_is_missing(output)
         if connector is None or not blocks:
             return
         self._counters.add("policy_errors", "loading KV")
         with self.because("reset"):
-            if recompute_unloaded(self._scheduler, blocks, take(connector.failed.requests)):
+            failed = take(connector.failed.requests)
+            if vllm_api.recompute_unloaded(self._scheduler, blocks, failed):
                 self.lose_copies(jobs)
 
     def gauges(self) -> dict[str, float]:
@@ -260,7 +215,7 @@ class Preemptions:
         }
 
     def _correct_profile(self, measured: float) -> None:
-        """Report to the profile how long copies took since the last report, once all workers have
+        """Tell the profile how long copies took since the last time, once all workers have
         reported. `measured`: total seconds."""
         seconds = measured - self._seen_copies
         if seconds > 0.0 and self._expected_copies > 0.0:
@@ -275,7 +230,7 @@ class Preemptions:
         if self._one_table:
             return HostRoom(block_size, free, on_device=self._left_on_device(request, kv_tokens))
         # With several block tables or sliding windows, a part cannot be loaded: all must fit.
-        needed = blocks_held(self._scheduler, request)
+        needed = vllm_api.blocks_held(self._scheduler, request)
         enough = -(-kv_tokens // block_size)
         return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
 
@@ -283,20 +238,18 @@ class Preemptions:
         """First tokens of a victim that the prefix cache will probably still hold when it
         resumes."""
         size, scheduler = self._block_size, self._scheduler
-        cached, shared = prefix_cached_blocks(scheduler, request, first=kv_tokens // size)
+        cached, shared = vllm_api.prefix_cached_blocks(scheduler, request, first=kv_tokens // size)
         return tokens_left_on_device(
             shared * size,
             cached * size,
-            free_kv_blocks(scheduler) / (1 + total_kv_blocks(scheduler)),
+            vllm_api.free_kv_blocks(scheduler) / (1 + vllm_api.total_kv_blocks(scheduler)),
             self._core.policy.retention,
         )
 
 
-def _usable_connector(
-    scheduler: Scheduler,
-) -> tuple[SemanticSwapConnector | None, str | None]:
+def _usable_connector(scheduler: Scheduler) -> tuple[SemanticSwapConnector | None, str | None]:
     """The swap connector, alone or inside a MultiConnector, or why it cannot be used."""
-    connectors = all_kv_connectors(scheduler)
+    connectors = vllm_api.all_kv_connectors(scheduler)
     ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
     if ours is None:
         return None, "the server was started without the swap connector, which semsched serve adds"

@@ -6,26 +6,23 @@ came out afterwards. All state about requests lives in `policy.core`.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.canary import CanaryDriver
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, StepSamples, batch_of
-from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.guard import Guard, logger
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.gauges import RequestMetrics, gauges_of
-from vllm_semantic_sched.engine.observing import hand_back, take_over, why_waiting
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
-from vllm_semantic_sched.engine.requests.client_requests import ClientRequests
-from vllm_semantic_sched.engine.requests.endings import Endings, end_of
+from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings, end_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.requests.readings import RecentReadings
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
@@ -39,11 +36,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     Scheduler,
     SchedulerOutput,
     VllmConfig,
-    attach_message,
-    let_prefills_run,
-    shares_host,
-    watch_new_requests,
-    why_no_holds,
 )
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -52,9 +44,6 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
-
-# Under vLLM's own logger, so that its handlers and levels apply.
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class SemanticScheduler(HookedScheduler):
@@ -80,7 +69,7 @@ class SemanticScheduler(HookedScheduler):
     _settings: tuple[Policy, EngineProfile]  # set by __new__ for __init__
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        watch_new_requests()
+        vllm_api.watch_new_requests()
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
@@ -103,7 +92,7 @@ class SemanticScheduler(HookedScheduler):
         self.clock = ServiceClock()
         self.step_clock = StepClock()
         self.jobs: dict[str, Job] = {}
-        self.guard = Guard(self.counters, logger)
+        self.guard = Guard(self.counters.add)
         self.core = core = SchedulingCore(
             policy, profile, clock=self.clock, on_error=self.guard.failed
         )
@@ -114,17 +103,17 @@ class SemanticScheduler(HookedScheduler):
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         core.set_capacity(engine_capacity(self), 1 + self.num_spec_tokens)
         self._endings = Endings(self)
-        self._clients = ClientRequests(self.refuse, self.counters, logger)
-        self.preemptions = Preemptions(self, core, self._endings, self.counters, logger)
+        self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(
-            *(core, self.jobs, self.structured_output_manager, self.counters, logger),
+            *(core, self.jobs, getattr(self.structured_output_manager, "tokenizer", None)),
+            counters=self.counters,
             # vLLM starts all engines of a server from one process.
-            group=str(os.getppid()) if shares_host(vllm_config) else None,
+            group=str(os.getppid()) if vllm_api.shares_host(vllm_config) else None,
             prompt_of=lambda name: getattr(self.requests.get(name), "prompt_token_ids", None),
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.predictions, self.jobs.__contains__, self._endings.can_end),
+            *(core, self.jobs, self.predictions, self._endings, self.counters),
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -133,13 +122,13 @@ class SemanticScheduler(HookedScheduler):
             *(self, core, self.jobs, self.clock, self.guard),
             predictions=self.predictions.drain,
             preemptions=self.preemptions,
-            end=self._clients.end,
+            end=self._endings.refuse_prompt,
         )
         self.observing = policy.observe
         if not self.observing:
-            take_over(self)
-        self.canary = CanaryDriver(core, self._switch, self.clock, logger)
-        self.live_policy = LivePolicy(core, self._reload, self._replace, self.counters, logger)
+            self.view.take_over()
+        self.canary = CanaryDriver(core, self._switch, self.clock)
+        self.live_policy = LivePolicy(core, self._reload, self._replace, self.counters)
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
         self._report_settings(policy, profile)
@@ -149,7 +138,7 @@ class SemanticScheduler(HookedScheduler):
         if self.observing:
             logger.info("Semantic scheduling: observing only, in vLLM's own order.")
         protection = self.core.protection
-        if protection.enabled and (reason := why_no_holds(self.vllm_config)) is not None:
+        if protection.enabled and (reason := vllm_api.why_no_holds(self.vllm_config)) is not None:
             protection.unsafe = True
             logger.warning("Semantic scheduling: protect is off, because of %s.", reason)
         if policy.profile != AUTO:
@@ -176,7 +165,7 @@ class SemanticScheduler(HookedScheduler):
         super().add_request(request)
         if arrival is not None:
             try:
-                self._clients.arrived(arrival, None if self.observing else self.step, self.view)
+                self.arrivals.arrived(arrival, None if self.observing else self.step, self.view)
             except Exception:
                 self.guard.failed("admitting a request")
 
@@ -217,7 +206,7 @@ class SemanticScheduler(HookedScheduler):
             self._take_in_admitted()
         waits = self.core.lifecycle.waits
         if waits is not None:
-            waits.because(why_waiting(self, output))
+            waits.because(self.view.why_waiting(output))
         self._sample(output, begin)
         self.counters.observe("schedule_seconds", time.perf_counter() - begin)
 
@@ -280,13 +269,7 @@ class SemanticScheduler(HookedScheduler):
             False if there is no such request or its kind cannot be refused (pooling, streamed
             input).
         """
-        job = self.jobs.get(request_id)
-        if not self._endings.end(request_id, refusal):
-            return False
-        if job is not None:
-            tier = self.core.policy.tier_names[job.level]
-            self.counters.add("refused", (refusal.code.value, tier))
-        return True
+        return self._endings.refuse(request_id, refusal)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
@@ -295,7 +278,7 @@ class SemanticScheduler(HookedScheduler):
                 now, idle = time.monotonic(), not self.requests
                 message = self.counters.take_message(self.gauges, now, idle)
                 if message is not None:
-                    attach_message(stats, message)
+                    vllm_api.attach_message(stats, message)
         return stats
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -326,7 +309,7 @@ class SemanticScheduler(HookedScheduler):
             return
         with self.guard("deciding a step"):
             if self.step.run(self.view).protected_prefill:
-                let_prefills_run(self)
+                vllm_api.let_prefills_run(self)
         with self.guard("ending requests"):
             self._endings.defer()
 
@@ -374,9 +357,9 @@ class SemanticScheduler(HookedScheduler):
     def _switch(self, policy: Policy, profile: EngineProfile | None = None) -> None:
         """Put another policy in force; with the same profile by default."""
         if policy.observe and not self.observing:
-            hand_back(self)
+            self.view.hand_back()
         elif self.observing and not policy.observe:
-            take_over(self)
+            self.view.take_over()
         self.observing = policy.observe
         self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
 

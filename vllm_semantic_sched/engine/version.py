@@ -14,8 +14,7 @@ from packaging.version import InvalidVersion, Version
 # minor release of the range has passed scripts/matrix.sh.
 SUPPORTED = SpecifierSet(">=0.31.0,<0.34")
 
-ALLOW_UNTESTED = "SEMSCHED_ALLOW_UNTESTED_VLLM"
-"""Environment variable; 1 tries a release outside the range."""
+ALLOW_UNTESTED = "SEMSCHED_ALLOW_UNTESTED_VLLM"  # environment variable
 
 
 class UnsupportedVersion(RuntimeError):
@@ -49,11 +48,7 @@ def check_vllm_version(version: str) -> None:
 
 @functools.cache  # reading the metadata of all packages takes half a second
 def check_installed_vllm() -> None:
-    """Reject an installed vLLM outside the supported range before anything of it is imported:
-    another release may lack what this package imports.
-
-    Raises:
-        UnsupportedVersion: see `check_vllm_version`.
-    """
+    """`check_vllm_version` of the installed vLLM, to be called before anything of it is imported:
+    another release may lack what this package imports."""
     for name in importlib.metadata.packages_distributions().get("vllm", ()):
         check_vllm_version(importlib.metadata.version(name))

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.preemption import Preemptions
+from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.vllm_api import (
     PauseState,
     Request,
     Scheduler,
+    SchedulerOutput,
     TokenLimits,
-    blocks_can_be_freed,
-    blocks_freed_by,
-    blocks_needed,
-    can_advance,
-    free_kv_blocks,
-    free_seats,
-    hold_for_one_step,
-    inflight_prefills,
-    is_ready,
-    kv_cache_groups,
-    kv_cache_usage,
-    set_token_limits,
-    token_limits,
-    total_kv_blocks,
-    total_seats,
-    watermark_blocks,
 )
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.waits import Cause
 from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -41,11 +29,10 @@ _FEW = 4
 
 
 def engine_capacity(scheduler: Scheduler) -> EngineCapacity:
-    """Seats and KV blocks in all, as reservations count them."""
     return EngineCapacity(
-        seats=total_seats(scheduler),
+        seats=vllm_api.total_seats(scheduler),
         # Each group of layers has blocks of its own.
-        blocks=total_kv_blocks(scheduler) // kv_cache_groups(scheduler),
+        blocks=vllm_api.total_kv_blocks(scheduler) // vllm_api.kv_cache_groups(scheduler),
         block_size=scheduler.block_size,
     )
 
@@ -54,12 +41,8 @@ class VllmView:
     """Answers from vLLM's own accounts; orders go to the scheduler.
 
     Args:
-        scheduler: its queues and its KV cache manager.
-        jobs: by request id.
         clock: seconds during which the engine was serving.
-        guard: keeps an error from losing a running request.
         predictions: those that have arrived since the last call.
-        preemptions: plans them and carries them out.
         end: ends a job without its answer.
     """
 
@@ -67,7 +50,7 @@ class VllmView:
         self,
         scheduler: Scheduler,
         core: SchedulingCore,
-        jobs: Mapping[str, Job],
+        jobs: dict[str, Job],
         clock: Callable[[], float],
         guard: Guard,
         *,
@@ -91,8 +74,8 @@ class VllmView:
     def tokens_held(self) -> int:
         """About how many tokens running requests have KV of: whole blocks, O(1)."""
         scheduler = self._scheduler
-        used = total_kv_blocks(scheduler) - free_kv_blocks(scheduler)
-        return used * scheduler.block_size // kv_cache_groups(scheduler)
+        used = vllm_api.total_kv_blocks(scheduler) - vllm_api.free_kv_blocks(scheduler)
+        return used * scheduler.block_size // vllm_api.kv_cache_groups(scheduler)
 
     def observe(self, job: Job) -> None:
         request = self._request(job)
@@ -100,24 +83,14 @@ class VllmView:
         job.generated = request.num_output_tokens
 
     def running_by_urgency(self) -> Sequence[Job]:
-        jobs = self._jobs
-        return [
-            jobs[request.request_id]
-            for request in self._scheduler.running
-            if request.request_id in jobs
-        ]
+        return self._jobs_of(self._scheduler.running)
 
     def can_advance(self, job: Job) -> bool:
-        return can_advance(self._scheduler, self._request(job))
+        return vllm_api.can_advance(self._scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete. O(prefills under way)."""
-        jobs = self._jobs
-        prefills = [
-            jobs[request.request_id]
-            for request in inflight_prefills(self._scheduler)
-            if request.request_id in jobs
-        ]
+        prefills = self._jobs_of(vllm_api.inflight_prefills(self._scheduler))
         for job in prefills:
             self.observe(job)
         return prefills
@@ -132,7 +105,7 @@ class VllmView:
         return self._scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
-        return free_seats(self._scheduler)
+        return vllm_api.free_seats(self._scheduler)
 
     def free_blocks(self) -> int:
         """Free blocks, less vLLM's watermark, less one for each running request that is about to
@@ -142,33 +115,34 @@ class VllmView:
         starting = sum(
             request.num_computed_tokens % block_size == 0 for request in scheduler.running
         )
-        return free_kv_blocks(scheduler) - watermark_blocks(scheduler) - starting
+        return vllm_api.free_kv_blocks(scheduler) - vllm_api.watermark_blocks(scheduler) - starting
 
     def kv_use(self) -> float:
-        return kv_cache_usage(self._scheduler)
+        return vllm_api.kv_cache_usage(self._scheduler)
 
     def token_budget(self) -> float:
-        return token_limits(self._scheduler).step
+        return vllm_api.token_limits(self._scheduler).step
 
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take, draft tokens included."""
         scheduler = self._scheduler
-        decoding = len(scheduler.running) - len(inflight_prefills(scheduler)) - self._held_decodes
+        prefills = len(vllm_api.inflight_prefills(scheduler))
+        decoding = len(scheduler.running) - prefills - self._held_decodes
         return decoding * (1 + scheduler.num_spec_tokens)
 
     def is_ready(self, job: Job) -> bool:
-        return is_ready(self._scheduler, self._request(job))
+        return vllm_api.is_ready(self._scheduler, self._request(job))
 
     def needed_blocks(self, job: Job) -> int:
         """KV blocks that a waiting job takes, less what the prefix cache holds for it."""
-        return blocks_needed(self._scheduler, self._request(job))
+        return vllm_api.blocks_needed(self._scheduler, self._request(job))
 
     def freeable_blocks(self, job: Job) -> int | None:
         """Blocks that a running job does not share; None while a step in flight may write them."""
         request = self._request(job)
-        if not blocks_can_be_freed(self._scheduler, request):
+        if not vllm_api.blocks_can_be_freed(self._scheduler, request):
             return None
-        return blocks_freed_by(self._scheduler, request)
+        return vllm_api.blocks_freed_by(self._scheduler, request)
 
     def preemption_seconds(self, job: Job) -> float:
         return self._preemptions.plan(job, self._request(job)).seconds
@@ -211,28 +185,79 @@ class VllmView:
     def hold(self, jobs: Collection[Job]) -> None:
         """Give running requests no token in the next schedule()."""
         scheduler = self._scheduler
-        prefills = inflight_prefills(scheduler)
+        prefills = vllm_api.inflight_prefills(scheduler)
         for job in jobs:
             request = self._request(job)
-            hold_for_one_step(scheduler, request)
+            vllm_api.hold_for_one_step(scheduler, request)
             self._held_decodes += request not in prefills
 
     def limit_prefills(self, limits: StageLimits) -> None:
         """Lower the limits that the next schedule() obeys, until `restore_limits`."""
         scheduler = self._scheduler
         for job in limits.held:
-            hold_for_one_step(scheduler, self._request(job))
+            vllm_api.hold_for_one_step(scheduler, self._request(job))
         if not limits.gated:
             return
-        saved = self._saved_limits = self._saved_limits or token_limits(scheduler)
-        set_token_limits(scheduler, saved._replace(step=min(self.decode_tokens(), saved.step)))
+        saved = self._saved_limits = self._saved_limits or vllm_api.token_limits(scheduler)
+        step = min(self.decode_tokens(), saved.step)
+        vllm_api.set_token_limits(scheduler, saved._replace(step=step))
 
     def restore_limits(self) -> None:
-        """Undo what `hold` and `limit_prefills` did."""
         self._held_decodes = 0
         if self._saved_limits is not None:
-            set_token_limits(self._scheduler, self._saved_limits)
+            vllm_api.set_token_limits(self._scheduler, self._saved_limits)
             self._saved_limits = None
+
+    # Whose order applies (policy key `observe`): both changes between two steps, O(n log n)
+
+    def take_over(self) -> None:
+        """Order waiting and running requests by the policy."""
+        scheduler, core = self._scheduler, self._core
+        waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
+        queues = [
+            SemanticRequestQueue(core, self._jobs, queue, self._guard)
+            for queue in (core.waiting, core.new_queue())
+        ]
+        # The tail of self.running, where vLLM takes its victims, is the least urgent request.
+        vllm_api.replace_queues(scheduler, *queues)
+        for queue, requests in zip(queues, (waiting, holding), strict=True):
+            for request in requests:
+                queue.add_request(request)
+        self.reposition(core.rank_running(self.observe))
+
+    def hand_back(self) -> None:
+        """Give vLLM its own queues again, with all requests in order of arrival."""
+        scheduler, core, jobs = self._scheduler, self._core, self._jobs
+        waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
+        core.hold((), self.now())
+        for job in list(core.waiting):
+            core.waiting.remove(job)
+
+        def arrival(request: Request) -> int:
+            job = jobs.get(request.request_id)
+            return -1 if job is None else job.sequence
+
+        vllm_api.restore_queues(scheduler)
+        for request in sorted(waiting, key=arrival):
+            scheduler.waiting.add_request(request)
+        for request in sorted(holding, key=arrival):
+            scheduler.kv_holding_waiting.add_request(request)
+        scheduler.running.sort(key=arrival)
+
+    def why_waiting(self, output: SchedulerOutput) -> Cause:
+        """What kept vLLM's waiting requests from starting in a step that it has scheduled."""
+        if self.is_paused():
+            return Cause.PAUSED
+        if self.free_seats() <= 0:
+            return Cause.SEAT
+        if not self._scheduler.waiting:
+            return Cause.STEP
+        spent = output.total_num_scheduled_tokens >= self.token_budget()
+        return Cause.TOKENS if spent or output.preempted_req_ids else Cause.KV
 
     def _request(self, job: Job) -> Request:
         return self._scheduler.requests[job.request_id]
+
+    def _jobs_of(self, requests: Iterable[Request]) -> list[Job]:
+        jobs = self._jobs
+        return [jobs[one.request_id] for one in requests if one.request_id in jobs]

@@ -14,8 +14,8 @@ from vllm_semantic_sched.engine.http import admin
 from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
-from vllm_semantic_sched.engine.startup import policy_file
-from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
+from vllm_semantic_sched.engine.startup import settings as startup
+from vllm_semantic_sched.engine.startup.settings import PolicyFile
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token, own_folder
 
@@ -239,7 +239,7 @@ def test_file_is_not_read_while_it_is_being_written(tmp_path, monkeypatch) -> No
     stamps = [(1,), (2,), (3,), (3,), (3,), None, (3,), (4,), (4,)]
     (tmp_path / "policy.yaml").touch()
     file = PolicyFile(tmp_path / "policy.yaml")
-    monkeypatch.setattr(policy_file, "_signature", lambda path: stamps.pop(0))
+    monkeypatch.setattr(startup, "_signature", lambda path: stamps.pop(0))
     seen = [file.has_changed() for _ in list(stamps)]
     assert [place for place, changed in enumerate(seen) if changed] == [3, 8]
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.http import dispatch, siblings
 from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Refusals
@@ -196,7 +197,7 @@ def test_api_servers_count_each_others_requests(folder) -> None:
 
 def test_api_server_without_shared_memory_counts_its_own_requests(monkeypatch, caplog) -> None:
     monkeypatch.setattr(siblings, "own_folder", lambda: None)
-    monkeypatch.setattr(siblings.logger, "propagate", True)
+    monkeypatch.setattr(logger, "propagate", True)
 
     async def case():
         servers = [Server(servers=2, rank=rank) for rank in (0, 1)]
@@ -275,7 +276,7 @@ def test_error_leaves_the_choice_to_vllm_and_is_logged_once(monkeypatch, caplog)
         raise RuntimeError
 
     monkeypatch.setattr(dispatch, "engine_count", fail)
-    monkeypatch.setattr(dispatch.logger, "propagate", True)
+    monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(ApiServerCounters, "add", lambda self, *labels: counted.append(labels))
 
     async def case():

@@ -3,8 +3,8 @@
 import pytest
 from jobs import make_job
 
-from vllm_semantic_sched.engine.requests import readings
-from vllm_semantic_sched.engine.requests.readings import RecentReadings
+from vllm_semantic_sched.engine.requests import endings
+from vllm_semantic_sched.engine.requests.endings import RecentReadings
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 pytestmark = pytest.mark.engine
@@ -13,7 +13,7 @@ PREDICTION = Prediction((0.25, 0.75))
 
 
 def test_request_is_found_by_either_id_until_others_have_come(monkeypatch) -> None:
-    monkeypatch.setattr(readings, "_KEPT", 2)
+    monkeypatch.setattr(endings, "_KEPT", 2)
     kept = RecentReadings()
     wanted = {"probabilities": [0.25, 0.75], "level": 1}
     for name in ("cmpl-84a1-0-0123abcd", "chatcmpl-b-2-0123abcd"):

@@ -1,34 +1,33 @@
 """Operator endpoints under /v1/semsched, /semsched/ready for probes, the watch on the policy file.
 
-The operator endpoints reload the server's own policy file and weights, pause, sleep and report.
-No request can name a file. They answer requests from the server's own machine only, with the
-server's API key if it has one, and with a token that only users who may read the server's own files
-have (`access.py`, `operate.token`). `pausing.py` has those that stop the engine.
+No request can name a file. The operator endpoints answer requests from the server's own machine
+only, with the server's API key if it has one, and with a token that only users who may read the
+server's own files have. `pausing.py` has those that stop the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
-import logging
+import secrets
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
+from vllm_semantic_sched.engine.guard import logged
 from vllm_semantic_sched.engine.http import pausing
-from vllm_semantic_sched.engine.http.access import from_this_machine
-from vllm_semantic_sched.engine.http.commands import READING, UTILITY
+from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.http.pausing import engine_of, show_paused
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
-from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
-from vllm_semantic_sched.engine.startup.settings import parse_settings
+from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count
 from vllm_semantic_sched.predict.corrections import (
     Correction,
@@ -36,13 +35,44 @@ from vllm_semantic_sched.predict.corrections import (
     corrections_path,
     read_corrections,
 )
-
-logger = logging.getLogger("vllm.semantic_sched")
+from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
+LONGEST_ID = 512
+"""Characters of a request id."""
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
-_LONGEST_ID = 512  # characters
+
+
+def from_this_machine(request: Request) -> None:
+    """Reject requests from other machines, without the server's token, or relayed by a local proxy
+    or web page."""
+    relayed = {"forwarded", "x-forwarded-for", "x-real-ip", "origin"} & set(request.headers)
+    peer = "" if request.client is None else request.client.host  # empty: a Unix socket
+    address = _address(peer)
+    local = not peer if address is None else address.is_loopback
+    if relayed or not local or not _names_this_machine(request.headers.get("host", "")):
+        raise HTTPException(403, "these endpoints answer on the server's own machine only")
+    token = admin_token((request.scope.get("server") or ("", 0))[1] or 0)
+    given = request.headers.get(TOKEN_HEADER, "")
+    if token is None or not secrets.compare_digest(token.encode(), given.encode()):
+        raise HTTPException(
+            403, f"{TOKEN_HEADER} is missing or wrong: run the command as the server's user"
+        )
+
+
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header is an address or localhost: a web page that rebinds its own name to
+    this machine cannot send that."""
+    name = urlsplit(f"//{host}").hostname or ""
+    return name in ("localhost", "") or _address(name) is not None
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
 
 
 router = APIRouter(prefix=PREFIX, dependencies=[Depends(from_this_machine)])
@@ -64,43 +94,24 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(probes)
     show_paused(False)
     adopt_rules(app)
-    siblings = state.siblings = _siblings(app)
-    if siblings is not None:
-        state.tasks["follow"] = asyncio.create_task(follow_reloads(app, siblings))
-    file = _watched_file(app)
-    if file is not None:
-        state.tasks["watch"] = asyncio.create_task(watch_policy(app, file))
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and hangup_may_reload():
+    with logged("this API server does not know the others"):
+        if state.rules:
+            state.siblings = join_siblings(app.state.vllm_config, state.rules.policy.levels)
+    if state.siblings is not None:
+        state.tasks["follow"] = asyncio.create_task(follow_reloads(app, state.siblings))
+    with logged("the policy file is not watched"):
+        vllm_config = getattr(app.state, "vllm_config", None)
+        settings = parse_settings(getattr(vllm_config, "additional_config", None))
+        if settings.watch:
+            file = PolicyFile(settings.policy)
+            state.tasks["watch"] = asyncio.create_task(watch_policy(app, file))
+    if hangup_may_reload():
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(app)))
 
 
-def _watched_file(app: FastAPI) -> PolicyFile | None:
-    """The policy file to reload when it changes; None if the server was not started with `watch`.
-    Never raises: a server without it is better than none."""
-    try:
-        vllm_config = getattr(app.state, "vllm_config", None)
-        settings = parse_settings(getattr(vllm_config, "additional_config", None))
-        return PolicyFile(settings.policy) if settings.watch else None
-    except Exception:
-        logger.exception("Semantic scheduling: the policy file is not watched")
-        return None
-
-
-def _siblings(app: FastAPI) -> Siblings | None:
-    """The other API servers of this `vllm serve`. Never raises."""
-    try:
-        rules = state_of(app).rules
-        return rules and join_siblings(app.state.vllm_config, rules.policy.levels)
-    except Exception:
-        logger.exception("Semantic scheduling: this API server does not know the others")
-        return None
-
-
 async def follow_reloads(app: FastAPI, siblings: Siblings) -> None:
-    """Reload this server's rules after another API server has reloaded the policy. Runs until it is
-    cancelled."""
+    """Reload this server's rules after another API server has reloaded the policy."""
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)
         if siblings.has_reload():
@@ -116,18 +127,15 @@ async def _adopt(app: FastAPI) -> None:
 
 
 async def _follow(app: FastAPI) -> None:
-    """Do here what the engines do."""
     await asyncio.to_thread(adopt_rules, app)
-    try:
+    with logged("this API server does not know of a canary"):
         reports = await ask_engines(app.state.engine_client, "canary_status")
         running = [report for report in reports if report.get("running")]
         state_of(app).canaries = sum(report["role"] == "new" for report in running)
-    except Exception:
-        logger.exception("Semantic scheduling: this API server does not know of a canary")
 
 
 async def watch_policy(app: FastAPI, file: PolicyFile) -> None:
-    """Reload the policy when its file has changed. Runs until it is cancelled."""
+    """Reload the policy when its file has changed."""
     while True:
         if await asyncio.to_thread(file.has_changed):
             await _reload(app)
@@ -135,12 +143,9 @@ async def watch_policy(app: FastAPI, file: PolicyFile) -> None:
 
 
 async def _reload(app: FastAPI) -> None:
-    try:
+    with logged("the policy was not reloaded"):
         await reload_engines(app.state.engine_client)  # the engines log the result
-    except Exception:
-        logger.exception("Semantic scheduling: the policy was not reloaded")
-        return
-    await _adopt(app)
+        await _adopt(app)
 
 
 @router.get("/status")
@@ -157,13 +162,12 @@ async def ready(request: Request) -> dict[str, bool]:
     A predictor that dies later changes nothing: the levels of hints and of the instant reader are
     better than no server, and the alert SemschedPredictorDown tells.
     """
-    state = state_of(request.app)
+    state, engine = state_of(request.app), engine_of(request)
     try:
-        await engine_of(request).check_health()
-        paused = await engine_of(request).is_paused()
+        await engine.check_health()
+        paused = await engine.is_paused()
         if not state.ready:
-            reports = await ask_engines(engine_of(request), "status")
-            state.ready = all(report["ready"] for report in reports)
+            state.ready = all(one["ready"] for one in await ask_engines(engine, "status"))
     except Exception as error:
         raise HTTPException(503, "an engine does not answer") from error
     if paused:
@@ -176,7 +180,7 @@ async def ready(request: Request) -> dict[str, bool]:
 @router.post("/correct")
 async def correct(
     request: Request,
-    id: Annotated[str, Body(max_length=_LONGEST_ID)],
+    id: Annotated[str, Body(max_length=LONGEST_ID)],
     level: Annotated[int, Body(ge=0)],
     sampled: Annotated[bool, Body()] = False,
 ) -> dict[str, Any]:
@@ -188,10 +192,9 @@ async def correct(
         sampled: the request was drawn at random for review.
     """
     path = _corrections(request)
-    readings = [found for found in await _ask(request, READING + id) if found]
-    if not readings:
+    reading = next(filter(None, await _ask(request, f"reading {id}")), None)
+    if reading is None:
         raise HTTPException(404, "no such request has ended lately, or it was not read")
-    reading = readings[0]
     if level >= len(reading["probabilities"]):
         raise HTTPException(422, f"level: 0 to {len(reading['probabilities']) - 1}")
     made = Correction(round(time.time(), 3), corrected=level, sampled=sampled, **reading)

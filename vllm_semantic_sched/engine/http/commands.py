@@ -1,8 +1,5 @@
-"""Commands that an API server sends to the scheduler, through vLLM's channel to the engine process.
-
-vLLM runs a utility call between two steps, on the scheduling thread, whether the engine is busy,
-idle or paused.
-"""
+"""Commands that an API server sends to the scheduler as vLLM's utility calls, which run between two
+steps, on the scheduling thread, whether the engine is busy, idle or paused."""
 
 from __future__ import annotations
 
@@ -11,20 +8,14 @@ from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import LivePolicy
-from vllm_semantic_sched.engine.requests.readings import RecentReadings
 from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility, kv_cache_usage
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
-from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
 UTILITY = "semsched"
 """Name of the utility call; its argument is the name of a command."""
-
-
-READING = "reading "
-"""Start of the command that asks for the reading of a request; its id follows."""
 
 
 def install(scheduler: Scheduler) -> None:
@@ -32,35 +23,31 @@ def install(scheduler: Scheduler) -> None:
     add_utility(scheduler, UTILITY, run)
 
 
-def run(scheduler: Scheduler, command: str) -> Any:
-    """Run a command; what follows a space in it is its argument.
-
-    Returns:
-        Plain values, or a future.
+def run(scheduler: Any, command: str) -> Any:
+    """Run a command; what follows a space in it is its argument. Returns plain values, or a future.
 
     Raises:
         ValueError: unknown command, or the base policy is `fcfs`, which supports `status` only.
     """
-    if command == "status":
+    name, _, argument = command.partition(" ")
+    if name == "status":
         return status(scheduler)
-    if command.startswith(READING):
-        readings: RecentReadings | None = getattr(scheduler, "readings", None)
-        return None if readings is None else readings.find(command.removeprefix(READING))
-    live = _live_policy(scheduler)
+    if name == "reading":  # of the request with that id
+        return scheduler.readings.find(argument) if hasattr(scheduler, "readings") else None
+    live: LivePolicy | None = getattr(scheduler, "live_policy", None)
     if live is None:
         raise ValueError("the server runs base: fcfs, which is fixed; restart it to change that")
-    if command == "load_policy":
+    if name == "load_policy":
         live.start()
         return live.request_load()
-    if command == "adopt_policy":
+    if name == "adopt_policy":
         return live.adopt()
-    name, _, argument = command.partition(" ")
     if name in ("canary_start", "canary_stop", "canary_status"):
         return _canary(scheduler, name, argument)
     raise ValueError(f"unknown command {command!r}")
 
 
-def status(scheduler: Scheduler) -> dict[str, Any]:
+def status(scheduler: Any) -> dict[str, Any]:
     """Requests and policy of the scheduler.
 
     `jobs`: all requests that the policy knows; `levels`: their number per level, most urgent first,
@@ -68,11 +55,9 @@ def status(scheduler: Scheduler) -> dict[str, Any]:
     the predictor is up, or not needed; `kv_free`: share of the KV cache, 0 to 1.
     """
     running, waiting = scheduler.get_request_counts()
-    jobs: dict[str, Job] = getattr(scheduler, "jobs", {})
     core: SchedulingCore | None = getattr(scheduler, "core", None)
+    jobs = {} if core is None else scheduler.jobs
     by_level = Counter(job.level for job in jobs.values())
-    live = _live_policy(scheduler)
-    predictions = getattr(scheduler, "predictions", None)
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "paused": scheduler.pause_state.name != "UNPAUSED",
@@ -81,9 +66,11 @@ def status(scheduler: Scheduler) -> dict[str, Any]:
         "jobs": len(jobs),
         "levels": [] if core is None else [by_level[level] for level in range(core.policy.levels)],
         "heap_entries": stored_entries(),
-        "ready": predictions is None or predictions.ready,
+        "ready": core is None or scheduler.predictions.ready,
         "kv_free": 1.0 - kv_cache_usage(scheduler),
-        "policy": {"result": "started", "version": 1} if live is None else live.adopt(),
+        "policy": {"result": "started", "version": 1}
+        if core is None
+        else scheduler.live_policy.adopt(),
     }
 
 
@@ -104,9 +91,3 @@ def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:
         driver.stop("kept" if given["keep"] else "stopped", given["keep"])
     report: dict[str, Any] = driver.report()
     return report
-
-
-def _live_policy(scheduler: Scheduler) -> LivePolicy | None:
-    """None under the base policy `fcfs`, where vLLM's own class runs."""
-    live: LivePolicy | None = getattr(scheduler, "live_policy", None)
-    return live

@@ -1,13 +1,9 @@
-"""Sends each request to an engine: with the reading of its text, and to which one if vLLM runs
-several (data parallelism).
-
-vLLM's own balancer compares the engines' loads and knows no urgency.
-"""
+"""Passes the reading of each request's text to its engine, and chooses the engine if vLLM runs
+several (data parallelism): vLLM's own balancer compares loads and knows no urgency."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,20 +15,12 @@ from vllm_semantic_sched.engine.requests.arrivals import pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.placement import Placed, Placement
 
-logger = logging.getLogger("vllm.semantic_sched")
-
 
 class Dispatch:
-    """Prepares each request for its engine: passes the HTTP server's reading on, and chooses the
-    engine if there are several.
-
-    It counts the requests at each engine by level, those of other API servers too (see
-    `siblings`). The choice is left to vLLM without rules (see `preparation.adopt_rules`), if the
-    policy or the client wants it so, and for requests that ask for several answers: vLLM spreads
-    those over the engines.
-
-    Args:
-        app: the application, with `vllm_config` and the rules in its state.
+    """Counts the requests at each engine by level, those of other API servers too, and chooses by
+    that. It leaves the choice to vLLM without rules (see `preparation.adopt_rules`), if the policy
+    or the client wants it so, and for requests that ask for several answers: vLLM spreads those
+    over the engines.
     """
 
     def __init__(self, app: Any) -> None:
@@ -40,13 +28,11 @@ class Dispatch:
         self._placement = Placement(1, 1)
         self._levels = 1
         self._siblings: Siblings | None = None
-        self._guard = Guard(ApiServerCounters(), logger)
+        self._guard = Guard(ApiServerCounters().add)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        """Change the arguments of the engine client's `generate`: the sampling parameters get the
-        reading, and the keyword arguments an engine, unless they have one.
-
-        Never raises; on an error vLLM goes on with what it has.
+        """Change the arguments of the engine client's `generate`: the sampling parameters get
+        tenant and reading, and the keyword arguments an engine, unless they have one. Never raises.
 
         Returns:
             Call it when the request has ended.
@@ -60,41 +46,36 @@ class Dispatch:
                 extra = tenant_arguments(given, request.user, request.tenant)
                 if params is not None and extra is not given:
                     params.extra_args = extra
-        if request is not None and request.reading is not None:
-            with self._guard("passing a reading on"):
-                pass_reading(params, request.reading)
+            if request.reading is not None:
+                with self._guard("passing a reading on"):
+                    pass_reading(params, request.reading)
         with self._guard("choosing an engine"):
             session = args[2] if len(args) > 2 else kwargs.get("request_id", "")
             if request is not None:
                 session = request.user or request.tenant or session
             placed = self._place(request, params, kwargs.get(RANK), str(session))
         if placed is None:
-            return _nothing
+            return lambda: None
         kwargs[RANK] = placed.engine
         placement, siblings = self._placement, self._siblings
-        engine, level, _ = placed
         counting = self._guard("counting requests at engines")
         with counting:
             if siblings is not None:
-                siblings.add(engine, level, 1)
+                siblings.add(placed.engine, placed.level, 1)
 
         def ended() -> None:
             with counting:
                 placement.leave(placed)
                 if siblings is not None:
-                    siblings.add(engine, level, -1)
+                    siblings.add(placed.engine, placed.level, -1)
 
         return ended
 
     def _place(
         self, request: Incoming | None, params: Any, given: int | None, session: str
     ) -> Placed | None:
-        """Choose an engine.
-
-        Args:
-            given: the engine that the client names.
-            session: what belongs together: under a canary it stays with one policy.
-        """
+        """Choose an engine, unless the client names one (`given`). A `session` stays with one
+        policy under a canary."""
         state = state_of(self._app)
         rules, canaries = state.rules, state.canaries
         if not canaries and (rules is None or not rules.policy.placement.enabled):
@@ -109,9 +90,9 @@ class Dispatch:
         if given is None and request is not None and request.stock_placement:
             return None
         self._count_for(engines, rules.policy.levels)
-        level = None if request is None else request.level
-        if level is None:
-            level = rules.policy.default_level
+        level = rules.policy.default_level
+        if request is not None and request.level is not None:
+            level = request.level
         if given is None:
             if self._siblings is not None:
                 for engine, ahead in enumerate(self._siblings.others()):
@@ -131,12 +112,7 @@ class Dispatch:
 
 
 def pool_of(session: str, canaries: int, engines: int) -> range:
-    """The engines that serve a session under a canary: the first ones run the new policy. Each
-    engine gets the same number of sessions in the mean."""
+    """The engines that serve a session under a canary: the first ones run the new policy."""
     digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
     is_new = int.from_bytes(digest, "big") / 2**64 < canaries / engines
     return range(canaries) if is_new else range(canaries, engines)
-
-
-def _nothing() -> None:
-    pass

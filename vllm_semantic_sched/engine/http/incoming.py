@@ -1,9 +1,10 @@
-"""One HTTP request as the entry knows it, from its headers and the bounded beginning of its body
-to the engine client's `generate`, where everything takes effect that any route can set."""
+"""One HTTP request as the middleware knows it, from its headers and the bounded beginning of its
+body to the engine client's `generate`; and what is kept for an application."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,11 +27,8 @@ LARGEST_BODY = 2**18
 """Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
 would cost milliseconds."""
 
-_PRIORITY_HEADER = b"x-vllm-priority"
-"""vLLM's own: overrides the field `priority` of the body, if it is a number."""
-
-# Bodies that are read ahead, because their text decides who is prepared first.
-_PATHS = ("/completions", "/responses")
+_PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
+_PATHS = ("/completions", "/responses")  # ends of those whose bodies are read ahead
 
 
 @dataclass(slots=True)
@@ -38,15 +36,13 @@ class Incoming:
     """An HTTP request on its way to the engine.
 
     Attributes:
-        tenant: of the header, which overrides what the client says.
-        priority: of the header, which overrides the body's; None without a number there.
+        tenant, priority: of the headers, which override the body's.
         user: of the OpenAI field, if the body was read.
-        level: by hint or reading; None if nobody looked.
-        reading: the instant reader's; None if it did not read the request, or reads its prompts
-            one by one.
+        level: by hint or reading; None if the body was not read.
+        reading: see `preparation.Glance`.
         stock_placement: whether the client wants vLLM to choose the engine.
         refusals: that occurred while it is answered.
-        prepared: called once it is on its way to the engine.
+        prepared: to be called once it is on its way to the engine.
     """
 
     tenant: str | None = None
@@ -60,21 +56,15 @@ class Incoming:
 
     @classmethod
     def of(cls, scope: Any) -> Incoming:
-        """A request by its headers."""
         headers = dict(scope.get("headers", ()))
-        tenant = headers.get(TENANT_HEADER)
+        tenant, priority = headers.get(TENANT_HEADER), None
+        with contextlib.suppress(KeyError, ValueError):
+            priority = int(headers[_PRIORITY_HEADER])
         return cls(
             tenant=None if tenant is None else tenant.decode("latin-1"),
-            priority=_number(headers.get(_PRIORITY_HEADER)),
+            priority=priority,
             stock_placement=headers.get(PLACEMENT_HEADER) == b"vllm",
         )
-
-
-def _number(value: bytes | None) -> int | None:
-    try:
-        return None if value is None else int(value)
-    except ValueError:
-        return None
 
 
 incoming: ContextVar[Incoming | None] = ContextVar("semsched_incoming", default=None)
@@ -86,7 +76,7 @@ class ServerState:
     """What this package keeps on a server's application.
 
     Attributes:
-        rules: to read requests ahead (`preparation.GlanceRules`); None: nobody is.
+        rules: to read requests ahead (`preparation.GlanceRules`); None: not read.
         siblings: the other API servers.
         ready: whether all predictors have been up.
         routes: whether the routes are there.
@@ -105,7 +95,6 @@ class ServerState:
 
 
 def state_of(app: Any) -> ServerState:
-    """The state of an application."""
     state = getattr(app.state, "semsched", None)
     if not isinstance(state, ServerState):
         state = app.state.semsched = ServerState()
@@ -113,11 +102,9 @@ def state_of(app: Any) -> ServerState:
 
 
 def asks_for_completion(scope: Any) -> bool:
-    """Whether an ASGI scope is a request for generated text, of which the body is read ahead."""
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    return path.endswith(_PATHS)
+    """Whether an ASGI scope is a request whose body is read ahead: its text decides its turn."""
+    is_post = scope["type"] == "http" and scope["method"] == "POST"
+    return bool(is_post and scope["path"].endswith(_PATHS))
 
 
 class BodyAhead:
@@ -155,16 +142,9 @@ class BodyAhead:
 
 def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:
     """The `vllm_xargs` of a request with its tenant; the object itself if there is none. The header
-    overrides a tenant in `vllm_xargs`, which overrides `user`.
-
-    Args:
-        user: of the OpenAI request.
-        header: value of the tenant header; None if absent.
-    """
+    (None if absent) overrides a tenant in `vllm_xargs`, which overrides the OpenAI field `user`."""
     known = {} if extra is None else extra
-    tenant = header
-    if tenant is None and isinstance(known, dict) and "tenant" not in known:
-        tenant = user
-    if not isinstance(tenant, str) or not isinstance(known, dict):
+    if not isinstance(known, dict):
         return extra
-    return {**known, "tenant": tenant}
+    tenant = user if header is None and "tenant" not in known else header
+    return {**known, "tenant": tenant} if isinstance(tenant, str) else extra

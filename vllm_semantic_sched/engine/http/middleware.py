@@ -4,40 +4,29 @@ the choice of an engine, operator endpoints, and tenants by header or `user` fie
 Everything that can be set at the engine client's `generate` is set there, for every route that
 generates; only the order of preparation needs the body before vLLM has parsed it.
 
-vllm serve MODEL --scheduler-cls vllm_semantic_sched.SemanticScheduler \
-    --middleware vllm_semantic_sched.Middleware
-
-Without it there are no operator endpoints (see `engine.http.admin`), requests reach the engine in
-order of arrival (see `engine.http.preparation`), vLLM spreads them over engines by load alone (see
-`engine.http.dispatch`), tenants are named by `vllm_xargs` only,
-and vLLM answers a refused request with status 500 (since 0.33: 503), or with an error message
-inside a stream of status 200.
+Without the middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an
+error message inside a stream of status 200.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from vllm_semantic_sched.engine.guard import guarded
-from vllm_semantic_sched.engine.http.admin import add_routes
+from vllm_semantic_sched.engine.guard import guarded, logger
+from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
-from vllm_semantic_sched.engine.http.incoming import Incoming, incoming
+from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
 from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
-logger = logging.getLogger("vllm.semantic_sched")
-
-Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
-
-_LONGEST_ID = 512
-"""Characters of a request id that a client may choose."""
+Outputs = AsyncGenerator[Any, None]
 
 STREAMED_ERROR = b'data: {"error"'
 """Start of the event by which vLLM's streams report an error."""
@@ -60,7 +49,7 @@ def collect_refusals() -> list[Refusal]:
 
 
 class Middleware:
-    """The middleware that users name: `Refusals`, `UrgentFirst` and the operator endpoints.
+    """What users name in `--middleware`: `Refusals`, `UrgentFirst` and the operator endpoints.
 
     vLLM adds it outside its own authentication. A request that this would refuse is passed to it
     at once: not a byte of its body is read here.
@@ -83,8 +72,7 @@ class Middleware:
 
 
 class Refusals:
-    """ASGI middleware that answers a refused request with its status, Retry-After and an error body
-    with a stable code, streamed or not.
+    """Answers a refused request with its status, Retry-After and an error body with a stable code.
 
     The head of a response is held back until the first part of its body, so a request that is
     refused before its first token gets a real status. A stream that is refused later gets the
@@ -126,8 +114,7 @@ class _Response:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._head = message
-            return
-        if self._replaced:
+        elif self._replaced:
             pass
         elif self._head is not None and self._refusals:
             self._replaced = True
@@ -140,7 +127,6 @@ class _Response:
             await self._send(message)
 
     async def flush(self) -> None:
-        """Send the head that was held back."""
         head, self._head = self._head, None
         if head is not None and not self._replaced:
             await self._send(head)
@@ -155,11 +141,7 @@ class _Response:
             if name.decode("latin-1").lower() not in own
         ]
         headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
-        start = {
-            "type": "http.response.start",
-            "status": refusal.code.status,
-            "headers": headers,
-        }
+        start = {"type": "http.response.start", "status": refusal.code.status, "headers": headers}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
 
@@ -171,54 +153,37 @@ def watch(app: Any) -> None:
     engine_client = getattr(app.state, "engine_client", None)
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
-    generate = engine_client.generate
-    dispatch = Dispatch(app)
+    generate, dispatch = engine_client.generate, Dispatch(app)
 
-    def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def outputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        # Counted here, not before: an iterator that is never started never ends.
+        leave = dispatch.prepare(args, kwargs)
+        try:
+            # Closing it ends the other answers of the request.
+            async with aclosing(generate(*args, **kwargs)) as outputs:
+                async for output in outputs:
+                    if (refusal := refusal_of(output)) is not None:
+                        raise _refused(refusal)
+                    yield output
+        # In place of the output: since vLLM 0.33, or with patches/0002, whose error has the status.
+        except GenerationError as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            raise _refused(refusal) from error
+        finally:
+            leave()
+
+    def watched(*args: Any, **kwargs: Any) -> Outputs:
         is_prepared()
         request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
-        if isinstance(request_id, str) and len(request_id) > _LONGEST_ID:
+        if isinstance(request_id, str) and len(request_id) > LONGEST_ID:
             raise ValueError(
-                f"request_id: {len(request_id)} characters; at most {_LONGEST_ID} are allowed"
+                f"request_id: {len(request_id)} characters; at most {LONGEST_ID} are allowed"
             )
-        return _generate(generate, dispatch, args, kwargs)
+        return outputs_of(args, kwargs)
 
     engine_client.generate = watched
     engine_client.semsched_watched = True
-
-
-async def _generate(
-    generate: Callable[..., AsyncGenerator[Any, None]],
-    dispatch: Dispatch,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> AsyncGenerator[Any, None]:
-    # Counted here, not before: an iterator that is never started never ends.
-    leave = dispatch.prepare(args, kwargs)
-    try:
-        outputs: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-        try:
-            async for output in _until_refused(outputs):
-                yield output
-        finally:
-            await outputs.aclose()  # ends the other answers of the request
-    finally:
-        leave()
-
-
-async def _until_refused(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    try:
-        async for output in outputs:
-            refusal = refusal_of(output)
-            if refusal is not None:
-                raise _refused(refusal)
-            yield output
-    # In place of the output: since vLLM 0.33, or with patches/0002, whose error has the status.
-    except GenerationError as error:
-        refusal = refusal_of(error)
-        if refusal is None:
-            raise
-        raise _refused(refusal) from error
 
 
 def _refused(refusal: Refusal) -> RequestRefused:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
 
+from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 _LEASE = 600.0  # seconds after which a pause ends by itself
 _LONGEST_LEASE = 86_400.0
@@ -21,7 +19,6 @@ router = APIRouter()
 
 
 def engine_of(request: Request) -> Any:
-    """vLLM's engine client."""
     return request.app.state.engine_client
 
 
@@ -64,19 +61,15 @@ def _lease(app: FastAPI, seconds: float | None) -> None:
 
 async def _end_lease(app: FastAPI) -> None:
     logger.warning("Semantic scheduling: nobody has ended the pause in time; the server resumes")
-    try:
+    with logged("the server is still paused"):
         await app.state.engine_client.resume_generation()
         show_paused(False)
-    except Exception:
-        logger.exception("Semantic scheduling: the server is still paused")
 
 
 def show_paused(paused: bool) -> None:
     """Show on /metrics whether the server is paused."""
-    try:
+    with logged("the pause is not shown on /metrics"):
         SemanticStatLogger.in_api_server("paused").set(float(paused))
-    except Exception:
-        logger.exception("Semantic scheduling: the pause is not shown on /metrics")
 
 
 @router.post("/sleep")
@@ -119,9 +112,9 @@ async def reload_weights(request: Request) -> dict[str, Any]:
 @router.post("/caches/drop")
 async def drop_caches(request: Request) -> dict[str, Any]:
     """Drop everything computed with replaced weights or adapters; call `pause` first."""
-    if not await engine_of(request).is_paused():
-        raise HTTPException(409, "pause first: requests are running")
     engine = engine_of(request)
+    if not await engine.is_paused():
+        raise HTTPException(409, "pause first: requests are running")
     try:
         dropped = await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     except Exception as error:  # vLLM raises while a load from the host is in flight

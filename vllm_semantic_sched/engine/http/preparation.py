@@ -1,9 +1,8 @@
 """Urgent requests overtake others before the engine sees them.
 
-vLLM's API server parses, templates and tokenizes requests on one thread, in the order in which they
-come: behind a burst of fifty, an urgent request would reach the scheduler last. Here a few requests
-at a time are prepared, in the order of their hints, or of the instant reader's levels. The
-scheduler decides anew what follows from them.
+vLLM's API server parses, templates and tokenizes requests on one thread, in order of arrival:
+behind a burst of fifty, an urgent request would reach the scheduler last. Here a few at a time are
+prepared, in the order of their hints or of the instant reader's levels.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from vllm_semantic_sched.engine.guard import guarded
+from vllm_semantic_sched.engine.guard import guarded, logged, logger
 from vllm_semantic_sched.engine.http.incoming import (
     BodyAhead,
     Incoming,
@@ -32,8 +29,6 @@ from vllm_semantic_sched.policy.estimates.hints import read_hints
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.preparation import PreparationQueue
 from vllm_semantic_sched.predict.instant import InstantReader
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 # The second keeps the thread busy while the first waits for the tokenizer's.
 _SLOTS = 2
@@ -70,7 +65,6 @@ class GlanceRules:
     """How to tell the urgency of an HTTP request at a glance.
 
     Attributes:
-        policy: of the server.
         instant: None if the policy does not use the instant reader.
     """
 
@@ -94,22 +88,15 @@ class GlanceRules:
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
-        """The rules of a policy.
-
-        Raises:
-            ValueError: the instant reader is damaged.
-        """
+        """The rules of a policy. Raises ValueError if the instant reader is damaged."""
         predictor = policy.predictor
         reads = policy.reads(hinted=False) and predictor.instant.enabled
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
     def glance(self, body: bytes | None, priority: int | None = None) -> Glance:
         """Read an OpenAI request: as without any field if the body is not a JSON object, or None,
-        because it is too large to parse twice.
-
-        Args:
-            priority: of vLLM's header, which overrides the body's.
-        """
+        because it is too large to parse twice. `priority`: of vLLM's header, which overrides the
+        body's."""
         request = None
         if body is not None:
             with contextlib.suppress(ValueError, RecursionError):
@@ -118,20 +105,18 @@ class GlanceRules:
 
     def glance_at(self, request: dict[str, Any], priority: int | None = None) -> Glance:
         """Read an OpenAI request, as parsed."""
-        policy = self.policy
+        policy, user = self.policy, request.get("user")
         if priority is None:
             priority = request.get("priority")
         hint = read_hints(request.get("vllm_xargs"), priority, policy.hints, policy.levels)
-        user = request.get("user")
-        user = user if isinstance(user, str) else None
-        said = read_user(request)
-        if hint.level is not None or self.instant is None:
-            return Glance(reading_level(policy, hint, None), None, user, said.has_media)
-        text = "\n".join(said.texts)
-        reading = self.instant.read(text) if text else None
-        several = isinstance(request.get("prompt"), list)  # each becomes a request of its own
+        texts, has_media = read_user(request)
+        reading = None
+        if hint.level is None and self.instant is not None and (text := "\n".join(texts)):
+            reading = self.instant.read(text)
         level = reading_level(policy, hint, reading)
-        return Glance(level, None if several else reading, user, said.has_media)
+        if isinstance(request.get("prompt"), list):  # each becomes a request of its own
+            reading = None
+        return Glance(level, reading, user if isinstance(user, str) else None, has_media)
 
 
 class Said(NamedTuple):
@@ -160,22 +145,13 @@ def read_user(request: dict[str, Any]) -> Said:
             elif len(stack) > _DEEPEST:
                 continue
             elif isinstance(value, list):
-                stack.append(iter(_ends(value)))
+                many = len(value) > _FIRST + _LAST
+                stack.append(iter([*value[:_FIRST], *value[-_LAST:]] if many else value))
             elif isinstance(value, dict) and value.get("role", "user") == "user":
                 # A message, or a part of one.
                 has_media = has_media or value.get("type") not in _TEXT_PARTS
                 stack.append(iter((value.get("content", value.get("text")),)))
     return Said(texts, has_media)
-
-
-def _ends(values: list[Any]) -> Iterable[Any]:
-    if len(values) <= _FIRST + _LAST:
-        return values
-    return [*values[:_FIRST], *values[-_LAST:]]
-
-
-def _nothing(*args: Any) -> None:
-    pass
 
 
 class UrgentFirst:
@@ -208,7 +184,7 @@ class UrgentFirst:
         finally:
             incoming.reset(token)
 
-    @guarded(_nothing, logger)
+    @guarded(lambda *args: None, logger)
     def _rules(self, scope: Any) -> Any:
         """The rules for a request; None if it passes at once."""
         return state_of(scope["app"]).rules if asks_for_completion(scope) else None
@@ -219,31 +195,28 @@ class UrgentFirst:
         loop = asyncio.get_running_loop()
         came = loop.time()
         turn = loop.create_future()
-        tenant = request.tenant or request.user or ""
-        self._enter(turn, level, came, tenant)
+        self._enter(turn, level, came, request.tenant or request.user or "")
         if not turn.done():
             self._turns.add(turn)
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self.leave()
+                    self._leave()
                 raise
             finally:
                 self._turns.discard(turn)
-        self._report(loop.time() - came)
-        slot = _Slot(self)
-        request.prepared = slot.leave
-        timer = loop.call_later(_LONGEST, slot.leave)
-        try:
+        with contextlib.suppress(Exception):  # a figure less is no reason to fail
+            SemanticStatLogger.in_api_server("preparation_queue").set(len(self._queue))
+            SemanticStatLogger.in_api_server("preparation_seconds").observe(loop.time() - came)
+        with contextlib.ExitStack() as slot:  # left once, at the first of three events
+            slot.callback(self._leave)
+            slot.callback(loop.call_later(_LONGEST, slot.close).cancel)
+            request.prepared = slot.close
             await self._app(scope, body.replay, send)
-        finally:
-            timer.cancel()
-            slot.leave()
 
     @guarded(lambda self, turn, *args: turn.set_result(None), logger)
     def _enter(self, turn: asyncio.Future[None], level: int, came: float, tenant: str) -> None:
-        """Give a request a slot, or let it wait for its turn."""
         if self._queue.enter(turn, level, came, tenant):
             turn.set_result(None)
 
@@ -254,31 +227,15 @@ class UrgentFirst:
                 turn.set_result(None)
 
     @guarded(_let_all_in, logger)
-    def leave(self) -> None:
-        """Give a slot to the next request that still waits for one."""
+    def _leave(self) -> None:
         while (turn := self._queue.leave()) is not None:
             if not turn.done():
                 turn.set_result(None)
                 return
 
-    def _report(self, waited: float) -> None:
-        with contextlib.suppress(Exception):  # a figure less is no reason to fail
-            SemanticStatLogger.in_api_server("preparation_queue").set(len(self._queue))
-            SemanticStatLogger.in_api_server("preparation_seconds").observe(waited)
-
     @guarded(lambda self, rules, *args: Glance(rules.policy.default_level), logger)
     def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
         return rules.glance(body, priority)
-
-
-class _Slot:
-    def __init__(self, queue: UrgentFirst) -> None:
-        self._queue: UrgentFirst | None = queue
-
-    def leave(self) -> None:
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.leave()
 
 
 def is_prepared() -> None:
@@ -292,8 +249,6 @@ def adopt_rules(app: Any) -> None:
     """Load or reload the rules of an application's server. Never raises: if they cannot be read,
     the old ones stay; without any, requests keep the order in which they come."""
     state = state_of(app)
-    try:
+    with logged("the HTTP server's order of requests stays as it was"):
         vllm_config = getattr(app.state, "vllm_config", None)
         state.rules = None if vllm_config is None else GlanceRules.load(vllm_config)
-    except Exception:
-        logger.exception("Semantic scheduling: the HTTP server's order of requests stays as it was")

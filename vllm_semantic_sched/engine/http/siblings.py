@@ -1,17 +1,15 @@
-"""What the API servers of one `vllm serve` know of each other, in memory that they share.
-
-vLLM starts as many API servers as engines, and each sees only the requests that it gets itself.
-"""
+"""What the API servers of one `vllm serve` know of each other, in memory that they share: vLLM
+starts as many as engines, and each sees only its own requests."""
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.vllm_api import (
     VllmConfig,
     api_server_count,
@@ -19,8 +17,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     engine_count,
 )
 from vllm_semantic_sched.predict.shared import own_folder
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class Siblings:
@@ -31,9 +27,8 @@ class Siblings:
     the others may be a moment old.
 
     Args:
-        path: of the file to map, which all servers name; the last one removes it.
-        servers, rank: number of API servers, and this one's among them.
-        engines, levels: of the counts.
+        path: of the file to map, the same for all servers; the last one removes it.
+        rank: this server's number.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -60,7 +55,7 @@ class Siblings:
             path.unlink(missing_ok=True)
 
     def add(self, engine: int, level: int, requests: int) -> None:
-        """Count requests that this server has sent to an engine; negative: that have ended."""
+        """Count requests that this server has sent; negative: that have ended."""
         self._own[engine, level:] += requests
 
     def others(self) -> list[list[int]]:
@@ -69,7 +64,6 @@ class Siblings:
         return ahead
 
     def tell_reload(self) -> None:
-        """Tell the others that this server has reloaded the policy."""
         self._reloads += 1
         self._seen = int(self._reloads[0])
 
@@ -80,8 +74,7 @@ class Siblings:
 
 
 def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
-    """Share memory with the other API servers of this `vllm serve`; None if there are none, or if
-    there can be no such memory."""
+    """Share memory with the other API servers; None if there are none, or it cannot be shared."""
     servers = api_server_count(vllm_config)
     if servers < 2:
         return None
@@ -90,7 +83,9 @@ def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
         if folder is None:
             raise PermissionError("the folder for it belongs to somebody else")
         parent = os.getppid()  # vLLM starts all of them from one process
-        path = folder / f"{parent}-{_started(parent)}.counts"
+        # When it started, in clock ticks since the machine did: no change of the clock moves it.
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        path = folder / f"{parent}-{started}.counts"
         engines = engine_count(vllm_config)
         return Siblings(path, servers, api_server_rank(vllm_config), engines, levels)
     except (OSError, ValueError) as error:
@@ -101,10 +96,3 @@ def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
             error,
         )
         return None
-
-
-def _started(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did: no change of the clock moves
-    it."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19])

@@ -1,19 +1,17 @@
-"""Reads new requests before they reach the scheduler's thread.
-
-vLLM builds a request on its input thread, beside the model's steps, and hands it to the scheduler
-between two steps. Everything about a request that needs no scheduler state is read there. In an
-offline engine, and for a scheduler without an engine, both happen on one thread.
-"""
+"""Reads new requests on vLLM's input thread, beside the model's steps, as far as that needs no
+scheduler state. In an offline engine, and without an engine, everything happens on one thread."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
+from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.requests.stated_lengths import stated_length
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
@@ -24,24 +22,8 @@ from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
-
-# vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
-_PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
-
-# One of several answers to a prompt.
-_ANSWER = re.compile(r"\d+_(?P<parent>.*)")
-
-
-def origin_of(request_id: str) -> str:
-    """The client's id of a request, from vLLM's."""
-    part = _PART.fullmatch(request_id)
-    return part["origin"] if part else request_id
-
-
-def parent_of(request_id: str) -> str | None:
-    """The prompt to which a request is one of several answers; None if it is the only one."""
-    answer = _ANSWER.fullmatch(request_id)
-    return answer["parent"] if answer else None
+from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.view import EngineView
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +34,22 @@ class Arrival:
         policy: the policy by which it was read.
         job: not known to the core yet (`SchedulingCore.arrive`).
         source: origin of its level, as in metrics.
-        hint_problem: why the urgency hint is unusable; None if it is usable or absent.
-        reading_problem: why its entry of the HTTP server's reading is ignored; None if it is not.
+        problems: by counter, what is wrong with the request, for the log; None: not to be logged.
         dedup_key: None without a usable one.
-        dedup_problem: why the key is unusable; None if it is usable or absent.
         origin: the client's request; the same for all its prompts and answers.
         parent: the prompt, if this is one of several answers to it; else None.
         refusable: whether its client can receive a refusal.
-        unread: whether its text should be read, but the predictor's queue is full.
-        has_problem: whether there is anything to report about it.
         read_at_once: whether the instant reader has read its text.
     """
 
     policy: Policy
     job: Job
     source: str
-    hint_problem: str | None
-    reading_problem: str | None
+    problems: Mapping[str, str | None]
     dedup_key: str | None
-    dedup_problem: str | None
     origin: str
     parent: str | None
     refusable: bool
-    unread: bool
-    has_problem: bool
     read_at_once: bool
 
 
@@ -83,36 +57,30 @@ class Arrivals:
     """Prepares new requests on vLLM's input thread, and hands them to the scheduler's thread.
 
     What was prepared is kept on vLLM's request, so that nothing is left of a request that never
-    arrives.
-
-    Args:
-        predictions: reads the texts.
-        known: whether the scheduler has a request of this id.
-        refusable: whether the client of a request can receive a refusal.
-        logs_blocks: whether jobs keep the hashes of their KV blocks, for the event log.
+    arrives. With `logs_blocks`, jobs keep the hashes of their KV blocks, for the event log.
     """
 
     def __init__(
         self,
         core: SchedulingCore,
+        jobs: Mapping[str, Job],
         predictions: PredictionFeed,
-        known: Callable[[str], bool],
-        refusable: Callable[[Request], bool],
-        logs_blocks: bool = False,
+        endings: Endings,
+        counters: Counters,
+        logs_blocks: bool,
     ) -> None:
-        self._logs_blocks = logs_blocks
         self._core = core
+        self._jobs = jobs
         self._predictions = predictions
-        self._known = known
-        self._refusable = refusable
+        self._endings = endings
+        self._counters = counters
+        self._logs_blocks = logs_blocks
 
     def prepare(self, request: Request) -> None:
-        """Read a request and attach the result. Safe on any thread; may raise.
-
-        The parts of a session with streamed input share one id and are left to `prepared`, which
-        sees them in order.
-        """
-        if not request.resumable and not self._known(request.request_id):
+        """Read a request and attach the result. Safe on any thread; may raise. The parts of a
+        session with streamed input share one id and are left to `prepared`, which sees them in
+        order."""
+        if not request.resumable and request.request_id not in self._jobs:
             attach_arrival(request, self._read(request, submitted=False))
 
     def prepared(self, request: Request) -> Arrival:
@@ -137,28 +105,53 @@ class Arrivals:
             awaits_prediction=False,
         )
 
-    def _read(self, request: Request, submitted: bool) -> Arrival:
-        """Read a request by the policy in force.
+    def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
+        """A request is in the queue; it, or others because of it, may end. Without a step it is
+        only counted."""
+        self._counters.add("requests", arrival.source)
+        if arrival.read_at_once:
+            self._counters.add("instant_predictions")
+        for counter, problem in arrival.problems.items():
+            if problem is not None and not self._counters.total(counter, ()):
+                logger.warning(
+                    "Request %s: %s; served without it. Further ones are counted in "
+                    "semsched:%s_total only.",
+                    *(arrival.job.request_id, problem, counter),
+                )
+            self._counters.add(counter)
+        if not arrival.refusable or step is None:
+            return
+        parent = arrival.parent
+        refusal = None if parent is None else self._endings.refused_prompts.get(parent)
+        if refusal is not None:
+            self._endings.refuse_prompt(arrival.job, refusal)
+        else:
+            step.arrived(view, arrival.job, arrival.dedup_key, arrival.origin)
 
-        Args:
-            submitted: the predictor has its text.
-        """
+    def _read(self, request: Request, submitted: bool) -> Arrival:
+        """Read a request by the policy in force. `submitted`: the predictor has its text."""
         core, request_id, params = self._core, request.request_id, request.sampling_params
         extra_args = params.extra_args if params else None
         hint = core.read_hints(extra_args, request.priority)
-        dedup_key = dedup_problem = None
+        problems: dict[str, str | None] = {}
+        dedup_key = None
         try:
             dedup_key = read_key(extra_args, core.policy.dedup)
         except BadKey as problem:
-            dedup_problem = str(problem)
+            problems["invalid_dedup_keys"] = str(problem)
         stated = stated_length(params)
         reads = submitted or self._predictions.reads(request, hint, stated.exact)
-        passed = read_passed(extra_args)
-        first = self._predictions.first_reading(request, passed.reading) if reads else None
+        passed, forgery = read_passed(extra_args)
+        first = self._predictions.first_reading(request, passed) if reads else None
         awaits_prediction = submitted or (
             first is not None and self._predictions.submit(request_id, hint, first)
         )
-        unread = reads and not awaits_prediction
+        if reads and not awaits_prediction:  # the predictor's queue is full
+            problems["unread_prompts"] = None
+        if hint.problem:
+            problems["invalid_hints"] = hint.problem
+        if forgery:
+            problems["forged_readings"] = forgery
         job = core.draft(
             request_id,
             prompt_tokens=request.num_prompt_tokens,
@@ -176,16 +169,12 @@ class Arrivals:
             policy=core.policy,
             job=job,
             source=job.level_source.value,
-            hint_problem=hint.problem,
-            reading_problem=passed.problem,
+            problems=problems,
             dedup_key=dedup_key,
-            dedup_problem=dedup_problem,
             origin=origin_of(request_id),
             parent=parent_of(request_id),
-            refusable=self._refusable(request),
-            unread=unread,
+            refusable=self._endings.can_end(request),
             read_at_once=first is not None and first.provisional is not None,
-            has_problem=unread or any((hint.problem, passed.problem, dedup_problem)),
         )
 
 
@@ -194,24 +183,7 @@ class Arrivals:
 # clients fill too (`vllm_xargs`), as an entry of bytes: clients send JSON, which has none, so they
 # cannot forge it. Text or numbers in its place come from a client; they are ignored and counted.
 
-READING = "semsched_reading"
-"""Key of the entry."""
-
-
-class PassedReading(NamedTuple):
-    """What `read_passed` has found.
-
-    Attributes:
-        reading: None if the HTTP server passed none.
-        problem: why the entry is not the HTTP server's; None if it is, or is absent.
-    """
-
-    reading: Prediction | None
-    problem: str | None = None
-
-
-_ABSENT = PassedReading(None)
-_FORGED = PassedReading(None, f"{READING} in vllm_xargs: only the server itself may set it")
+READING = "semsched_reading"  # key of the entry
 
 
 def pass_reading(params: Any, reading: Prediction) -> None:
@@ -223,14 +195,13 @@ def pass_reading(params: Any, reading: Prediction) -> None:
         params.extra_args = {**extra_args, READING: entry}
 
 
-def read_passed(extra_args: Any) -> PassedReading:
-    """The reading in the `extra_args` of a request, which may be of any type."""
+def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
+    """The reading in a request's `extra_args`, or why the entry is not the HTTP server's."""
     entry = extra_args.get(READING) if isinstance(extra_args, dict) else None
     if entry is None:
-        return _ABSENT
+        return None, None
     if not isinstance(entry, bytes):
-        return _FORGED
+        return None, f"{READING} in vllm_xargs: only the server itself may set it"
     urgency, length, unreadable = json.loads(entry)
-    return PassedReading(
-        Prediction(tuple(urgency), None if length is None else tuple(length), unreadable)
-    )
+    length = None if length is None else tuple(length)
+    return Prediction(tuple(urgency), length, unreadable), None

@@ -1,10 +1,12 @@
-"""How requests end: reads the outcome from vLLM's request, and ends requests so that their clients
-learn why."""
+"""The ends of requests: how vLLM's requests ended, refusals that clients learn of, and readings
+kept for corrections by operators."""
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.engine.vllm_api import (
     EngineCoreEventType,
@@ -12,15 +14,37 @@ from vllm_semantic_sched.engine.vllm_api import (
     EngineCoreOutputs,
     Request,
     RequestStatus,
-    Scheduler,
     refused_output,
 )
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+_MOST_ANSWERS = 128  # to a prompt
+_REMEMBERED = 256  # refused prompts
+_KEPT = 20_000  # readings, about 8 MB
 
 # Tokens that the engine may have generated between a stop string and the abort.
 _STOP_STRING_SLACK = 64
+
+
+# vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
+_PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
+
+# One of several answers to a prompt.
+_ANSWER = re.compile(r"\d+_(?P<parent>.*)")
+
+
+def origin_of(request_id: str) -> str:
+    """The client's id of a request, from vLLM's."""
+    part = _PART.fullmatch(request_id)
+    return part["origin"] if part else request_id
+
+
+def parent_of(request_id: str) -> str | None:
+    """The prompt to which a request is one of several answers; None if it is the only one."""
+    answer = _ANSWER.fullmatch(request_id)
+    return answer["parent"] if answer else None
 
 
 class RequestEnd(NamedTuple):
@@ -50,8 +74,8 @@ def end_of(
     """How a finished request ended.
 
     Args:
-        refusal: why the policy ended it; None if the policy did not.
-        decode: token ids to text; None if the engine has no tokenizer.
+        refusal: why the policy ended it, if it did.
+        decode: token ids to text; None without a tokenizer.
     """
     if refusal is not None:
         return RequestEnd(JobState.REFUSED, refusal.code.value, AnswerEnd.ABORTED)
@@ -65,14 +89,13 @@ def end_of(
 
 
 def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None) -> bool:
-    """Whether a request was aborted because of a stop string. vLLM's API servers find stop
-    strings and then abort the request, as if the client had disconnected."""
+    """Whether a request was aborted because of a stop string: vLLM's API servers find those and
+    abort the request, as if the client had disconnected."""
     stops = request.sampling_params.stop if request.sampling_params else None
     if not stops or decode is None:
         return False
     words = [stops] if isinstance(stops, str) else stops
-    tail = list(request.output_token_ids[-max(map(len, words)) - _STOP_STRING_SLACK :])
-    text = decode(tail)
+    text = decode(list(request.output_token_ids[-max(map(len, words)) - _STOP_STRING_SLACK :]))
     return any(word in text for word in words)
 
 
@@ -85,31 +108,51 @@ class Endings:
 
     Attributes:
         refusal: the refusal of the request that vLLM frees right now; None for other requests.
+        refused_prompts: those refused last, by vLLM's id of the prompt (`parent_of`).
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._outputs: dict[int, list[EngineCoreOutput]] = {}
         self._deferred: dict[str, Refusal] | None = None
         self.refusal: Refusal | None = None
+        self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()
 
     def can_end(self, request: Request) -> bool:
-        """Whether the client of a request can receive a refusal. Pooling outputs cannot carry
-        one, and a session with streamed input does not end with one output."""
+        """Whether the client can receive a refusal. Pooling outputs cannot carry one, and a session
+        with streamed input does not end with one output."""
         return request.sampling_params is not None and not request.resumable
 
-    def end(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request; during schedule(), right after it.
+    def refuse(self, request_id: str, refusal: Refusal) -> bool:
+        """End a waiting or running request, and count it; see `SemanticScheduler.refuse`."""
+        job: Job | None = self._scheduler.jobs.get(request_id)
+        if not self._end(request_id, refusal):
+            return False
+        if job is not None:
+            tier = self._scheduler.core.policy.tier_names[job.level]
+            self._scheduler.counters.add("refused", (refusal.code.value, tier))
+        return True
 
-        Returns:
-            False if the request is gone or cannot be ended.
-        """
+    def refuse_prompt(self, job: Job, refusal: Refusal) -> None:
+        """End a request, and the other answers to the same prompt: vLLM tells the client of the
+        refusal when all of them have ended, those too that are still on their way here."""
+        self.refuse(job.request_id, refusal)
+        if (prompt := parent_of(job.request_id)) is not None:
+            self.refused_prompts[prompt] = refusal
+            if len(self.refused_prompts) > _REMEMBERED:
+                self.refused_prompts.popitem(last=False)
+            for number in range(_MOST_ANSWERS):
+                self.refuse(f"{number}_{prompt}", refusal)
+
+    def _end(self, request_id: str, refusal: Refusal) -> bool:
+        """End a request; during schedule(), right after it. False if it is gone or cannot be
+        ended."""
         request = self._scheduler.requests.get(request_id)
         if request is None or request.is_finished() or not self.can_end(request):
             return False
         if self._deferred is not None:
             return self._deferred.setdefault(request_id, refusal) is refusal
-        self._end(request, refusal)
+        self._finish(request, refusal)
         return True
 
     def defer(self) -> None:
@@ -117,25 +160,19 @@ class Endings:
         self._deferred = {}
 
     def end_deferred(self) -> None:
-        """End the requests that were put off since `defer`."""
         deferred, self._deferred = self._deferred, None
         for request_id, refusal in (deferred or {}).items():
-            self.end(request_id, refusal)
+            self._end(request_id, refusal)
 
     def deliver(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Add the last outputs of ended requests to a step's outputs, which are by client."""
         pending, self._outputs = self._outputs, {}
         for client, last in pending.items():
-            if client not in outputs:
-                outputs[client] = EngineCoreOutputs()
-            outputs[client].outputs.extend(last)
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(last)
 
-    def _end(self, request: Request, refusal: Refusal) -> None:
-        if (
-            self._scheduler.log_stats
-            and not request.num_output_tokens
-            and not request.num_preemptions
-        ):
+    def _finish(self, request: Request, refusal: Refusal) -> None:
+        started = request.num_output_tokens or request.num_preemptions
+        if self._scheduler.log_stats and not started:
             # Without this event vLLM would count the queue and prefill times of a request that
             # was never scheduled from the machine's boot.
             request.record_event(EngineCoreEventType.SCHEDULED)
@@ -145,3 +182,26 @@ class Endings:
         finally:
             self.refusal = None
         self._outputs.setdefault(request.client_index, []).append(refused_output(request, refusal))
+
+
+class RecentReadings:
+    """Probabilities and level of the requests that ended last, by the client's request id; of
+    several prompts or answers, those of the last."""
+
+    def __init__(self) -> None:
+        self._readings: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def keep(self, job: Job) -> None:
+        """Remember a job that has ended, if the predictor has read it."""
+        if job.prediction is None or job.awaits_prediction:
+            return
+        origin = origin_of(job.request_id)
+        reading = {"probabilities": list(job.prediction.urgency), "level": job.level}
+        self._readings[origin] = reading
+        self._readings.move_to_end(origin)
+        if len(self._readings) > _KEPT:
+            self._readings.popitem(last=False)
+
+    def find(self, request_id: str) -> dict[str, Any] | None:
+        """`probabilities` and `level` of a request, by the client's id or vLLM's."""
+        return self._readings.get(request_id) or self._readings.get(origin_of(request_id))

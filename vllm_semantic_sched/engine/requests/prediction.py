@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -32,12 +32,7 @@ _MOST_AHEAD = 65536
 
 
 class FirstReading(NamedTuple):
-    """A prompt as first read.
-
-    Attributes:
-        text: its first and last tokens, decoded.
-        provisional: the instant reader's prediction; None without such a reader.
-    """
+    """A prompt's first and last tokens, decoded, and the instant reader's prediction, if any."""
 
     text: str
     provisional: Prediction | None
@@ -47,15 +42,13 @@ class PredictionFeed:
     """Sends prompts to the predictor and hands out its predictions, without ever waiting for them.
 
     Args:
-        jobs: the scheduler's jobs by request id.
-        structured_output_manager: holds the served model's tokenizer in this process.
+        tokenizer: of the served model; None if the engine has none.
         group: engines of the same group share a predictor process.
         prompt_of: token ids of a request's prompt; None if there are none.
 
     Attributes:
         service: the predictor; None if the policy uses none.
         instant: the instant reader; None if policy or model have none.
-        tokenizer: the served model's; None if the engine has none.
 
     Raises:
         PredictorError: the configured model cannot be loaded. A stored network that turns out to
@@ -66,11 +59,10 @@ class PredictionFeed:
         self,
         core: SchedulingCore,
         jobs: dict[str, Job],
-        structured_output_manager: Any,
+        tokenizer: Any,
         counters: Counters,
-        logger: logging.Logger,
-        group: str | None = None,
-        prompt_of: Callable[[str], Sequence[int] | None] = lambda request_id: None,
+        group: str | None,
+        prompt_of: Callable[[str], Sequence[int] | None],
     ) -> None:
         self._core = core
         self._prompt_of = prompt_of
@@ -80,30 +72,27 @@ class PredictionFeed:
         # threads change the first, each time by one atomic call.
         self._ahead: OrderedDict[str, None] = OrderedDict()
         self._early: list[tuple[str, Prediction | None]] = []
-        self._logger = logger
         self.service: PredictionService | None = None
         self.instant: InstantReader | None = None
-        self.tokenizer = getattr(structured_output_manager, "tokenizer", None)
-        policy = core.policy
-        if not policy.reads(hinted=False):
+        self.tokenizer = tokenizer
+        predictor = core.policy.predictor
+        if not core.policy.reads(hinted=False):
             return
-        tokenizer = self.tokenizer
         if tokenizer is None:
             logger.warning(
                 "Semantic scheduling: vLLM runs without a tokenizer, so prompts cannot be read; "
                 "levels come from hints only."
             )
             return
-        self.service = PredictionService(policy.predictor, logger=logger, group=group)
+        self.service = PredictionService(predictor, logger=logger, group=group)
         # A model whose files look complete loads beside the start of the engine.
-        known = stored_buckets(policy.predictor.model)
-        core.estimates.buckets = buckets = self.service.start(known)
-        if policy.predictor.instant.enabled:
-            self.instant = self._load_instant(policy.predictor.model, buckets)
+        core.estimates.buckets = buckets = self.service.start(stored_buckets(predictor.model))
+        if predictor.instant.enabled:
+            self.instant = _load_instant(predictor.model, buckets)
 
     @property
     def decode(self) -> Callable[[list[int]], str] | None:
-        """Converts token ids to text; None if the engine has no tokenizer."""
+        """Converts token ids to text; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
 
     @property
@@ -112,8 +101,7 @@ class PredictionFeed:
         return self.service is None or self.service.up
 
     def gauges(self) -> dict[str, float]:
-        """State of the predictor, empty if the policy uses none; brings its counters up to
-        date."""
+        """State of the predictor; brings its counters up to date."""
         if self.service is None:
             return {}
         self._counters.raise_to("cached_predictions", self.service.cached)
@@ -123,10 +111,7 @@ class PredictionFeed:
         for texts, seconds in self.service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
-        return {
-            "predictor_queue": self.service.pending,
-            "predictor_up": float(self.service.up),
-        }
+        return {"predictor_queue": self.service.pending, "predictor_up": float(self.service.up)}
 
     def reads(self, request: Request, hint: Hint, length_known: bool) -> bool:
         """Whether the predictor should read a request's text."""
@@ -137,17 +122,11 @@ class PredictionFeed:
         )
 
     def first_reading(self, request: Request, passed: Prediction | None) -> FirstReading | None:
-        """Decode a new request's prompt, and read it at once with the instant reader: less than a
-        millisecond, whatever its length. May be called on any thread.
-
-        Args:
-            passed: the HTTP server's reading, if it has read the text.
-
-        Returns:
-            None without a tokenizer or a text.
-        """
-        tokenizer, tokens = self.tokenizer, request.prompt_token_ids
-        if tokenizer is None or not tokens:
+        """Decode a new request's prompt, and read it at once with the instant reader, unless the
+        HTTP server has passed a reading: less than a millisecond, whatever its length. Safe on any
+        thread. None without a tokenizer or a text."""
+        tokens = request.prompt_token_ids
+        if self.tokenizer is None or not tokens:
             return None
         text = self._text(tokens, 2 * _WINDOW)
         if self.instant is None:
@@ -165,12 +144,9 @@ class PredictionFeed:
             return ""  # ids outside the vocabulary; vLLM decides about the request
 
     def submit(self, request_id: str, hint: Hint, first: FirstReading) -> bool:
-        """Send a request's prompt to the predictor. May be called on vLLM's input thread, before
-        the scheduler knows the request; it then calls `arrived`.
-
-        Returns:
-            False if no prediction will arrive.
-        """
+        """Send a request's prompt to the predictor; False if no prediction will arrive. May be
+        called on vLLM's input thread, before the scheduler knows the request; it then calls
+        `arrived`."""
         if self.service is None:
             return False
         self._ahead[request_id] = None
@@ -183,7 +159,7 @@ class PredictionFeed:
         return False
 
     def arrived(self, request_id: str) -> None:
-        """The scheduler knows a request that was submitted; its prediction can be applied."""
+        """The scheduler knows a submitted request; its prediction can be applied."""
         self._ahead.pop(request_id, None)
 
     def cancel(self, job: Job) -> None:
@@ -225,13 +201,14 @@ class PredictionFeed:
                 if provisional is not None and provisional != job.level:
                     raised = job.level < provisional
                     self._counters.add("corrected_levels", "raised" if raised else "lowered")
-                self._look_again(job, prediction)
+                if prediction is not None:
+                    self._look_again(job, prediction)
 
-    def _look_again(self, job: Job, prediction: Prediction | None) -> None:
+    def _look_again(self, job: Job, prediction: Prediction) -> None:
         """Have the parts of a prompt read that its first reading did not see."""
         policy, tokens = self._core.policy, self._prompt_of(job.request_id)
         unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
-        if prediction is None or not job.level or not tokens or unseen <= 0 or job.state.is_end:
+        if not job.level or not tokens or unseen <= 0 or job.state.is_end:
             return
         if self.service is not None and policy.predictor.second_look.enabled:
             gain = doubt(prediction.urgency, job.level, unseen, policy.decision)
@@ -240,21 +217,19 @@ class PredictionFeed:
             self.service.look_again(job.request_id, job.level, key, text)
 
     def close(self) -> None:
-        """Stop the predictor."""
         if self.service is not None:
             self.service.close()
 
-    def _load_instant(
-        self, model: str | None, buckets: LengthBuckets | None
-    ) -> InstantReader | None:
-        try:
-            reader = InstantReader.load_beside(model, buckets)
-        except Exception as error:
-            self._logger.warning("Semantic scheduling: no instant reader: %s.", error)
-            return None
-        if reader is None:
-            self._logger.info(
-                "Semantic scheduling: predictor.model has no instant reader; requests wait for "
-                "the predictor at the default level."
-            )
-        return reader
+
+def _load_instant(model: str | None, buckets: LengthBuckets | None) -> InstantReader | None:
+    try:
+        reader = InstantReader.load_beside(model, buckets)
+    except Exception as error:
+        logger.warning("Semantic scheduling: no instant reader: %s.", error)
+        return None
+    if reader is None:
+        logger.info(
+            "Semantic scheduling: predictor.model has no instant reader; requests wait for "
+            "the predictor at the default level."
+        )
+    return reader

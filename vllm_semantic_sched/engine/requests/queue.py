@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.vllm_api import Request, RequestQueue
@@ -20,7 +20,7 @@ class SemanticRequestQueue(RequestQueue):
     a reservation is falsy, although its length is not 0.
 
     Args:
-        jobs: the scheduler's jobs by request id; a request without one is served last.
+        jobs: by request id; a request without one is served last.
         queue: where the core keeps the jobs of this queue.
     """
 
@@ -32,13 +32,13 @@ class SemanticRequestQueue(RequestQueue):
         self._queue = queue
         self._guard = guard
         self._members: OrderedDict[str, Request] = OrderedDict()
-        self._first_come_first_served = False
+        self._ordered = True
         self._peeked: Request | None = None
 
     def add_request(self, request: Request) -> None:
         self._recover()
         self._members[request.request_id] = request
-        if not self._first_come_first_served:
+        if self._ordered:
             try:
                 self._core.enqueue(self._jobs[request.request_id], self._queue)
             except Exception:
@@ -51,7 +51,7 @@ class SemanticRequestQueue(RequestQueue):
         for request in requests:
             self._members[request.request_id] = request
             self._members.move_to_end(request.request_id, last=False)
-            if self._ordered_by_core:
+            if self._ordered:
                 try:
                     self._core.requeue(self._jobs[request.request_id], self._queue)
                 except Exception:
@@ -66,16 +66,16 @@ class SemanticRequestQueue(RequestQueue):
     def pop_request(self) -> Request:
         request = self._peeked or self._head()
         assert request is not None, "pop from an empty queue"
-        self._remove(request, self._core.take)
+        self._remove(request, seated=True)
         return request
 
     def remove_request(self, request: Request) -> None:
-        self._remove(request, _drop)
+        self._remove(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         # vLLM passes the same list to every queue, so some requests are not in this one.
         for request in requests:
-            self._remove(request, _drop)
+            self._remove(request)
 
     def __bool__(self) -> bool:
         """Whether a request may be seated now. vLLM checks this before it looks at the head, so
@@ -86,19 +86,15 @@ class SemanticRequestQueue(RequestQueue):
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        if self._ordered_by_core:
+        if self._ordered:
             try:
                 return iter([self._members[job.request_id] for job in self._queue.ordered()])
             except Exception:
                 self._fall_back("listing waiting requests")
         return iter(list(self._members.values()))
 
-    @property
-    def _ordered_by_core(self) -> bool:
-        return not self._first_come_first_served
-
     def _head(self) -> Request | None:
-        if self._members and self._ordered_by_core:
+        if self._members and self._ordered:
             try:
                 job = self._queue.peek()
                 assert len(self._queue) == len(self._members), "the core lost a request"
@@ -107,29 +103,29 @@ class SemanticRequestQueue(RequestQueue):
                 self._fall_back("choosing the next request")
         return next(iter(self._members.values()), None)
 
-    def _remove(self, request: Request, from_core: Callable[[Job, WaitingQueue], None]) -> None:
+    def _remove(self, request: Request, seated: bool = False) -> None:
         self._peeked = None
-        if self._members.pop(request.request_id, None) is None or not self._ordered_by_core:
+        if self._members.pop(request.request_id, None) is None or not self._ordered:
             return
         try:
             job = self._jobs.get(request.request_id)
-            if job is not None:  # else it has ended, and the core has removed it
-                from_core(job, self._queue)
+            if job is None:  # it has ended, and the core has removed it
+                return
+            if seated:
+                self._core.take(job, self._queue)
+            else:
+                self._queue.remove(job)
         except Exception:
             self._fall_back("taking a request out of the queue")
 
     def _fall_back(self, doing: str) -> None:
         """First come, first served, until the queue has emptied."""
         self._guard.failed(doing)
-        self._first_come_first_served = True
+        self._ordered = False
 
     def _recover(self) -> None:
-        if self._first_come_first_served and not self._members:
+        if not self._ordered and not self._members:
             with self._guard("emptying the queue"):
                 for job in list(self._queue):
                     self._queue.remove(job)
-                self._first_come_first_served = False
-
-
-def _drop(job: Job, queue: WaitingQueue) -> None:
-    queue.remove(job)
+                self._ordered = True

@@ -16,9 +16,6 @@ _LITERAL = r'"(?:[^"\\]|\\.)*"'
 _CHOICES = re.compile(rf"root ::= {_LITERAL}(?: \| {_LITERAL})*\s*")
 _ONE_CHOICE = re.compile(_LITERAL)
 
-# A token has at least one byte, and a character at most four.
-_BYTES_PER_CHARACTER = 4
-
 
 def stated_length(sampling_params: Any) -> StatedLength:
     """Bounds on the output tokens, from vLLM's `SamplingParams`.
@@ -27,13 +24,8 @@ def stated_length(sampling_params: Any) -> StatedLength:
       detection or a grammar makes `max_tokens` the exact length.
     - A list of choices (`structured_outputs.choice`, or the grammar made of it) is an upper bound:
       the bytes of the longest choice and one token that ends it. Other grammars are not read.
-    - `max_tokens` alone bounds the length as ever (`Job.max_output_tokens`).
 
-    vLLM splits a request with `n` into `n` requests before the scheduler, so each has the length
-    of one answer. `prompt_logprobs` multiplies no steps: it only keeps vLLM from using its prefix
-    cache.
-
-    Takes a few microseconds; the length of the lists that are read is bounded.
+    vLLM splits a request with `n` into `n` requests before, so each has the length of one answer.
     """
     if sampling_params is None:
         return FREE_LENGTH
@@ -58,18 +50,15 @@ def _longest_choice(structured: Any) -> int | None:
     """Most output tokens of an answer from a list of choices; None for any other grammar."""
     choices, grammar = structured.choice, structured.grammar
     if choices:
-        if len(choices) > _MOST_CHOICES:
-            return None
-        return max(map(_most_tokens, choices)) + 1
-    if (
-        isinstance(grammar, str)
-        and len(grammar) <= _MOST_CHARACTERS
-        and _CHOICES.fullmatch(grammar) is not None
-    ):
+        short = len(choices) <= _MOST_CHOICES
+        return max(map(_most_tokens, choices)) + 1 if short else None
+    short = isinstance(grammar, str) and len(grammar) <= _MOST_CHARACTERS
+    if short and _CHOICES.fullmatch(grammar) is not None:
         # The quotes that are counted leave room for the token that ends the answer.
         return max(_most_tokens(found.group()) for found in _ONE_CHOICE.finditer(grammar))
     return None
 
 
 def _most_tokens(text: str) -> int:
-    return len(text) if text.isascii() else _BYTES_PER_CHARACTER * len(text)
+    # A token has at least one byte, and a character at most four.
+    return len(text) if text.isascii() else 4 * len(text)

@@ -1,13 +1,9 @@
-"""The profile `auto`: derived at the start of the engine from its model and device.
-
-A device that is not in devices.yaml is measured with torch: about half a second, before the engine
-serves. Whatever goes wrong is logged, and a profile is found in any case.
-"""
+"""The profile `auto`: derived at the start of the engine from its model and device. A device that
+is not in devices.yaml is measured with torch, in about half a second."""
 
 from __future__ import annotations
 
-import logging
-
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model
 from vllm_semantic_sched.policy.config import Policy
@@ -21,8 +17,6 @@ from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 from vllm_semantic_sched.policy.profile.roofline import Roofline
 
-logger = logging.getLogger("vllm.semantic_sched")
-
 _measured: dict[tuple[object, ...], Device] = {}
 
 
@@ -34,7 +28,7 @@ def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> Engine
             disturbed.
 
     Raises:
-        PolicyError: the named profile is invalid. Never for `auto`.
+        PolicyError: the named profile is invalid. Never for `auto`: errors are logged.
     """
     if policy.profile != AUTO:
         return load_profile(policy.profile)

@@ -18,10 +18,9 @@ _LARGEST = 2**28  # bytes of the weights that are read
 _COPIED = 2**26  # bytes
 _NEEDED = 2**30  # bytes that must be free on an accelerator
 
-# On a processor a step runs as much Python as this many small torch operations, and a layer as this
-# many. Guessed from the measured profiles of docs/measurements/engine-profiles.md.
-_OPERATIONS_PER_STEP = 1000
-_OPERATIONS_PER_LAYER = 50
+# On a processor a step and a layer run as much Python as this many small torch operations. Guessed
+# from the measured profiles of docs/measurements/engine-profiles.md.
+_OPERATIONS = {"step": 1000, "layer": 50}
 
 
 def measure_device(
@@ -42,7 +41,8 @@ def measure_device(
     kept = getattr(torch, dtype)
     if kind != "cpu" and torch.cuda.mem_get_info()[0] < _NEEDED:
         raise RuntimeError("less than 1 GiB of its memory is free")
-    wait = torch.cuda.synchronize if kind == "cuda" else _return_at_once
+    # Work on a processor is done when torch returns.
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     linear = torch.nn.functional.linear
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -62,7 +62,9 @@ def measure_device(
         copying = _fastest(lambda: target.copy_(source), wait)
         overhead: dict[str, float] = {}
         if kind == "cpu":  # elsewhere graphs replay the kernels of a step
-            overhead = _operation_seconds(matrix(1, 8), wait)
+            small = matrix(1, 8)
+            seconds = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
+            overhead = {name: many * seconds for name, many in _OPERATIONS.items()}
     device = Device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,
@@ -74,28 +76,18 @@ def measure_device(
     return device.model_copy(update=overhead)
 
 
-def _operation_seconds(small: torch.Tensor, wait: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the small operations of a step and of a layer."""
-    operation = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
-    return {
-        "step": _OPERATIONS_PER_STEP * operation,
-        "layer": _OPERATIONS_PER_LAYER * operation,
-    }
-
-
 def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:
     """Seconds of the fastest run, since other programs make runs slower and none faster."""
-    work()
-    wait()
-    end = time.perf_counter() + _SECONDS
-    fastest = float("inf")
-    while fastest == float("inf") or time.perf_counter() < end:
+
+    def timed() -> float:
         begin = time.perf_counter()
         work()
         wait()
-        fastest = min(fastest, time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    timed()
+    end = time.perf_counter() + _SECONDS
+    fastest = timed()
+    while time.perf_counter() < end:
+        fastest = min(fastest, timed())
     return fastest
-
-
-def _return_at_once() -> None:
-    """Work on a processor is done when torch returns."""

@@ -1,13 +1,15 @@
-"""What a server was started with: its policy, its swap connector."""
+"""What a server was started with: its policy and the file of it, its swap connector."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
+from vllm_semantic_sched.policy.facts.files import resolve_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 POLICY_VARIABLE = "SEMSCHED_POLICY"
@@ -54,7 +56,7 @@ class SwapConfig(Section):
 
 
 def parse_settings(additional_config: Any) -> EngineSettings:
-    """The settings of the command line; the environment variable SEMSCHED_POLICY overrides its
+    """The settings of the command line; the environment variable SEMSCHED_POLICY names another
     policy.
 
     Raises:
@@ -80,3 +82,36 @@ def load_settings(additional_config: Any) -> Policy:
     return policy.model_copy(
         update={key: value for key, value in given.items() if value is not None}
     )
+
+
+class PolicyFile:
+    """Polls a policy file, given by name or path, for changes.
+
+    Raises:
+        PolicyError: at construction, if there is none.
+    """
+
+    def __init__(self, name_or_path: str | Path) -> None:
+        self.path = resolve_config(name_or_path, "policy")
+        self._seen: tuple[int, ...] | None = None
+        self._adopted: tuple[int, ...] | None = None
+
+    def has_changed(self) -> bool:
+        """Whether the file differs from when this last returned True, and is as at the last call,
+        so that nobody reads it while it is being written. True at the second call too: a server
+        reads its policy long before it is up. A link that leads to another file counts, as in a
+        Kubernetes ConfigMap; a file that is gone does not."""
+        now = _signature(self.path)
+        changed = now is not None and now == self._seen and now != self._adopted
+        self._seen = now
+        if changed:
+            self._adopted = now
+        return changed
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -9,8 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from vllm_semantic_sched.engine.http.preparation import GlanceRules
-from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
-from vllm_semantic_sched.engine.startup.settings import parse_settings
+from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError

@@ -24,8 +24,7 @@ from vllm_semantic_sched.engine.http.middleware import (
     watch,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.startup.policy_file import PolicyFile
-from vllm_semantic_sched.engine.startup.settings import parse_settings
+from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaLoad
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
