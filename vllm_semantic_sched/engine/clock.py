@@ -79,16 +79,11 @@ class StepSamples:
         self._samples: list[tuple[Batch, float]] = []
         self._open: tuple[Batch, float] | None = None
 
-    def wants(self, begin: float) -> bool:
-        """Whether the step whose schedule() began then should be sampled."""
-        if begin < self._next or len(self._samples) >= _MOST_SAMPLES:
-            return False
-        self._next = begin + _SAMPLE_GAP
-        return True
-
-    def scheduled(self, batch: Batch, begin: float) -> None:
-        """A step was scheduled; `begin` of its schedule() in seconds."""
-        self._open = (batch, begin)
+    def scheduled(self, begin: float, batch: Callable[[], Batch]) -> None:
+        """Sample a step whose schedule() began then, in seconds, if it is time for one."""
+        if begin >= self._next and len(self._samples) < _MOST_SAMPLES:
+            self._next = begin + _SAMPLE_GAP
+            self._open = batch(), begin
 
     def next_begins(self, now: float) -> None:
         """The next schedule() begins."""
@@ -135,10 +130,7 @@ def batch_of(
                 batch.add_prefill(end - tokens, end)
         batch.decodes -= batch.prefills
     if context is None:
-        context = sum(
-            requests[request_id].num_computed_tokens
-            for request_id, tokens in scheduled.items()
-            if tokens <= most
-        )
+        decoding = (name for name, tokens in scheduled.items() if tokens <= most)
+        context = sum(requests[name].num_computed_tokens for name in decoding)
     batch.context = context
     return batch

@@ -18,11 +18,8 @@ logger = logging.getLogger("vllm.semantic_sched")
 
 class Guard:
     """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: an
-    exception that leaves a scheduler kills the server.
-
-    Args:
-        count: adds 1 to a counter, by name and label.
-    """
+    exception that leaves a scheduler kills the server. `count` adds 1 to a counter, by name and
+    label."""
 
     def __init__(self, count: Callable[[str, str], None]) -> None:
         self._count = count

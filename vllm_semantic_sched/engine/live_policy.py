@@ -1,5 +1,9 @@
-"""Reloads the policy file while the server runs: a background thread reads it, and the scheduler
-switches to the result between two steps. If it is invalid, the old policy stays in force."""
+"""Changes the policy while the server runs.
+
+For a reload, a background thread reads the file, and the scheduler switches to the result between
+two steps; if it is invalid, the old policy stays in force. A canary switches between two policies,
+and back for good when it ends.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,14 @@ from typing import Any
 
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
-from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy import live
+from vllm_semantic_sched.policy.canary import Canary, Plan, plain
+from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.live import (
-    PolicyVersion,
-    changed_keys,
-    check_live_change,
-    fingerprint,
-)
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+
+_LOOK = 0.5  # seconds between two looks at the promises of a canary
 
 Load = Callable[[], tuple[Policy, EngineProfile]]
 
@@ -37,9 +39,6 @@ class LivePolicy:
     Args:
         load: reads the server's policy and profile; raises PolicyError.
         switch: puts them in force.
-
-    Attributes:
-        loaded: what was read and waits for `adopt`.
     """
 
     def __init__(
@@ -50,12 +49,13 @@ class LivePolicy:
         counters: Counters,
     ) -> None:
         self._core = core
-        self._load = load
+        self.load = load
         self._switch = switch
         self._counters = counters
-        self.version = PolicyVersion(1, fingerprint(core.policy, core.estimates.scale.given))
+        at_start = live.fingerprint(core.policy, core.estimates.scale.given)
+        self.version = live.PolicyVersion(1, at_start)
         self._report: dict[str, Any] = {"result": "started"}
-        self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None
+        self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None  # for `adopt`
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -74,12 +74,9 @@ class LivePolicy:
         return done
 
     def adopt(self) -> dict[str, Any]:
-        """Switch to the policy that was read since the last call, if it is valid.
-
-        Returns:
-            The outcome of the latest reload: `result` (started, adopted, unchanged, refused),
-            `version`, `fingerprint`, `changed` keys if adopted, `reason` if refused.
-        """
+        """Switch to the policy that was read since the last call, if it is valid. Returns the
+        outcome of the latest reload: `result` (started, adopted, unchanged, refused), `version`,
+        `fingerprint`, `changed` keys if adopted, `reason` if refused."""
         loaded, self.loaded = self.loaded, None
         if loaded is not None:
             # Reported if the next line raises.
@@ -97,7 +94,7 @@ class LivePolicy:
             if isinstance(loaded, PolicyError):
                 raise loaded
             policy, profile = loaded
-            check_live_change(self._core.policy, policy)
+            live.check_live_change(self._core.policy, policy)
             self._core.check(policy)
         except PolicyError as problem:
             logger.error(
@@ -105,14 +102,14 @@ class LivePolicy:
                 *(self.version.number, problem),
             )
             return {"result": "refused", "reason": str(problem)}
-        new_fingerprint = fingerprint(policy, profile)
+        new_fingerprint = live.fingerprint(policy, profile)
         if new_fingerprint == self.version.fingerprint:
             return {"result": "unchanged"}
-        changed = changed_keys(self._core.policy, policy)
+        changed = live.changed_keys(self._core.policy, policy)
         if profile != self._core.estimates.scale.given:
             changed.append("the engine profile's coefficients")
         self._switch(policy, profile)
-        self.version = PolicyVersion(self.version.number + 1, new_fingerprint)
+        self.version = live.PolicyVersion(self.version.number + 1, new_fingerprint)
         logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",
             *(self.version.number, self.version.fingerprint, ", ".join(changed)),
@@ -122,12 +119,96 @@ class LivePolicy:
     def _serve(self) -> None:
         while (done := self._requests.get()) is not None:
             try:
-                self.loaded = self._load()
+                self.loaded = self.load()
             except PolicyError as problem:
                 self.loaded = problem
             except Exception as error:  # a bad file must not end the thread
                 self.loaded = PolicyError(f"{type(error).__name__}: {error}")
             done.set_result(None)
+
+
+class CanaryDriver:
+    """The canary of an engine, and how the last one ended. Only on the scheduling thread, between
+    steps and before arrivals: on an idle engine it waits for the next request.
+
+    Args:
+        switch: puts a policy in force.
+        clock: that of `Job.arrival`.
+    """
+
+    def __init__(
+        self, core: SchedulingCore, switch: Callable[[Policy], None], clock: Callable[[], float]
+    ) -> None:
+        self._core = core
+        self._switch = switch
+        self._clock = clock
+        self._policies: dict[str, Policy] = {}
+        self._next_look = 0.0
+        self._last: Canary | None = None
+        self._end = ""
+        self.running: Canary | None = None
+        self.arm = "current"  # the policy in force; the other one is "new"
+
+    def start(self, content: Any, plan: Plan) -> None:
+        """Start a canary of the policy whose file has this content. Raises PolicyError if one is
+        running, or the policy is invalid or needs a restart."""
+        if self.running is not None:
+            raise PolicyError("a canary is running; stop it first")
+        current = self._core.policy
+        new = parse_policy(content, "the new policy")
+        new = new.model_copy(update={"events": current.events, "profile": current.profile})
+        live.check_live_change(current, new)
+        self._core.check(new)
+        self._policies = {"current": current, "new": new}
+        # The promises in force now: a policy cannot keep its own by promising less.
+        self.running = self._last = Canary(plan, current.all_tiers, self._clock())
+        self._core.lifecycle.listeners.append(self.running)
+        self._end = ""
+        logger.info("Semantic scheduling: a canary began (%s).", plan)
+        self.drive()
+
+    def drive(self) -> None:
+        """Switch policies if it is time, and end the canary if it is over or breaks a promise."""
+        canary, now = self.running, self._clock()
+        if canary is None:
+            return
+        if now >= self._next_look:
+            self._next_look = now + _LOOK
+            broken = canary.broken(now)
+            if broken or canary.is_over(now):
+                self.stop(f"rolled back: {broken}" if broken else "over")
+                return
+        self._put_in_force(canary.arm(now))
+
+    def stop(self, reason: str, keep: bool = False) -> None:
+        """End the canary, if one is running. With `keep` the new policy stays in force, until the
+        next reload or restart."""
+        if self.running is None:
+            return
+        self._core.lifecycle.listeners.remove(self.running)
+        self.running, self._end = None, reason
+        logger.warning("Semantic scheduling: the canary ended: %s.", reason)
+        self._put_in_force("new" if keep else "current")
+        self.arm = "current"
+
+    def report(self) -> dict[str, Any]:
+        """Plain values: `running`, `role` of the engine, `arm`, `end` (why the last one ended),
+        `tiers`, `tallies` (see `policy.canary.of_plain`); empty if there was none."""
+        if self._last is None:
+            return {}
+        return {
+            "running": self.running is not None,
+            "role": self._last.plan.role,
+            "arm": self.arm,
+            "end": self._end,
+            "tiers": list(self._policies["current"].tier_names),
+            "tallies": plain(self._last.tallies),
+        }
+
+    def _put_in_force(self, arm: str) -> None:
+        if arm != self.arm:
+            self._switch(self._policies[arm])
+            self.arm = arm
 
 
 def reload_on_hangup(reload: Callable[[], Any]) -> bool:

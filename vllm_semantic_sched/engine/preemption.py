@@ -206,7 +206,12 @@ class Preemptions:
             return {}
         for what, seconds in self.connector.measured.items():
             self._counters.raise_to("copy_seconds", seconds, (what, "measured"))
-        self._correct_profile(sum(self.connector.measured.values()))
+        # Tell the profile how long copies took since the last time, once all workers have reported.
+        measured = sum(self.connector.measured.values())
+        if measured > self._seen_copies and self._expected_copies > 0.0:
+            seconds = measured - self._seen_copies
+            self._core.estimates.observe_copies(self._expected_copies, seconds)
+            self._expected_copies, self._seen_copies = 0.0, measured
         pool = self.connector.ledger.pool
         return {
             "host_pool_usage": pool.used / pool.slots,
@@ -214,37 +219,25 @@ class Preemptions:
             "host_copies": len(self.connector.ledger),
         }
 
-    def _correct_profile(self, measured: float) -> None:
-        """Tell the profile how long copies took since the last time, once all workers have
-        reported. `measured`: total seconds."""
-        seconds = measured - self._seen_copies
-        if seconds > 0.0 and self._expected_copies > 0.0:
-            self._core.estimates.observe_copies(self._expected_copies, seconds)
-            self._expected_copies, self._seen_copies = 0.0, measured
-
     def _host_room(self, request: Request, kv_tokens: int) -> HostRoom | None:
         connector = self.connector
         if connector is None or request.skip_reading_prefix_cache:
             return None
-        free, block_size = connector.ledger.pool.free, self._block_size
+        scheduler, size, free = self._scheduler, self._block_size, connector.ledger.pool.free
         if self._one_table:
-            return HostRoom(block_size, free, on_device=self._left_on_device(request, kv_tokens))
+            cached, shared = vllm_api.prefix_cached_blocks(
+                scheduler, request, first=kv_tokens // size
+            )
+            # What the prefix cache will probably still hold when the request resumes.
+            free_share = vllm_api.free_kv_blocks(scheduler) / (
+                1 + vllm_api.total_kv_blocks(scheduler)
+            )
+            knobs = self._core.policy.retention
+            left = tokens_left_on_device(shared * size, cached * size, free_share, knobs)
+            return HostRoom(size, free, on_device=left)
         # With several block tables or sliding windows, a part cannot be loaded: all must fit.
-        needed = vllm_api.blocks_held(self._scheduler, request)
-        enough = -(-kv_tokens // block_size)
-        return HostRoom(block_size, enough if needed <= free else 0, all_or_nothing=True)
-
-    def _left_on_device(self, request: Request, kv_tokens: int) -> int:
-        """First tokens of a victim that the prefix cache will probably still hold when it
-        resumes."""
-        size, scheduler = self._block_size, self._scheduler
-        cached, shared = vllm_api.prefix_cached_blocks(scheduler, request, first=kv_tokens // size)
-        return tokens_left_on_device(
-            shared * size,
-            cached * size,
-            vllm_api.free_kv_blocks(scheduler) / (1 + vllm_api.total_kv_blocks(scheduler)),
-            self._core.policy.retention,
-        )
+        fits = vllm_api.blocks_held(scheduler, request) <= free
+        return HostRoom(size, -(-kv_tokens // size) if fits else 0, all_or_nothing=True)
 
 
 def _usable_connector(scheduler: Scheduler) -> tuple[SemanticSwapConnector | None, str | None]:

@@ -11,11 +11,10 @@ import time
 from typing import Any
 
 from vllm_semantic_sched.engine import vllm_api
-from vllm_semantic_sched.engine.canary import CanaryDriver
 from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, StepSamples, batch_of
 from vllm_semantic_sched.engine.guard import Guard, logger
 from vllm_semantic_sched.engine.http import commands
-from vllm_semantic_sched.engine.live_policy import LivePolicy, reload_on_hangup
+from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy, reload_on_hangup
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.gauges import RequestMetrics, gauges_of
@@ -26,17 +25,7 @@ from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView, engine_capacity
-from vllm_semantic_sched.engine.vllm_api import (
-    AsyncScheduler,
-    EngineCoreOutputs,
-    HookedScheduler,
-    ModelRunnerOutput,
-    PauseState,
-    Request,
-    Scheduler,
-    SchedulerOutput,
-    VllmConfig,
-)
+from vllm_semantic_sched.engine.vllm_api import PauseState, Request, SchedulerOutput, VllmConfig
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
@@ -46,12 +35,11 @@ from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
 
-class SemanticScheduler(HookedScheduler):
+class SemanticScheduler(vllm_api.HookedScheduler):
     """Serves the most urgent requests first, and the shortest first among equals.
 
-    Given to vLLM by `--scheduler-cls vllm_semantic_sched.SemanticScheduler`. Under the base policy
-    `fcfs` the instance is vLLM's own scheduler; where vLLM schedules asynchronously it is an
-    `AsyncSemanticScheduler`.
+    Under the base policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules
+    asynchronously it is an `AsyncSemanticScheduler`.
 
     Raises:
         PolicyError: at construction, if policy or profile cannot be used.
@@ -60,10 +48,7 @@ class SemanticScheduler(HookedScheduler):
         core: the policy's decisions and its state.
         jobs: the policy's view of each request, by request id.
         counters: what `/metrics` reports.
-        clock: seconds during which the engine was serving.
         observing: vLLM orders the requests by itself (policy key `observe`).
-        samples: times of steps, for the event log.
-        canary: tries a new policy on a part of the traffic.
     """
 
     _settings: tuple[Policy, EngineProfile]  # set by __new__ for __init__
@@ -74,7 +59,8 @@ class SemanticScheduler(HookedScheduler):
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
-            stock = AsyncScheduler if asynchronous or issubclass(cls, AsyncScheduler) else Scheduler
+            asynchronous = asynchronous or issubclass(cls, vllm_api.AsyncScheduler)
+            stock = vllm_api.AsyncScheduler if asynchronous else vllm_api.Scheduler
             scheduler = stock(vllm_config, *args, **kwargs)
             commands.install(scheduler)
             return scheduler
@@ -119,9 +105,9 @@ class SemanticScheduler(HookedScheduler):
         self.readings = RecentReadings()
         self.step = SchedulingStep(core)
         self.view = VllmView(
-            *(self, core, self.jobs, self.clock, self.guard),
+            *(self, core, self.jobs, self.guard, self.preemptions),
+            now=self.clock,
             predictions=self.predictions.drain,
-            preemptions=self.preemptions,
             end=self._endings.refuse_prompt,
         )
         self.observing = policy.observe
@@ -177,7 +163,12 @@ class SemanticScheduler(HookedScheduler):
         if self.observing:
             output = super().schedule(*args, **kwargs)
             with self.guard("observing a step"):
-                self._observed(output, begin)
+                if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
+                    self._take_in_admitted()
+                if (waits := self.core.lifecycle.waits) is not None:
+                    waits.because(self.view.why_waiting(output))
+                self._sample(output, begin)
+                self.counters.observe("schedule_seconds", time.perf_counter() - begin)
             return output
         try:
             output = super().schedule(*args, **kwargs)
@@ -200,54 +191,39 @@ class SemanticScheduler(HookedScheduler):
             self._sample(output, begin)
         return output
 
-    def _observed(self, output: SchedulerOutput, begin: float) -> None:
-        """Record what vLLM itself has scheduled."""
-        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
-            self._take_in_admitted()
-        waits = self.core.lifecycle.waits
-        if waits is not None:
-            waits.because(self.view.why_waiting(output))
-        self._sample(output, begin)
-        self.counters.observe("schedule_seconds", time.perf_counter() - begin)
-
     def _sample(self, output: SchedulerOutput, begin: float) -> None:
         """Begin to time a step for the event log."""
-        if (
-            self._event_log is not None
-            and output.total_num_scheduled_tokens
-            and self.samples.wants(begin)
-        ):
-            batch = batch_of(output, self.requests, self.num_spec_tokens)
-            self.samples.scheduled(batch, begin)
+        if self._event_log is not None and output.total_num_scheduled_tokens:
+            requests, drafts = self.requests, self.num_spec_tokens
+            self.samples.scheduled(begin, lambda: batch_of(output, requests, drafts))
 
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,
-        model_runner_output: ModelRunnerOutput,
+        model_runner_output: vllm_api.ModelRunnerOutput,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[int, EngineCoreOutputs]:
-        if self.observing:
-            outputs = super().update_from_output(
-                scheduler_output, model_runner_output, *args, **kwargs
-            )
-            with self.guard("observing a step"):
-                if self.core.lifecycle.starting:
-                    self._note_first_tokens()
-                if not self.requests:
-                    self.samples.idle()
-                self._endings.deliver(outputs)  # of requests refused before
-            return outputs
-        with self.guard("timing steps"):
-            step = self.step_clock.finished(scheduler_output, time.monotonic())
-            if step is not None:
-                self.core.estimates.observe_step(*step)
-        self.preemptions.make_up_for_failures(self.jobs, model_runner_output.kv_connector_output)
+    ) -> dict[int, vllm_api.EngineCoreOutputs]:
+        observing = self.observing
+        if not observing:
+            with self.guard("timing steps"):
+                step = self.step_clock.finished(scheduler_output, time.monotonic())
+                if step is not None:
+                    self.core.estimates.observe_step(*step)
+            output = model_runner_output.kv_connector_output
+            self.preemptions.make_up_for_failures(self.jobs, output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
-        with self.guard("noting first tokens"):
-            self._note_first_tokens()
-        with self.guard("timing resumptions"):
-            self.preemptions.watch(self.jobs)
+        with self.guard("noting first tokens"):  # O(admitted requests that have no token yet)
+            starting = self.core.lifecycle.starting
+            for job in list(starting):
+                request = self.requests.get(job.request_id)
+                if request is None:  # an error in between: its end was not noted
+                    del starting[job]
+                elif request.num_output_tokens:
+                    self.step.first_token(self.view, job)
+        if not observing:
+            with self.guard("timing resumptions"):
+                self.preemptions.watch(self.jobs)
         with self.guard("telling clients of refused requests"):
             self._endings.deliver(outputs)
         with self.guard("timing steps"):
@@ -262,21 +238,17 @@ class SemanticScheduler(HookedScheduler):
             return super().reset_prefix_cache(*args, **kwargs)
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request with a code that its client gets to see. May be called
-        at any time on the engine's thread.
-
-        Returns:
-            False if there is no such request or its kind cannot be refused (pooling, streamed
-            input).
-        """
+        """End a waiting or running request with a code that its client gets to see, at any time on
+        the engine's thread; False if there is no such request or its kind cannot be refused
+        (pooling, streamed input)."""
         return self._endings.refuse(request_id, refusal)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             with self.guard("reporting statistics"):
-                now, idle = time.monotonic(), not self.requests
-                message = self.counters.take_message(self.gauges, now, idle)
+                idle = not self.requests
+                message = self.counters.take_message(self.gauges, time.monotonic(), idle)
                 if message is not None:
                     vllm_api.attach_message(stats, message)
         return stats
@@ -335,7 +307,7 @@ class SemanticScheduler(HookedScheduler):
                 refusal = self._endings.refusal
                 end = end_of(request, refusal, self.predictions.decode)
                 taker = None if refusal is None else refusal.beneficiary
-                self.core.finish(job, end.ending, end.state, end.reason, taker)
+                self.core.finish(job, *end, taker)
                 if self._event_log is not None:
                     self.readings.keep(job)
         if job is not None:
@@ -345,17 +317,16 @@ class SemanticScheduler(HookedScheduler):
     # Ours
 
     def _reload(self) -> tuple[Policy, EngineProfile]:
-        """Read the server's policy and profile again. Runs on a thread of its own."""
+        """Runs on a thread of its own."""
         policy = load_settings(self.vllm_config.additional_config)
         return policy, engine_profile(policy, self.vllm_config, starting=False)
 
     def _replace(self, policy: Policy, profile: EngineProfile) -> None:
-        """Put a policy that was reloaded in force."""
         self.canary.stop("the policy was reloaded")
         self._switch(policy, profile)
 
     def _switch(self, policy: Policy, profile: EngineProfile | None = None) -> None:
-        """Put another policy in force; with the same profile by default."""
+        """Put another policy in force, with the same profile by default."""
         if policy.observe and not self.observing:
             self.view.hand_back()
         elif self.observing and not policy.observe:
@@ -364,7 +335,7 @@ class SemanticScheduler(HookedScheduler):
         self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
 
     def _adopt_policy(self) -> None:
-        """Put a policy that was reloaded, or whose turn it is, in force, between steps."""
+        """Between steps, put a policy in force that was reloaded, or whose turn it is."""
         if self.canary.running is not None:
             with self.guard("driving a canary"):
                 self.canary.drive()
@@ -402,20 +373,10 @@ class SemanticScheduler(HookedScheduler):
             model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
         )
 
-    def _note_first_tokens(self) -> None:
-        """O(requests that were admitted and have no token yet)."""
-        starting = self.core.lifecycle.starting
-        for job in list(starting):
-            request = self.requests.get(job.request_id)
-            if request is None:  # an error in between: its end was not noted
-                del starting[job]
-            elif request.num_output_tokens:
-                self.step.first_token(self.view, job)
-
     def gauges(self) -> Gauges:
-        """The values of all gauges; brings counters that are counted elsewhere up to date."""
+        """All gauges; brings counters that are counted elsewhere up to date."""
         return gauges_of(self, self._event_log)
 
 
-class AsyncSemanticScheduler(SemanticScheduler, AsyncScheduler):
+class AsyncSemanticScheduler(SemanticScheduler, vllm_api.AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""

@@ -22,12 +22,8 @@ class UnsupportedVersion(RuntimeError):
 
 
 def check_vllm_version(version: str) -> None:
-    """Reject a vLLM release whose scheduler this package was not tested with, unless the
-    environment allows it.
-
-    Raises:
-        UnsupportedVersion: names the version and the supported range.
-    """
+    """Raise UnsupportedVersion for a vLLM release whose scheduler this package was not tested with,
+    unless the environment allows it."""
     try:
         # Local parts (0.32.0+cpu) and development builds count as their release.
         release = Version(Version(version).base_version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
@@ -37,43 +38,26 @@ def engine_capacity(scheduler: Scheduler) -> EngineCapacity:
     )
 
 
+@dataclass(eq=False)
 class VllmView:
-    """Answers from vLLM's own accounts; orders go to the scheduler.
+    """Answers from vLLM's own accounts; orders go to the scheduler."""
 
-    Args:
-        clock: seconds during which the engine was serving.
-        predictions: those that have arrived since the last call.
-        end: ends a job without its answer.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        core: SchedulingCore,
-        jobs: dict[str, Job],
-        clock: Callable[[], float],
-        guard: Guard,
-        *,
-        predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]],
-        preemptions: Preemptions,
-        end: Callable[[Job, Refusal], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._core = core
-        self._jobs = jobs
-        self._guard = guard
-        self._preemptions = preemptions
-        self._saved_limits: TokenLimits | None = None
-        self._held_decodes = 0
-        self.now = clock
-        self.predictions = predictions
-        self.end = end
+    scheduler: Scheduler
+    core: SchedulingCore
+    jobs: dict[str, Job]  # by request id
+    guard: Guard
+    preemptions: Preemptions
+    now: Callable[[], float]  # seconds during which the engine was serving
+    predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]]  # since the last call
+    end: Callable[[Job, Refusal], None]  # a job without its answer
+    _saved_limits: TokenLimits | None = field(default=None, init=False)
+    _held_decodes: int = field(default=0, init=False)
 
     # Questions, see `EngineView`
 
     def tokens_held(self) -> int:
         """About how many tokens running requests have KV of: whole blocks, O(1)."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         used = vllm_api.total_kv_blocks(scheduler) - vllm_api.free_kv_blocks(scheduler)
         return used * scheduler.block_size // vllm_api.kv_cache_groups(scheduler)
 
@@ -83,84 +67,82 @@ class VllmView:
         job.generated = request.num_output_tokens
 
     def running_by_urgency(self) -> Sequence[Job]:
-        return self._jobs_of(self._scheduler.running)
+        return self._jobs_of(self.scheduler.running)
 
     def can_advance(self, job: Job) -> bool:
-        return vllm_api.can_advance(self._scheduler, self._request(job))
+        return vllm_api.can_advance(self.scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete. O(prefills under way)."""
-        prefills = self._jobs_of(vllm_api.inflight_prefills(self._scheduler))
+        prefills = self._jobs_of(vllm_api.inflight_prefills(self.scheduler))
         for job in prefills:
             self.observe(job)
         return prefills
 
     def most_urgent_decode(self) -> Job | None:
-        running = self._scheduler.running
+        running = self.scheduler.running
         if not running or running[0].is_prefill_chunk:
             return None
-        return self._jobs[running[0].request_id]
+        return self.jobs[running[0].request_id]
 
     def is_paused(self) -> bool:
-        return self._scheduler.pause_state is not PauseState.UNPAUSED
+        return self.scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
-        return vllm_api.free_seats(self._scheduler)
+        return vllm_api.free_seats(self.scheduler)
 
     def free_blocks(self) -> int:
         """Free blocks, less vLLM's watermark, less one for each running request that is about to
         begin a block. O(running)."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         block_size = scheduler.block_size
-        starting = sum(
-            request.num_computed_tokens % block_size == 0 for request in scheduler.running
-        )
+        starting = sum(one.num_computed_tokens % block_size == 0 for one in scheduler.running)
         return vllm_api.free_kv_blocks(scheduler) - vllm_api.watermark_blocks(scheduler) - starting
 
     def kv_use(self) -> float:
-        return vllm_api.kv_cache_usage(self._scheduler)
+        return vllm_api.kv_cache_usage(self.scheduler)
 
     def token_budget(self) -> float:
-        return vllm_api.token_limits(self._scheduler).step
+        return vllm_api.token_limits(self.scheduler).step
 
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take, draft tokens included."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         prefills = len(vllm_api.inflight_prefills(scheduler))
         decoding = len(scheduler.running) - prefills - self._held_decodes
         return decoding * (1 + scheduler.num_spec_tokens)
 
     def is_ready(self, job: Job) -> bool:
-        return vllm_api.is_ready(self._scheduler, self._request(job))
+        return vllm_api.is_ready(self.scheduler, self._request(job))
 
     def needed_blocks(self, job: Job) -> int:
         """KV blocks that a waiting job takes, less what the prefix cache holds for it."""
-        return vllm_api.blocks_needed(self._scheduler, self._request(job))
+        return vllm_api.blocks_needed(self.scheduler, self._request(job))
 
     def freeable_blocks(self, job: Job) -> int | None:
         """Blocks that a running job does not share; None while a step in flight may write them."""
         request = self._request(job)
-        if not vllm_api.blocks_can_be_freed(self._scheduler, request):
+        if not vllm_api.blocks_can_be_freed(self.scheduler, request):
             return None
-        return vllm_api.blocks_freed_by(self._scheduler, request)
+        return vllm_api.blocks_freed_by(self.scheduler, request)
 
     def preemption_seconds(self, job: Job) -> float:
-        return self._preemptions.plan(job, self._request(job)).seconds
+        return self.preemptions.plan(job, self._request(job)).seconds
 
     # Orders
 
     def reposition(self, jobs: Iterable[Job]) -> None:
-        running = self._scheduler.running
+        running = self.scheduler.running
         moved = {self._request(job): None for job in jobs if job.state is JobState.RUNNING}
         if len(moved) > _FEW:
-            with self._guard("ordering running requests"):
-                order, of = self._core.running.order, self._jobs
+            with self.guard("ordering running requests"):
+                order, of = self.core.running.order, self.jobs
                 running.sort(key=lambda request: order(of[request.request_id]))
             return
         # All out before the first goes in again: a place is found among those that are in order.
         out = []
         for request in moved:
-            with self._guard("ordering running requests"):
+            with self.guard("ordering running requests"):
                 running.remove(request)
                 out.append(request)
         for request in out:
@@ -168,23 +150,20 @@ class VllmView:
 
     def insert(self, request: Request) -> None:
         """Put a request that has a seat into vLLM's list of running ones, in order of rank."""
-        running, order, jobs = self._scheduler.running, self._core.running.order, self._jobs
+        running, order, jobs = self.scheduler.running, self.core.running.order, self.jobs
         place = len(running)  # whatever fails, the request must not get lost
-        with self._guard("ordering running requests"):
-            place = bisect.bisect(
-                running,
-                order(jobs[request.request_id]),
-                key=lambda other: order(jobs[other.request_id]),
-            )
+        with self.guard("ordering running requests"):
+            rank = order(jobs[request.request_id])
+            place = bisect.bisect(running, rank, key=lambda one: order(jobs[one.request_id]))
         running.insert(place, request)
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         """Preempt a running job; vLLM queues it again."""
-        self._preemptions.evict(self._request(job), reason, beneficiary)
+        self.preemptions.evict(self._request(job), reason, beneficiary)
 
     def hold(self, jobs: Collection[Job]) -> None:
         """Give running requests no token in the next schedule()."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         prefills = vllm_api.inflight_prefills(scheduler)
         for job in jobs:
             request = self._request(job)
@@ -193,7 +172,7 @@ class VllmView:
 
     def limit_prefills(self, limits: StageLimits) -> None:
         """Lower the limits that the next schedule() obeys, until `restore_limits`."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         for job in limits.held:
             vllm_api.hold_for_one_step(scheduler, self._request(job))
         if not limits.gated:
@@ -205,17 +184,17 @@ class VllmView:
     def restore_limits(self) -> None:
         self._held_decodes = 0
         if self._saved_limits is not None:
-            vllm_api.set_token_limits(self._scheduler, self._saved_limits)
+            vllm_api.set_token_limits(self.scheduler, self._saved_limits)
             self._saved_limits = None
 
     # Whose order applies (policy key `observe`): both changes between two steps, O(n log n)
 
     def take_over(self) -> None:
         """Order waiting and running requests by the policy."""
-        scheduler, core = self._scheduler, self._core
+        scheduler, core = self.scheduler, self.core
         waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
         queues = [
-            SemanticRequestQueue(core, self._jobs, queue, self._guard)
+            SemanticRequestQueue(core, self.jobs, queue, self.guard)
             for queue in (core.waiting, core.new_queue())
         ]
         # The tail of self.running, where vLLM takes its victims, is the least urgent request.
@@ -227,7 +206,7 @@ class VllmView:
 
     def hand_back(self) -> None:
         """Give vLLM its own queues again, with all requests in order of arrival."""
-        scheduler, core, jobs = self._scheduler, self._core, self._jobs
+        scheduler, core, jobs = self.scheduler, self.core, self.jobs
         waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
         core.hold((), self.now())
         for job in list(core.waiting):
@@ -250,14 +229,14 @@ class VllmView:
             return Cause.PAUSED
         if self.free_seats() <= 0:
             return Cause.SEAT
-        if not self._scheduler.waiting:
+        if not self.scheduler.waiting:
             return Cause.STEP
         spent = output.total_num_scheduled_tokens >= self.token_budget()
         return Cause.TOKENS if spent or output.preempted_req_ids else Cause.KV
 
     def _request(self, job: Job) -> Request:
-        return self._scheduler.requests[job.request_id]
+        return self.scheduler.requests[job.request_id]
 
     def _jobs_of(self, requests: Iterable[Request]) -> list[Job]:
-        jobs = self._jobs
+        jobs = self.jobs
         return [jobs[one.request_id] for one in requests if one.request_id in jobs]

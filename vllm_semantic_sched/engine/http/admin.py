@@ -23,7 +23,7 @@ from vllm_semantic_sched.engine.guard import logged
 from vllm_semantic_sched.engine.http import pausing
 from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
-from vllm_semantic_sched.engine.http.pausing import engine_of, show_paused
+from vllm_semantic_sched.engine.http.pausing import Reply, engine_of, show_paused
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
@@ -149,7 +149,7 @@ async def _reload(app: FastAPI) -> None:
 
 
 @router.get("/status")
-async def status(request: Request) -> dict[str, Any]:
+async def status(request: Request) -> Reply:
     """Requests and policy of each engine."""
     return {"engines": await _ask(request, "status")}
 
@@ -183,7 +183,7 @@ async def correct(
     id: Annotated[str, Body(max_length=LONGEST_ID)],
     level: Annotated[int, Body(ge=0)],
     sampled: Annotated[bool, Body()] = False,
-) -> dict[str, Any]:
+) -> Reply:
     """Record the true level of a request that has ended, for `semsched corrections`: probabilities,
     levels and time, neither its id nor its text.
 
@@ -203,7 +203,7 @@ async def correct(
 
 
 @router.get("/corrections")
-async def corrections(request: Request) -> dict[str, Any]:
+async def corrections(request: Request) -> Reply:
     """All corrections."""
     path = _corrections(request)
     found = await asyncio.to_thread(read_corrections, path) if path.exists() else []
@@ -219,7 +219,7 @@ def _corrections(request: Request) -> Path:
 
 
 @router.post("/policy/reload")
-async def reload_policy(request: Request) -> dict[str, Any]:
+async def reload_policy(request: Request) -> Reply:
     """Reload the policy file on every engine; 422 if any engine refuses it."""
     try:
         reports = await reload_engines(engine_of(request))
@@ -240,7 +240,7 @@ async def start_canary(
     period: Annotated[float, Body(gt=0)],
     lease: Annotated[float, Body(gt=0)],
     watch: Annotated[list[Literal["ttft", "tpot", "e2e"]], Body()],
-) -> dict[str, Any]:
+) -> Reply:
     """Try a policy on a share of the traffic: see `policy.canary`. 422 if an engine refuses it."""
     engines = engine_count(request.app.state.vllm_config)
     plan = {"share": share, "period": period, "lease": lease, "watch": watch}
@@ -257,15 +257,13 @@ async def start_canary(
 
 
 @router.get("/canary")
-async def canary_status(request: Request) -> dict[str, Any]:
-    """The canary of each engine (see `engine.canary.CanaryDriver.report`)."""
+async def canary_status(request: Request) -> Reply:
+    """The canary of each engine (see `engine.live_policy.CanaryDriver.report`)."""
     return {"engines": await _ask(request, "canary_status")}
 
 
 @router.post("/canary/stop")
-async def stop_canary(
-    request: Request, keep: Annotated[bool, Body(embed=True)] = False
-) -> dict[str, Any]:
+async def stop_canary(request: Request, keep: Annotated[bool, Body(embed=True)] = False) -> Reply:
     """End the canary; with `keep` the new policy stays in force until a reload or restart."""
     reports = await _ask(request, f"canary_stop {json.dumps({'keep': keep})}")
     await _adopt(request.app)

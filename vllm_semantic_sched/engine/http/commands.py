@@ -19,16 +19,12 @@ UTILITY = "semsched"
 
 
 def install(scheduler: Scheduler) -> None:
-    """Register the commands of a scheduler."""
     add_utility(scheduler, UTILITY, run)
 
 
 def run(scheduler: Any, command: str) -> Any:
     """Run a command; what follows a space in it is its argument. Returns plain values, or a future.
-
-    Raises:
-        ValueError: unknown command, or the base policy is `fcfs`, which supports `status` only.
-    """
+    Raises ValueError for an unknown one, and under `fcfs`, which supports `status` only."""
     name, _, argument = command.partition(" ")
     if name == "status":
         return status(scheduler)
@@ -58,6 +54,8 @@ def status(scheduler: Any) -> dict[str, Any]:
     core: SchedulingCore | None = getattr(scheduler, "core", None)
     jobs = {} if core is None else scheduler.jobs
     by_level = Counter(job.level for job in jobs.values())
+    live = getattr(scheduler, "live_policy", None)
+    policy = {"result": "started", "version": 1} if live is None else live.adopt()
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "paused": scheduler.pause_state.name != "UNPAUSED",
@@ -68,14 +66,12 @@ def status(scheduler: Any) -> dict[str, Any]:
         "heap_entries": stored_entries(),
         "ready": core is None or scheduler.predictions.ready,
         "kv_free": 1.0 - kv_cache_usage(scheduler),
-        "policy": {"result": "started", "version": 1}
-        if core is None
-        else scheduler.live_policy.adopt(),
+        "policy": policy,
     }
 
 
 def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:
-    """See `engine.canary`; `refused` says why a canary cannot start."""
+    """See `CanaryDriver`; `refused` says why a canary cannot start."""
     driver, given = scheduler.canary, json.loads(argument or "{}")
     driver.drive()
     if command == "canary_start":

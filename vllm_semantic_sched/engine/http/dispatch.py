@@ -19,9 +19,7 @@ from vllm_semantic_sched.policy.placement import Placed, Placement
 class Dispatch:
     """Counts the requests at each engine by level, those of other API servers too, and chooses by
     that. It leaves the choice to vLLM without rules (see `preparation.adopt_rules`), if the policy
-    or the client wants it so, and for requests that ask for several answers: vLLM spreads those
-    over the engines.
-    """
+    or the client wants it so, and for requests for several answers, which vLLM spreads."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -33,10 +31,7 @@ class Dispatch:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Change the arguments of the engine client's `generate`: the sampling parameters get
         tenant and reading, and the keyword arguments an engine, unless they have one. Never raises.
-
-        Returns:
-            Call it when the request has ended.
-        """
+        Call what it returns when the request has ended."""
         placed = None
         request = incoming.get()
         params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
@@ -74,8 +69,8 @@ class Dispatch:
     def _place(
         self, request: Incoming | None, params: Any, given: int | None, session: str
     ) -> Placed | None:
-        """Choose an engine, unless the client names one (`given`). A `session` stays with one
-        policy under a canary."""
+        """Choose an engine, or count at the one that the client names (`given`). Under a canary a
+        `session` stays with one policy."""
         state = state_of(self._app)
         rules, canaries = state.rules, state.canaries
         if not canaries and (rules is None or not rules.policy.placement.enabled):

@@ -33,26 +33,16 @@ _PATHS = ("/completions", "/responses")  # ends of those whose bodies are read a
 
 @dataclass(slots=True)
 class Incoming:
-    """An HTTP request on its way to the engine.
+    """An HTTP request on its way to the engine. What headers say overrides the body."""
 
-    Attributes:
-        tenant, priority: of the headers, which override the body's.
-        user: of the OpenAI field, if the body was read.
-        level: by hint or reading; None if the body was not read.
-        reading: see `preparation.Glance`.
-        stock_placement: whether the client wants vLLM to choose the engine.
-        refusals: that occurred while it is answered.
-        prepared: to be called once it is on its way to the engine.
-    """
-
-    tenant: str | None = None
-    priority: int | None = None
-    user: str | None = None
-    level: int | None = None
-    reading: Prediction | None = None
-    stock_placement: bool = False
-    refusals: list[Refusal] = field(default_factory=list)
-    prepared: Callable[[], None] | None = None
+    tenant: str | None = None  # of the header
+    priority: int | None = None  # of the header, if it is a number
+    user: str | None = None  # of the OpenAI field, if the body was read
+    level: int | None = None  # by hint or reading, if the body was read
+    reading: Prediction | None = None  # see `preparation.Glance`
+    stock_placement: bool = False  # the client wants vLLM to choose the engine
+    refusals: list[Refusal] = field(default_factory=list)  # that occurred while it is answered
+    prepared: Callable[[], None] | None = None  # to be called once it is on its way to the engine
 
     @classmethod
     def of(cls, scope: Any) -> Incoming:
@@ -73,25 +63,15 @@ incoming: ContextVar[Incoming | None] = ContextVar("semsched_incoming", default=
 
 @dataclass(slots=True)
 class ServerState:
-    """What this package keeps on a server's application.
+    """What this package keeps on a server's application."""
 
-    Attributes:
-        rules: to read requests ahead (`preparation.GlanceRules`); None: not read.
-        siblings: the other API servers.
-        ready: whether all predictors have been up.
-        routes: whether the routes are there.
-        tasks: kept, or the event loop would let go of them.
-        lease: ends a pause.
-        canaries: how many engines, from the first on, run a canary's new policy all the time.
-    """
-
-    rules: Any = None
-    siblings: Siblings | None = None
-    ready: bool = False
-    routes: bool = False
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    lease: asyncio.TimerHandle | None = None
-    canaries: int = 0
+    rules: Any = None  # `preparation.GlanceRules`; None: requests are not read ahead
+    siblings: Siblings | None = None  # the other API servers
+    ready: bool = False  # all predictors have been up
+    routes: bool = False  # the routes have been added
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # else nobody keeps them
+    lease: asyncio.TimerHandle | None = None  # ends a pause
+    canaries: int = 0  # engines, from the first on, with a canary's new policy all the time
 
 
 def state_of(app: Any) -> ServerState:
@@ -107,37 +87,27 @@ def asks_for_completion(scope: Any) -> bool:
     return bool(is_post and scope["path"].endswith(_PATHS))
 
 
-class BodyAhead:
-    """The beginning of a body, read ahead of the application, which receives all of it.
+async def read_ahead(receive: Receive) -> tuple[bytes | None, Receive]:
+    """Read a request until its body is complete, too long, or the client has left.
 
-    Attributes:
-        whole: the body, if it is complete and no longer than `LARGEST_BODY`; else None.
+    Returns:
+        The body, if it is complete and no longer than `LARGEST_BODY`, and what the application is
+        to receive from: all messages.
     """
+    messages: list[Message] = []
+    body, complete = bytearray(), False
+    while len(body) <= LARGEST_BODY and not complete:
+        messages.append(message := await receive())
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        complete = not message.get("more_body", False)
+    messages.reverse()
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._read: list[Message] = []
-        self.whole: bytes | None = None
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
 
-    async def read(self) -> None:
-        """Read until the body is complete, too long, or the client has left."""
-        parts: list[bytes] = []
-        length = 0
-        while length <= LARGEST_BODY:
-            message = await self._receive()
-            self._read.append(message)
-            if message["type"] != "http.request":
-                break
-            parts.append(message.get("body", b""))
-            length += len(parts[-1])
-            if not message.get("more_body", False):
-                self.whole = b"".join(parts) if length <= LARGEST_BODY else None
-                break
-        self._read.reverse()
-
-    async def replay(self) -> Message:
-        """What the application receives: the messages that were read, then the rest."""
-        return self._read.pop() if self._read else await self._receive()
+    return bytes(body) if complete and len(body) <= LARGEST_BODY else None, replay
 
 
 def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:

@@ -14,6 +14,7 @@ from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 _LEASE = 600.0  # seconds after which a pause ends by itself
 _LONGEST_LEASE = 86_400.0
 
+Reply = dict[str, Any]
 router = APIRouter()
 """Without a prefix and without access control: `admin.router` includes it, and has both."""
 
@@ -27,7 +28,7 @@ async def pause(
     request: Request,
     mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
     seconds: Annotated[float, Body(embed=True, gt=0, le=_LONGEST_LEASE)] = _LEASE,
-) -> dict[str, Any]:
+) -> Reply:
     """Stop starting requests, and answer once nothing runs any more.
 
     `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
@@ -40,15 +41,16 @@ async def pause(
 
 
 @router.post("/resume")
-async def resume(request: Request) -> dict[str, Any]:
+async def resume(request: Request) -> Reply:
     """Resume after `pause`."""
     await engine_of(request).resume_generation()
     _lease(request.app, None)
     return {"paused": False}
 
 
-def _lease(app: FastAPI, seconds: float | None) -> None:
-    """Let a pause end after so many seconds; None: it has ended, or must not end by itself."""
+def _lease(app: FastAPI, seconds: float | None, paused: bool = False) -> None:
+    """Let a pause end after so many seconds; None: it has ended, or must not end by itself
+    (`paused`)."""
     state = state_of(app)
     if state.lease is not None:
         state.lease.cancel()
@@ -56,7 +58,7 @@ def _lease(app: FastAPI, seconds: float | None) -> None:
     if seconds is not None:
         loop = asyncio.get_running_loop()
         state.lease = loop.call_later(seconds, lambda: loop.create_task(_end_lease(app)))
-    show_paused(seconds is not None)
+    show_paused(paused or seconds is not None)
 
 
 async def _end_lease(app: FastAPI) -> None:
@@ -73,19 +75,16 @@ def show_paused(paused: bool) -> None:
 
 
 @router.post("/sleep")
-async def sleep(
-    request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1
-) -> dict[str, Any]:
+async def sleep(request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1) -> Reply:
     """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
     host copies of KV are recomputed after waking."""
     await engine_of(request).sleep(level=level, mode="keep")
-    _lease(request.app, None)  # it sleeps until it is woken
-    show_paused(True)
+    _lease(request.app, None, paused=True)  # it sleeps until it is woken
     return {"asleep": level}
 
 
 @router.post("/wake")
-async def wake(request: Request) -> dict[str, Any]:
+async def wake(request: Request) -> Reply:
     """Wake up and resume."""
     awake = await engine_of(request).wake_up()
     _lease(request.app, None)
@@ -93,15 +92,15 @@ async def wake(request: Request) -> dict[str, Any]:
 
 
 @router.post("/weights/reload")
-async def reload_weights(request: Request) -> dict[str, Any]:
+async def reload_weights(request: Request) -> Reply:
     """Reload the served model's weights from their source; call `pause` first.
 
     Everything computed with the old weights is dropped first: prefix cache, host copies, KV of
     frozen requests. If that fails, the old weights stay.
     """
     await drop_caches(request)
-    _lease(request.app, None)  # it must not resume with a part of the new weights
-    show_paused(True)
+    # It must not resume with a part of the new weights.
+    _lease(request.app, None, paused=True)
     try:
         await engine_of(request).collective_rpc("reload_weights")
     finally:
@@ -110,7 +109,7 @@ async def reload_weights(request: Request) -> dict[str, Any]:
 
 
 @router.post("/caches/drop")
-async def drop_caches(request: Request) -> dict[str, Any]:
+async def drop_caches(request: Request) -> Reply:
     """Drop everything computed with replaced weights or adapters; call `pause` first."""
     engine = engine_of(request)
     if not await engine.is_paused():
@@ -122,8 +121,7 @@ async def drop_caches(request: Request) -> dict[str, Any]:
         dropped = False
     if not dropped:
         raise HTTPException(
-            503,
-            "KV is still in use or loading from the host; let running requests finish first",
+            503, "KV is still in use or loading from the host; let running requests finish first"
         )
     await engine.reset_mm_cache()
     await engine.reset_encoder_cache()

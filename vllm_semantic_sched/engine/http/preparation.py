@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.guard import guarded, logged, logger
 from vllm_semantic_sched.engine.http.incoming import (
-    BodyAhead,
     Incoming,
     asks_for_completion,
     incoming,
+    read_ahead,
     state_of,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
@@ -30,10 +30,8 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.preparation import PreparationQueue
 from vllm_semantic_sched.predict.instant import InstantReader
 
-# The second keeps the thread busy while the first waits for the tokenizer's.
-_SLOTS = 2
-# A request that waits for something slow gives up its slot.
-_LONGEST = 0.05  # seconds
+_SLOTS = 2  # the second keeps the thread busy while the first waits for the tokenizer's
+_LONGEST = 0.05  # seconds after which a request that waits for something slow gives up its slot
 _PACKAGE = "vllm_semantic_sched."
 
 # Bounds on the walk through a request, whatever a client has nested.
@@ -44,42 +42,25 @@ _TEXT_PARTS = (None, "text", "input_text", "message")
 
 
 class Glance(NamedTuple):
-    """An HTTP request at a glance.
+    """An HTTP request at a glance."""
 
-    Attributes:
-        level: by hint or reading, else the default level.
-        reading: the instant reader's; None if it did not read the request, or reads its prompts
-            one by one.
-        user: the OpenAI field.
-        has_media: whether preparing it means to fetch or decode pictures or sound.
-    """
-
-    level: int
-    reading: Prediction | None = None
-    user: str | None = None
-    has_media: bool = False
+    level: int  # by hint or reading, else the default level
+    reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
+    user: str | None = None  # the OpenAI field
+    has_media: bool = False  # preparing it means to fetch or decode pictures or sound
 
 
 @dataclass(frozen=True)
 class GlanceRules:
-    """How to tell the urgency of an HTTP request at a glance.
-
-    Attributes:
-        instant: None if the policy does not use the instant reader.
-    """
+    """How to tell the urgency of an HTTP request at a glance."""
 
     policy: Policy
-    instant: InstantReader | None
+    instant: InstantReader | None  # None if the policy does not use it
 
     @classmethod
     def load(cls, vllm_config: Any) -> Self | None:
         """The rules of a server; None if its scheduler does not order by urgency, or only
-        observes.
-
-        Raises:
-            PolicyError: the policy is invalid.
-            ValueError: the instant reader is damaged.
-        """
+        observes. Raises PolicyError if the policy is invalid, and as `of`."""
         classes = vllm_config.scheduler_config.get_scheduler_cls().__mro__
         if not any(one.__module__.startswith(_PACKAGE) for one in classes):
             return None
@@ -130,8 +111,7 @@ def read_user(request: dict[str, Any]) -> Said:
     """What the user says in an OpenAI request for a completion, chat or response. At most
     `_MOST_NODES` nodes are visited."""
     texts: list[str] = []
-    has_media = False
-    nodes = 0
+    has_media, nodes = False, 0
     for name in ("prompt", "input", "messages"):
         stack = [iter((request.get(name),))]
         while stack and nodes < _MOST_NODES:
@@ -155,10 +135,8 @@ def read_user(request: dict[str, Any]) -> Said:
 
 
 class UrgentFirst:
-    """ASGI middleware that passes requests for generated text on in the order of their urgency.
-
-    Without the rules that `adopt_rules` stores, requests pass at once.
-    """
+    """ASGI middleware that passes requests for generated text on in the order of their urgency;
+    without the rules that `adopt_rules` stores, at once."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -171,16 +149,15 @@ class UrgentFirst:
             await self._app(scope, receive, send)
             return
         request = incoming.get() or Incoming.of(scope)
-        body = BodyAhead(receive)
-        await body.read()
-        glance = self._glance(rules, body.whole, request.priority)
+        body, receive = await read_ahead(receive)
+        glance = self._glance(rules, body, request.priority)
         request.level, request.reading, request.user = glance[:3]
         token = incoming.set(request)
         try:
             if glance.has_media:  # it would hold a slot while a picture is fetched
-                await self._app(scope, body.replay, send)
+                await self._app(scope, receive, send)
             else:
-                await self._in_turn(request, glance.level, scope, body, send)
+                await self._in_turn(request, glance.level, scope, receive, send)
         finally:
             incoming.reset(token)
 
@@ -190,7 +167,7 @@ class UrgentFirst:
         return state_of(scope["app"]).rules if asks_for_completion(scope) else None
 
     async def _in_turn(
-        self, request: Incoming, level: int, scope: Any, body: BodyAhead, send: Any
+        self, request: Incoming, level: int, scope: Any, receive: Any, send: Any
     ) -> None:
         loop = asyncio.get_running_loop()
         came = loop.time()
@@ -213,7 +190,7 @@ class UrgentFirst:
             slot.callback(self._leave)
             slot.callback(loop.call_later(_LONGEST, slot.close).cancel)
             request.prepared = slot.close
-            await self._app(scope, body.replay, send)
+            await self._app(scope, receive, send)
 
     @guarded(lambda self, turn, *args: turn.set_result(None), logger)
     def _enter(self, turn: asyncio.Future[None], level: int, came: float, tenant: str) -> None:

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.engine.vllm_api import (
-    VllmConfig,
-    api_server_count,
-    api_server_rank,
-    engine_count,
-)
 from vllm_semantic_sched.predict.shared import own_folder
 
 
@@ -29,9 +24,6 @@ class Siblings:
     Args:
         path: of the file to map, the same for all servers; the last one removes it.
         rank: this server's number.
-
-    Raises:
-        OSError: the file cannot be mapped.
     """
 
     def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:
@@ -73,9 +65,9 @@ class Siblings:
         return self._seen != before
 
 
-def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
+def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | None:
     """Share memory with the other API servers; None if there are none, or it cannot be shared."""
-    servers = api_server_count(vllm_config)
+    servers = vllm_api.api_server_count(vllm_config)
     if servers < 2:
         return None
     try:
@@ -86,13 +78,12 @@ def join_siblings(vllm_config: VllmConfig, levels: int) -> Siblings | None:
         # When it started, in clock ticks since the machine did: no change of the clock moves it.
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         path = folder / f"{parent}-{started}.counts"
-        engines = engine_count(vllm_config)
-        return Siblings(path, servers, api_server_rank(vllm_config), engines, levels)
+        engines = vllm_api.engine_count(vllm_config)
+        return Siblings(path, servers, vllm_api.api_server_rank(vllm_config), engines, levels)
     except (OSError, ValueError) as error:
         logger.warning(
             "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "
             "its own requests only, and a reload changes the rules of the one that got it.",
-            servers,
-            error,
+            *(servers, error),
         )
         return None

@@ -28,59 +28,36 @@ from vllm_semantic_sched.policy.view import EngineView
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new request, as far as it can be read without the scheduler's state.
+    """A new request, as far as it can be read without the scheduler's state."""
 
-    Attributes:
-        policy: the policy by which it was read.
-        job: not known to the core yet (`SchedulingCore.arrive`).
-        source: origin of its level, as in metrics.
-        problems: by counter, what is wrong with the request, for the log; None: not to be logged.
-        dedup_key: None without a usable one.
-        origin: the client's request; the same for all its prompts and answers.
-        parent: the prompt, if this is one of several answers to it; else None.
-        refusable: whether its client can receive a refusal.
-        read_at_once: whether the instant reader has read its text.
-    """
-
-    policy: Policy
-    job: Job
-    source: str
-    problems: Mapping[str, str | None]
-    dedup_key: str | None
-    origin: str
-    parent: str | None
-    refusable: bool
-    read_at_once: bool
+    policy: Policy  # by which it was read
+    job: Job  # not known to the core yet (`SchedulingCore.arrive`)
+    source: str  # origin of its level, as in metrics
+    problems: Mapping[str, str | None]  # by counter, what is wrong; None: not to be logged
+    dedup_key: str | None  # None without a usable one
+    origin: str  # the client's request; the same for all its prompts and answers
+    parent: str | None  # the prompt, if this is one of several answers to it
+    refusable: bool  # whether its client can receive a refusal
+    read_at_once: bool  # whether the instant reader has read its text
 
 
+@dataclass(eq=False)
 class Arrivals:
-    """Prepares new requests on vLLM's input thread, and hands them to the scheduler's thread.
+    """Prepares new requests on vLLM's input thread, and hands them to the scheduler's thread. What
+    was prepared is kept on vLLM's request, so that nothing is left of one that never arrives."""
 
-    What was prepared is kept on vLLM's request, so that nothing is left of a request that never
-    arrives. With `logs_blocks`, jobs keep the hashes of their KV blocks, for the event log.
-    """
-
-    def __init__(
-        self,
-        core: SchedulingCore,
-        jobs: Mapping[str, Job],
-        predictions: PredictionFeed,
-        endings: Endings,
-        counters: Counters,
-        logs_blocks: bool,
-    ) -> None:
-        self._core = core
-        self._jobs = jobs
-        self._predictions = predictions
-        self._endings = endings
-        self._counters = counters
-        self._logs_blocks = logs_blocks
+    core: SchedulingCore
+    jobs: Mapping[str, Job]  # of the scheduler
+    predictions: PredictionFeed
+    endings: Endings
+    counters: Counters
+    logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
         """Read a request and attach the result. Safe on any thread; may raise. The parts of a
         session with streamed input share one id and are left to `prepared`, which sees them in
         order."""
-        if not request.resumable and request.request_id not in self._jobs:
+        if not request.resumable and request.request_id not in self.jobs:
             attach_arrival(request, self._read(request, submitted=False))
 
     def prepared(self, request: Request) -> Arrival:
@@ -89,15 +66,15 @@ class Arrivals:
         arrival: Arrival | None = attached_arrival(request)
         if arrival is None:
             arrival = self._read(request, submitted=False)
-        elif arrival.policy is not self._core.policy:
+        elif arrival.policy is not self.core.policy:
             arrival = self._read(request, submitted=arrival.job.awaits_prediction)
         if arrival.job.awaits_prediction:
-            self._predictions.arrived(request.request_id)
+            self.predictions.arrived(request.request_id)
         return arrival
 
     def unread(self, request: Request) -> Job:
         """A job at the default level, for a request that could not be read."""
-        return self._core.draft(
+        return self.core.draft(
             request.request_id,
             prompt_tokens=request.num_prompt_tokens,
             max_output_tokens=request.max_tokens,
@@ -108,29 +85,29 @@ class Arrivals:
     def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
         """A request is in the queue; it, or others because of it, may end. Without a step it is
         only counted."""
-        self._counters.add("requests", arrival.source)
+        self.counters.add("requests", arrival.source)
         if arrival.read_at_once:
-            self._counters.add("instant_predictions")
+            self.counters.add("instant_predictions")
         for counter, problem in arrival.problems.items():
-            if problem is not None and not self._counters.total(counter, ()):
+            if problem is not None and not self.counters.total(counter, ()):
                 logger.warning(
                     "Request %s: %s; served without it. Further ones are counted in "
                     "semsched:%s_total only.",
                     *(arrival.job.request_id, problem, counter),
                 )
-            self._counters.add(counter)
+            self.counters.add(counter)
         if not arrival.refusable or step is None:
             return
         parent = arrival.parent
-        refusal = None if parent is None else self._endings.refused_prompts.get(parent)
+        refusal = None if parent is None else self.endings.refused_prompts.get(parent)
         if refusal is not None:
-            self._endings.refuse_prompt(arrival.job, refusal)
+            self.endings.refuse_prompt(arrival.job, refusal)
         else:
             step.arrived(view, arrival.job, arrival.dedup_key, arrival.origin)
 
     def _read(self, request: Request, submitted: bool) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""
-        core, request_id, params = self._core, request.request_id, request.sampling_params
+        core, request_id, params = self.core, request.request_id, request.sampling_params
         extra_args = params.extra_args if params else None
         hint = core.read_hints(extra_args, request.priority)
         problems: dict[str, str | None] = {}
@@ -140,11 +117,11 @@ class Arrivals:
         except BadKey as problem:
             problems["invalid_dedup_keys"] = str(problem)
         stated = stated_length(params)
-        reads = submitted or self._predictions.reads(request, hint, stated.exact)
+        reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
-        first = self._predictions.first_reading(request, passed) if reads else None
+        first = self.predictions.first_reading(request, passed) if reads else None
         awaits_prediction = submitted or (
-            first is not None and self._predictions.submit(request_id, hint, first)
+            first is not None and self.predictions.submit(request_id, hint, first)
         )
         if reads and not awaits_prediction:  # the predictor's queue is full
             problems["unread_prompts"] = None
@@ -163,7 +140,7 @@ class Arrivals:
             provisional=None if first is None else first.provisional,
         )
         job.came = time.time()
-        if self._logs_blocks:
+        if self.logs_blocks:
             job.block_hashes = request.block_hashes
         return Arrival(
             policy=core.policy,
@@ -173,7 +150,7 @@ class Arrivals:
             dedup_key=dedup_key,
             origin=origin_of(request_id),
             parent=parent_of(request_id),
-            refusable=self._endings.can_end(request),
+            refusable=self.endings.can_end(request),
             read_at_once=first is not None and first.provisional is not None,
         )
 

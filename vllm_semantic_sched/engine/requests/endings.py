@@ -6,16 +6,10 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm_semantic_sched.engine.vllm_api import (
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    Request,
-    RequestStatus,
-    refused_output,
-)
+from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.vllm_api import EngineCoreOutputs, Request, RequestStatus
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal
@@ -47,25 +41,17 @@ def parent_of(request_id: str) -> str | None:
     return answer["parent"] if answer else None
 
 
-class RequestEnd(NamedTuple):
-    """How a request ended: `state` and `reason` for the lifecycle, `ending` for the length
-    estimates."""
+RequestEnd = tuple[AnswerEnd, JobState, str]
+"""For the length estimates, and state and reason for the lifecycle."""
 
-    state: JobState
-    reason: str
-    ending: AnswerEnd
-
-
-_ENDS = {
-    RequestStatus.FINISHED_STOPPED: RequestEnd(JobState.COMPLETED, "stop", AnswerEnd.STOPPED),
-    RequestStatus.FINISHED_LENGTH_CAPPED: RequestEnd(JobState.COMPLETED, "length", AnswerEnd.CUT),
-    RequestStatus.FINISHED_REPETITION: RequestEnd(
-        JobState.COMPLETED, "repetition", AnswerEnd.ABORTED
-    ),
-    RequestStatus.FINISHED_IGNORED: RequestEnd(JobState.FAILED, "too_long", AnswerEnd.ABORTED),
-    RequestStatus.FINISHED_ERROR: RequestEnd(JobState.FAILED, "error", AnswerEnd.ABORTED),
+_ENDS: dict[RequestStatus, RequestEnd] = {
+    RequestStatus.FINISHED_STOPPED: (AnswerEnd.STOPPED, JobState.COMPLETED, "stop"),
+    RequestStatus.FINISHED_LENGTH_CAPPED: (AnswerEnd.CUT, JobState.COMPLETED, "length"),
+    RequestStatus.FINISHED_REPETITION: (AnswerEnd.ABORTED, JobState.COMPLETED, "repetition"),
+    RequestStatus.FINISHED_IGNORED: (AnswerEnd.ABORTED, JobState.FAILED, "too_long"),
+    RequestStatus.FINISHED_ERROR: (AnswerEnd.ABORTED, JobState.FAILED, "error"),
 }
-_ABORTED = RequestEnd(JobState.CANCELLED, "abort", AnswerEnd.ABORTED)
+_ABORTED = (AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
 
 
 def end_of(
@@ -78,14 +64,14 @@ def end_of(
         decode: token ids to text; None without a tokenizer.
     """
     if refusal is not None:
-        return RequestEnd(JobState.REFUSED, refusal.code.value, AnswerEnd.ABORTED)
-    end = _ENDS.get(request.status, _ABORTED)
+        return AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value
+    ending, state, reason = _ENDS.get(request.status, _ABORTED)
+    if state is JobState.CANCELLED and _has_stop_string(request, decode):
+        return AnswerEnd.ABORTED, JobState.COMPLETED, "stop_string"
     params = request.sampling_params
     if params is None or params.ignore_eos:  # the model could not end it
-        end = end._replace(ending=AnswerEnd.ABORTED)
-    if end.state is JobState.CANCELLED and _has_stop_string(request, decode):
-        return RequestEnd(JobState.COMPLETED, "stop_string", AnswerEnd.ABORTED)
-    return end
+        ending = AnswerEnd.ABORTED
+    return ending, state, reason
 
 
 def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None) -> bool:
@@ -113,7 +99,7 @@ class Endings:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._outputs: dict[int, list[EngineCoreOutput]] = {}
+        self._outputs: dict[int, list[vllm_api.EngineCoreOutput]] = {}
         self._deferred: dict[str, Refusal] | None = None
         self.refusal: Refusal | None = None
         self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()
@@ -152,7 +138,18 @@ class Endings:
             return False
         if self._deferred is not None:
             return self._deferred.setdefault(request_id, refusal) is refusal
-        self._finish(request, refusal)
+        started = request.num_output_tokens or request.num_preemptions
+        if self._scheduler.log_stats and not started:
+            # Without this event vLLM would count the queue and prefill times of a request that
+            # was never scheduled from the machine's boot.
+            request.record_event(vllm_api.EngineCoreEventType.SCHEDULED)
+        self.refusal = refusal
+        try:
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        finally:
+            self.refusal = None
+        output = vllm_api.refused_output(request, refusal)
+        self._outputs.setdefault(request.client_index, []).append(output)
         return True
 
     def defer(self) -> None:
@@ -169,19 +166,6 @@ class Endings:
         pending, self._outputs = self._outputs, {}
         for client, last in pending.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(last)
-
-    def _finish(self, request: Request, refusal: Refusal) -> None:
-        started = request.num_output_tokens or request.num_preemptions
-        if self._scheduler.log_stats and not started:
-            # Without this event vLLM would count the queue and prefill times of a request that
-            # was never scheduled from the machine's boot.
-            request.record_event(EngineCoreEventType.SCHEDULED)
-        self.refusal = refusal
-        try:
-            self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-        finally:
-            self.refusal = None
-        self._outputs.setdefault(request.client_index, []).append(refused_output(request, refusal))
 
 
 class RecentReadings:

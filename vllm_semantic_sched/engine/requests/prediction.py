@@ -20,11 +20,9 @@ from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
-# Tokens taken from each end of a prompt; together about twice a predictor's window.
-_WINDOW = 256
-
-# Tokens of a prompt that a second look decodes, half of them from each end.
-_LONGEST_SECOND = 4096
+# Tokens of a prompt that are decoded, half of them from each end: about twice a predictor's window,
+# and for a second look.
+_LONGEST_FIRST, _LONGEST_SECOND = 512, 4096
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
@@ -42,13 +40,8 @@ class PredictionFeed:
     """Sends prompts to the predictor and hands out its predictions, without ever waiting for them.
 
     Args:
-        tokenizer: of the served model; None if the engine has none.
         group: engines of the same group share a predictor process.
         prompt_of: token ids of a request's prompt; None if there are none.
-
-    Attributes:
-        service: the predictor; None if the policy uses none.
-        instant: the instant reader; None if policy or model have none.
 
     Raises:
         PredictorError: the configured model cannot be loaded. A stored network that turns out to
@@ -64,6 +57,7 @@ class PredictionFeed:
         group: str | None,
         prompt_of: Callable[[str], Sequence[int] | None],
     ) -> None:
+        self.tokenizer = tokenizer
         self._core = core
         self._prompt_of = prompt_of
         self._jobs = jobs
@@ -74,7 +68,6 @@ class PredictionFeed:
         self._early: list[tuple[str, Prediction | None]] = []
         self.service: PredictionService | None = None
         self.instant: InstantReader | None = None
-        self.tokenizer = tokenizer
         predictor = core.policy.predictor
         if not core.policy.reads(hinted=False):
             return
@@ -115,11 +108,9 @@ class PredictionFeed:
 
     def reads(self, request: Request, hint: Hint, length_known: bool) -> bool:
         """Whether the predictor should read a request's text."""
-        return (
-            self.service is not None
-            and self._core.policy.reads(hint.level is not None, length_known)
-            and bool(request.prompt_token_ids)
-        )
+        if self.service is None or not request.prompt_token_ids:
+            return False
+        return self._core.policy.reads(hint.level is not None, length_known)
 
     def first_reading(self, request: Request, passed: Prediction | None) -> FirstReading | None:
         """Decode a new request's prompt, and read it at once with the instant reader, unless the
@@ -128,7 +119,7 @@ class PredictionFeed:
         tokens = request.prompt_token_ids
         if self.tokenizer is None or not tokens:
             return None
-        text = self._text(tokens, 2 * _WINDOW)
+        text = self._text(tokens, _LONGEST_FIRST)
         if self.instant is None:
             return FirstReading(text, None)
         fits = passed is not None and self.instant.same_shape(passed)

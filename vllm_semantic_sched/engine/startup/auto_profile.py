@@ -21,15 +21,9 @@ _measured: dict[tuple[object, ...], Device] = {}
 
 
 def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> EngineProfile:
-    """The profile that a policy names, or the derived one.
-
-    Args:
-        starting: the engine does not serve yet, so that a benchmark neither disturbs it nor is
-            disturbed.
-
-    Raises:
-        PolicyError: the named profile is invalid. Never for `auto`: errors are logged.
-    """
+    """The profile that a policy names (raises PolicyError if it is invalid), or the derived one
+    (errors are logged). `starting`: the engine does not serve yet, so that a benchmark neither
+    disturbs it nor is disturbed."""
     if policy.profile != AUTO:
         return load_profile(policy.profile)
     try:
@@ -51,9 +45,8 @@ def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple
     key = (hardware.kind, hardware.dtype, model.width, model.inner, model.weights)
     if key not in _measured and starting and hardware.here:
         try:
-            _measured[key] = measure_device(
-                hardware.kind, hardware.name, hardware.dtype, model, hardware.memory
-            )
+            device = hardware.kind, hardware.name, hardware.dtype
+            _measured[key] = measure_device(*device, model, hardware.memory)
         except Exception as error:
             logger.warning("Semantic scheduling: %s was not measured: %s", hardware.name, error)
     if key in _measured:

@@ -29,8 +29,7 @@ def measure_device(
     """What torch reaches on this machine with matrices of this model.
 
     Args:
-        kind: torch's device type: cpu, cuda.
-        dtype: of weights and activations, as torch names it.
+        kind, dtype: of the device, and of weights and activations, as torch names them.
         memory: GB of the device, for the result.
 
     Raises:
@@ -64,7 +63,7 @@ def measure_device(
         if kind == "cpu":  # elsewhere graphs replay the kernels of a step
             small = matrix(1, 8)
             seconds = _fastest(lambda: [small + small for _ in range(100)], wait) / 100
-            overhead = {name: many * seconds for name, many in _OPERATIONS.items()}
+            overhead = {name: count * seconds for name, count in _OPERATIONS.items()}
     device = Device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,

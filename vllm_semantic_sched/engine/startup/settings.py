@@ -56,12 +56,8 @@ class SwapConfig(Section):
 
 
 def parse_settings(additional_config: Any) -> EngineSettings:
-    """The settings of the command line; the environment variable SEMSCHED_POLICY names another
-    policy.
-
-    Raises:
-        PolicyError: names the invalid key and the valid ones.
-    """
+    """The settings of the command line; the environment variable SEMSCHED_POLICY overrides its
+    policy. Raises PolicyError, which names the invalid key and the valid ones."""
     given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
     settings = parse_section(EngineSettings, given or {}, source="semantic_sched")
     policy = os.environ.get(POLICY_VARIABLE)
@@ -69,27 +65,19 @@ def parse_settings(additional_config: Any) -> EngineSettings:
 
 
 def load_settings(additional_config: Any) -> Policy:
-    """The policy of the server, with what the command line sets of it.
-
-    Raises:
-        PolicyError: names the missing or invalid value and the valid ones.
-    """
+    """The policy of the server, with what the command line sets of it. Raises PolicyError, which
+    names the missing or invalid value and the valid ones."""
     settings = parse_settings(additional_config)
     policy = load_policy(settings.policy)
     given: dict[str, Any] = {"observe": settings.observe or None, "profile": settings.profile}
     if settings.events is not None:
         given["events"] = policy.events.model_copy(update={"path": settings.events})
-    return policy.model_copy(
-        update={key: value for key, value in given.items() if value is not None}
-    )
+    given = {key: value for key, value in given.items() if value is not None}
+    return policy.model_copy(update=given)
 
 
 class PolicyFile:
-    """Polls a policy file, given by name or path, for changes.
-
-    Raises:
-        PolicyError: at construction, if there is none.
-    """
+    """Polls a policy file, given by name or path, for changes; PolicyError if there is none."""
 
     def __init__(self, name_or_path: str | Path) -> None:
         self.path = resolve_config(name_or_path, "policy")
@@ -101,12 +89,11 @@ class PolicyFile:
         so that nobody reads it while it is being written. True at the second call too: a server
         reads its policy long before it is up. A link that leads to another file counts, as in a
         Kubernetes ConfigMap; a file that is gone does not."""
-        now = _signature(self.path)
-        changed = now is not None and now == self._seen and now != self._adopted
-        self._seen = now
-        if changed:
-            self._adopted = now
-        return changed
+        before, self._seen = self._seen, _signature(self.path)
+        if self._seen is None or self._seen != before or self._seen == self._adopted:
+            return False
+        self._adopted = self._seen
+        return True
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
