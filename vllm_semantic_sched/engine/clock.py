@@ -43,11 +43,8 @@ class ServiceClock:
 
 
 class StepClock:
-    """Pairs each schedule() with the update_from_output() of the same output.
-
-    A step lasts from the return of schedule() to its output; with several in flight, from the
-    output before it, since only one is computed at a time.
-    """
+    """Times steps: from the return of schedule() to the update_from_output() of the same output;
+    with several in flight, from the output before it, since only one is computed at a time."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, tuple[Batch, float]] = {}

@@ -7,6 +7,7 @@ and back for good when it ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -34,11 +35,7 @@ class LivePolicy:
     """Holds the version of the policy in force, and loads the policy that may replace it.
 
     `request_load` may be called from any thread and from a signal handler; all other methods only
-    from the scheduling thread.
-
-    Args:
-        load: reads the server's policy and profile; raises PolicyError.
-        switch: puts them in force.
+    from the scheduling thread. `load` reads policy and profile, `switch` puts them in force.
     """
 
     def __init__(
@@ -129,12 +126,8 @@ class LivePolicy:
 
 class CanaryDriver:
     """The canary of an engine, and how the last one ended. Only on the scheduling thread, between
-    steps and before arrivals: on an idle engine it waits for the next request.
-
-    Args:
-        switch: puts a policy in force.
-        clock: that of `Job.arrival`.
-    """
+    steps and before arrivals: on an idle engine it waits for the next request. `switch` puts a
+    policy in force; the clock is that of `Job.arrival`."""
 
     def __init__(
         self, core: SchedulingCore, switch: Callable[[Policy], None], clock: Callable[[], float]
@@ -221,16 +214,14 @@ def reload_on_hangup(reload: Callable[[], Any]) -> bool:
 
 
 def hangup_may_reload() -> bool:
-    """Whether SIGHUP may reload instead of ending the process: this is its main thread, and it has
-    no controlling terminal, or was started with nohup. With a terminal the signal means that the
-    terminal was closed, and an engine that outlives its server would keep the accelerator's
-    memory."""
+    """Whether SIGHUP may reload instead of ending the process: in its main thread, without a
+    controlling terminal or under nohup. Else the signal means that the terminal was closed, and an
+    engine that outlives its server would keep the accelerator's memory."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return True
-    try:
+    with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return True
-    return False
+        return False
+    return True

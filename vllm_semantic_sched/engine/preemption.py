@@ -40,11 +40,7 @@ class Preemptions:
     at start."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        core: SchedulingCore,
-        endings: Endings,
-        counters: Counters,
+        self, scheduler: Scheduler, core: SchedulingCore, endings: Endings, counters: Counters
     ) -> None:
         self._scheduler = scheduler
         self._core = core
@@ -225,13 +221,11 @@ class Preemptions:
             return None
         scheduler, size, free = self._scheduler, self._block_size, connector.ledger.pool.free
         if self._one_table:
-            cached, shared = vllm_api.prefix_cached_blocks(
-                scheduler, request, first=kv_tokens // size
-            )
+            full = kv_tokens // size
+            cached, shared = vllm_api.prefix_cached_blocks(scheduler, request, first=full)
             # What the prefix cache will probably still hold when the request resumes.
-            free_share = vllm_api.free_kv_blocks(scheduler) / (
-                1 + vllm_api.total_kv_blocks(scheduler)
-            )
+            blocks = 1 + vllm_api.total_kv_blocks(scheduler)
+            free_share = vllm_api.free_kv_blocks(scheduler) / blocks
             knobs = self._core.policy.retention
             left = tokens_left_on_device(shared * size, cached * size, free_share, knobs)
             return HostRoom(size, free, on_device=left)

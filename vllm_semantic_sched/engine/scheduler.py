@@ -39,10 +39,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     """Serves the most urgent requests first, and the shortest first among equals.
 
     Under the base policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules
-    asynchronously it is an `AsyncSemanticScheduler`.
-
-    Raises:
-        PolicyError: at construction, if policy or profile cannot be used.
+    asynchronously it is an `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot
+    be used.
 
     Attributes:
         core: the policy's decisions and its state.
@@ -62,12 +60,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             asynchronous = asynchronous or issubclass(cls, vllm_api.AsyncScheduler)
             stock = vllm_api.AsyncScheduler if asynchronous else vllm_api.Scheduler
             scheduler = stock(vllm_config, *args, **kwargs)
-            commands.install(scheduler)
+            vllm_api.add_utility(scheduler, commands.UTILITY, commands.run)
             return scheduler
         if cls is SemanticScheduler and asynchronous:
             cls = AsyncSemanticScheduler
         self = super().__new__(cls)
-        commands.install(self)
+        vllm_api.add_utility(self, commands.UTILITY, commands.run)
         self._settings = (policy, engine_profile(policy, vllm_config, starting=True))
         return self
 

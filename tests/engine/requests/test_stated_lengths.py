@@ -9,7 +9,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.structured_output.utils import choice_as_grammar
 
-from vllm_semantic_sched.engine.requests.stated_lengths import stated_length
+from vllm_semantic_sched.engine.requests.arrivals import stated_length
 from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, StatedLength
 
 

@@ -38,8 +38,7 @@ from vllm_semantic_sched.predict.corrections import (
 from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
-LONGEST_ID = 512
-"""Characters of a request id."""
+LONGEST_ID = 512  # characters of a request id
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
 
@@ -77,15 +76,13 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 router = APIRouter(prefix=PREFIX, dependencies=[Depends(from_this_machine)])
 router.include_router(pausing.router)
-probes = APIRouter()
-"""Answered to any machine, without the API key."""
+probes = APIRouter()  # answered to any machine, without the API key
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints and load the rules of `UrgentFirst`. From then on SIGHUP reloads the policy
-    where that is safe (see `hangup_may_reload`), and so does a change of its file with `watch`.
-    Later calls are no-ops. The routes are inside all middleware, so vLLM's authentication protects
-    them."""
+    """Add the endpoints and load the rules of `UrgentFirst`; later calls are no-ops. From then on
+    SIGHUP reloads the policy where that is safe, and so does a change of its file with `watch`. The
+    routes are inside all middleware, so vLLM's authentication protects them."""
     state = state_of(app)
     if state.routes:
         return

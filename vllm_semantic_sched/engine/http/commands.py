@@ -8,18 +8,13 @@ from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import LivePolicy
-from vllm_semantic_sched.engine.vllm_api import Scheduler, add_utility, kv_cache_usage
+from vllm_semantic_sched.engine.vllm_api import kv_cache_usage
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
-UTILITY = "semsched"
-"""Name of the utility call; its argument is the name of a command."""
-
-
-def install(scheduler: Scheduler) -> None:
-    add_utility(scheduler, UTILITY, run)
+UTILITY = "semsched"  # name of the utility call; its argument is a command
 
 
 def run(scheduler: Any, command: str) -> Any:

@@ -17,16 +17,11 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-TENANT_HEADER = b"x-semsched-tenant"
-"""Set by a gateway that has authenticated the client."""
-
-PLACEMENT_HEADER = b"x-semsched-placement"
-"""With the value `vllm`, vLLM chooses the engine of the request."""
-
+TENANT_HEADER = b"x-semsched-tenant"  # set by a gateway that has authenticated the client
+PLACEMENT_HEADER = b"x-semsched-placement"  # with the value `vllm`, vLLM chooses the engine
+# Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
+# would cost milliseconds.
 LARGEST_BODY = 2**18
-"""Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
-would cost milliseconds."""
-
 _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
 _PATHS = ("/completions", "/responses")  # ends of those whose bodies are read ahead
 
@@ -57,8 +52,8 @@ class Incoming:
         )
 
 
+# The request of this context.
 incoming: ContextVar[Incoming | None] = ContextVar("semsched_incoming", default=None)
-"""The request of this context."""
 
 
 @dataclass(slots=True)
@@ -88,12 +83,9 @@ def asks_for_completion(scope: Any) -> bool:
 
 
 async def read_ahead(receive: Receive) -> tuple[bytes | None, Receive]:
-    """Read a request until its body is complete, too long, or the client has left.
-
-    Returns:
-        The body, if it is complete and no longer than `LARGEST_BODY`, and what the application is
-        to receive from: all messages.
-    """
+    """Read a request until its body is complete, too long, or the client has left. Returns the
+    body, if it is complete and no longer than `LARGEST_BODY`, and what the application receives
+    from: all messages."""
     messages: list[Message] = []
     body, complete = bytearray(), False
     while len(body) <= LARGEST_BODY and not complete:

@@ -28,8 +28,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
 Outputs = AsyncGenerator[Any, None]
 
-STREAMED_ERROR = b'data: {"error"'
-"""Start of the event by which vLLM's streams report an error."""
+STREAMED_ERROR = b'data: {"error"'  # start of the event by which vLLM's streams report an error
 
 
 class RequestRefused(GenerationError):
@@ -49,11 +48,8 @@ def collect_refusals() -> list[Refusal]:
 
 
 class Middleware:
-    """What users name in `--middleware`: `Refusals`, `UrgentFirst` and the operator endpoints.
-
-    vLLM adds it outside its own authentication. A request that this would refuse is passed to it
-    at once: not a byte of its body is read here.
-    """
+    """What users name in `--middleware`. vLLM adds it outside its own authentication. A request
+    that this would refuse is passed to it at once: not a byte of its body is read here."""
 
     def __init__(self, app: App) -> None:
         self._stock = app

@@ -79,9 +79,8 @@ class GlanceRules:
         because it is too large to parse twice. `priority`: of vLLM's header, which overrides the
         body's."""
         request = None
-        if body is not None:
-            with contextlib.suppress(ValueError, RecursionError):
-                request = json.loads(body)
+        with contextlib.suppress(ValueError, RecursionError):
+            request = json.loads(body or b"")
         return self.glance_at(request if isinstance(request, dict) else {}, priority)
 
     def glance_at(self, request: dict[str, Any], priority: int | None = None) -> Glance:

@@ -16,14 +16,10 @@ from vllm_semantic_sched.predict.shared import own_folder
 
 class Siblings:
     """The requests that each API server has at each engine, and how often one of them has reloaded
-    the policy.
+    the policy, in a file that all of them map and the last one removes.
 
     Each server writes its own counts only, number by number, so no lock is needed; what it reads of
     the others may be a moment old.
-
-    Args:
-        path: of the file to map, the same for all servers; the last one removes it.
-        rank: this server's number.
     """
 
     def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:

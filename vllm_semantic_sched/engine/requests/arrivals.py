@@ -4,6 +4,7 @@ scheduler state. In an offline engine, and without an engine, everything happens
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +14,25 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.requests.stated_lengths import stated_length
 from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.hints import Hint
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, StatedLength
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.policy.view import EngineView
+
+# Longer lists of choices are not read: it would delay the request.
+_MOST_CHOICES = 1024
+_MOST_CHARACTERS = 16_384
+
+_LITERAL = r'"(?:[^"\\]|\\.)*"'
+# The grammar that vLLM's frontend makes of a list of choices (`choice_as_grammar`).
+_CHOICES = re.compile(rf"root ::= {_LITERAL}(?: \| {_LITERAL})*\s*")
+_ONE_CHOICE = re.compile(_LITERAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +191,48 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
     urgency, length, unreadable = json.loads(entry)
     length = None if length is None else tuple(length)
     return Prediction(tuple(urgency), length, unreadable), None
+
+
+def stated_length(sampling_params: Any) -> StatedLength:
+    """Bounds on the output tokens, from vLLM's `SamplingParams`.
+
+    - `min_tokens` is a lower bound. `ignore_eos` without stop strings, stop tokens, repetition
+      detection or a grammar makes `max_tokens` the exact length.
+    - A list of choices (`structured_outputs.choice`, or the grammar made of it) is an upper bound:
+      the bytes of the longest choice and one token that ends it. Other grammars are not read.
+    """
+    if sampling_params is None:
+        return FREE_LENGTH
+    shortest = sampling_params.min_tokens or 0
+    structured = sampling_params.structured_outputs
+    if structured is not None:
+        longest = _longest_choice(structured)
+        return StatedLength(min(shortest, longest) if longest else shortest, longest)
+    limit = sampling_params.max_tokens
+    endless = (
+        sampling_params.ignore_eos
+        and not sampling_params.stop
+        and not sampling_params.stop_token_ids
+        and getattr(sampling_params, "repetition_detection", None) is None
+    )
+    if endless and limit is not None:
+        return StatedLength(limit, limit)
+    return StatedLength(shortest) if shortest else FREE_LENGTH
+
+
+def _longest_choice(structured: Any) -> int | None:
+    """Most output tokens of an answer from a list of choices; None for any other grammar."""
+    choices, grammar = structured.choice, structured.grammar
+    if choices:
+        short = len(choices) <= _MOST_CHOICES
+        return max(map(_most_tokens, choices)) + 1 if short else None
+    short = isinstance(grammar, str) and len(grammar) <= _MOST_CHARACTERS
+    if short and _CHOICES.fullmatch(grammar) is not None:
+        # The quotes that are counted leave room for the token that ends the answer.
+        return max(_most_tokens(found.group()) for found in _ONE_CHOICE.finditer(grammar))
+    return None
+
+
+def _most_tokens(text: str) -> int:
+    # A token has at least one byte, and a character at most four.
+    return len(text) if text.isascii() else 4 * len(text)

@@ -17,16 +17,11 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 _MOST_ANSWERS = 128  # to a prompt
 _REMEMBERED = 256  # refused prompts
 _KEPT = 20_000  # readings, about 8 MB
-
-# Tokens that the engine may have generated between a stop string and the abort.
-_STOP_STRING_SLACK = 64
-
+_STOP_STRING_SLACK = 64  # tokens that may have been generated between a stop string and the abort
 
 # vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
 _PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
-
-# One of several answers to a prompt.
-_ANSWER = re.compile(r"\d+_(?P<parent>.*)")
+_ANSWER = re.compile(r"\d+_(?P<parent>.*)")  # one of several answers to a prompt
 
 
 def origin_of(request_id: str) -> str:
@@ -41,9 +36,8 @@ def parent_of(request_id: str) -> str | None:
     return answer["parent"] if answer else None
 
 
+# For the length estimates, and state and reason for the lifecycle.
 RequestEnd = tuple[AnswerEnd, JobState, str]
-"""For the length estimates, and state and reason for the lifecycle."""
-
 _ENDS: dict[RequestStatus, RequestEnd] = {
     RequestStatus.FINISHED_STOPPED: (AnswerEnd.STOPPED, JobState.COMPLETED, "stop"),
     RequestStatus.FINISHED_LENGTH_CAPPED: (AnswerEnd.CUT, JobState.COMPLETED, "length"),
@@ -57,12 +51,8 @@ _ABORTED = (AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
 def end_of(
     request: Request, refusal: Refusal | None, decode: Callable[[list[int]], str] | None
 ) -> RequestEnd:
-    """How a finished request ended.
-
-    Args:
-        refusal: why the policy ended it, if it did.
-        decode: token ids to text; None without a tokenizer.
-    """
+    """How a finished request ended. `refusal`: why the policy ended it, if it did; `decode`: token
+    ids to text."""
     if refusal is not None:
         return AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value
     ending, state, reason = _ENDS.get(request.status, _ABORTED)
@@ -91,18 +81,14 @@ class Endings:
     A refused request leaves the queues and frees its KV at once. Its last output, which carries the
     refusal, goes out with the outputs of the next step. There always is a next step, on an idle
     engine too: vLLM keeps stepping until its workers know of every finished request.
-
-    Attributes:
-        refusal: the refusal of the request that vLLM frees right now; None for other requests.
-        refused_prompts: those refused last, by vLLM's id of the prompt (`parent_of`).
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._outputs: dict[int, list[vllm_api.EngineCoreOutput]] = {}
         self._deferred: dict[str, Refusal] | None = None
-        self.refusal: Refusal | None = None
-        self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()
+        self.refusal: Refusal | None = None  # of the request that vLLM frees right now
+        self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()  # the last, see `parent_of`
 
     def can_end(self, request: Request) -> bool:
         """Whether the client can receive a refusal. Pooling outputs cannot carry one, and a session

@@ -39,13 +39,8 @@ class FirstReading(NamedTuple):
 class PredictionFeed:
     """Sends prompts to the predictor and hands out its predictions, without ever waiting for them.
 
-    Args:
-        group: engines of the same group share a predictor process.
-        prompt_of: token ids of a request's prompt; None if there are none.
-
-    Raises:
-        PredictorError: the configured model cannot be loaded. A stored network that turns out to
-            be damaged while it loads is logged instead.
+    Engines of the same group share a predictor process. Raises PredictorError if the configured
+    model cannot be loaded; a stored network that turns out to be damaged while it loads is logged.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class PredictionFeed:
         tokenizer: Any,
         counters: Counters,
         group: str | None,
-        prompt_of: Callable[[str], Sequence[int] | None],
+        prompt_of: Callable[[str], Sequence[int] | None],  # token ids
     ) -> None:
         self.tokenizer = tokenizer
         self._core = core

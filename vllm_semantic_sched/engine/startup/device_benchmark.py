@@ -26,14 +26,12 @@ _OPERATIONS = {"step": 1000, "layer": 50}
 def measure_device(
     kind: str, name: str, dtype: str, model: ModelShape, memory: float = 1.0
 ) -> Device:
-    """What torch reaches on this machine with matrices of this model.
+    """What torch reaches on this machine with matrices of this model. Raises RuntimeError if torch
+    lacks the device, or too little of its memory is free.
 
     Args:
         kind, dtype: of the device, and of weights and activations, as torch names them.
         memory: GB of the device, for the result.
-
-    Raises:
-        RuntimeError: torch lacks the device, or too little of its memory is free.
     """
     import torch
 
