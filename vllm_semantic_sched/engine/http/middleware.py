@@ -49,7 +49,7 @@ def collect_refusals() -> list[Refusal]:
 
 class Middleware:
     """What users name in `--middleware`. vLLM adds it outside its own authentication. A request
-    that this would refuse is passed to it at once: not a byte of its body is read here."""
+    that authentication would refuse passes at once: not a byte of its body is read here."""
 
     def __init__(self, app: App) -> None:
         self._stock = app
