@@ -151,7 +151,7 @@ def report_on(
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor, texts_to_read
-    from vllm_semantic_sched.lab.evaluation.page import evaluation_page
+    from vllm_semantic_sched.lab.evaluation.report import evaluation_page
     from vllm_semantic_sched.lab.report.page import markdown
 
     total = texts_to_read(labeled, claims)
@@ -180,7 +180,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     """Write the reports; returns a line for each figure that misses its bar."""
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
-    from vllm_semantic_sched.lab.evaluation.page import summary_page
+    from vllm_semantic_sched.lab.evaluation.report import summary_page
     from vllm_semantic_sched.lab.report.page import markdown
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor

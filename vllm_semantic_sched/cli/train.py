@@ -30,7 +30,6 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,7 @@ from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
     from vllm_semantic_sched.lab.training.fine_tune import FineTuned
-    from vllm_semantic_sched.lab.training.fit import Step
-    from vllm_semantic_sched.lab.training.train import Options
+    from vllm_semantic_sched.lab.training.fit import Options, Step
 
 _BASE = "before training"
 
@@ -188,8 +186,7 @@ def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
 
-    options = replace(_options(args), teacher=args.teacher, layers=args.layers)
-    texts = train_all(options, root, args.scale)
+    texts = train_all(_options(args), root, args.scale, args.teacher, args.layers)
     print(f"saved to {args.output}")
     _print_thresholds(args.output, texts)
 
@@ -278,7 +275,7 @@ def _collected(args: argparse.Namespace) -> Path:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    from vllm_semantic_sched.lab.training.train import Options
+    from vllm_semantic_sched.lab.training.fit import Options
 
     return Options(
         output=args.output,

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training import compositions
-from vllm_semantic_sched.lab.training.compositions import Composer
+from vllm_semantic_sched.lab.training.compositions import Composer, _Draft
 from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, written_rows
 from vllm_semantic_sched.predict.window import cut_text, user_turns
 
@@ -34,17 +33,17 @@ def composer():
 
 def drawn(composer, form):
     rng = random.Random(1)
-    return [form(compositions._Draft(composer, "xx", rng)) for _ in range(200)]
+    return [form(_Draft(composer, "xx", rng)) for _ in range(200)]
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        compositions._beside_tasks,
-        compositions._two_messages,
-        compositions._in_a_block,
-        compositions._chat,
-        compositions._framed_and_true,
+        _Draft.beside_tasks,
+        _Draft.two_messages,
+        _Draft.in_a_block,
+        _Draft.chat,
+        _Draft.framed_and_true,
     ],
 )
 def test_most_urgent_message_decides(composer, form) -> None:
@@ -58,10 +57,10 @@ def test_most_urgent_message_decides(composer, form) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        compositions._only_tasks,
-        compositions._only_framed,
-        compositions._chat_that_is_over,
-        compositions._chat_without_one,
+        _Draft.only_tasks,
+        _Draft.only_framed,
+        _Draft.chat_that_is_over,
+        _Draft.chat_without_one,
     ],
 )
 def test_ended_and_invented_emergencies_are_not_urgent(composer, form) -> None:
@@ -70,7 +69,7 @@ def test_ended_and_invented_emergencies_are_not_urgent(composer, form) -> None:
 
 def test_emergency_is_in_any_turn_of_a_chat(composer) -> None:
     turns = Counter()
-    for one in drawn(composer, compositions._chat):
+    for one in drawn(composer, _Draft.chat):
         said = user_turns(one.text)
         turns.update(at for at, turn in enumerate(said) if "m0" in turn.lower())
         assert "awake" not in cut_text(one.text, 1000)
@@ -79,10 +78,10 @@ def test_emergency_is_in_any_turn_of_a_chat(composer) -> None:
 
 def test_written_chat_has_the_level_of_its_last_turn(composer) -> None:
     levels = dict(turn.split(" ", 1)[::-1] for turn in PARTS.chats[0])
-    for one in drawn(composer, compositions._written_chat):
+    for one in drawn(composer, _Draft.written_chat):
         newest = user_turns(one.text)[0].strip().lower()
         assert one.level == int(levels.get(newest, one.level)), one.text
-    assert {one.level for one in drawn(composer, compositions._written_chat)} == {0, 4}
+    assert {one.level for one in drawn(composer, _Draft.written_chat)} == {0, 4}
 
 
 def test_some_compositions_claim_an_urgency_that_is_not_their_level() -> None:
@@ -92,7 +91,7 @@ def test_some_compositions_claim_an_urgency_that_is_not_their_level() -> None:
 
 
 def test_some_texts_have_no_end_of_sentence_before_the_message(composer) -> None:
-    texts = [one.text for one in drawn(composer, compositions._beside_tasks)]
+    texts = [one.text for one in drawn(composer, _Draft.beside_tasks)]
     assert any("poem and also m" in text for text in texts)
     assert any("poem. m" in text for text in texts)
 

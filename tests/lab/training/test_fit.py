@@ -1,5 +1,7 @@
 """The training loop: labels, progress reports, and averaging with other weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.fit import (
+    Options,
     average,
     fit,
     shared_with_neighbors,
@@ -57,10 +60,14 @@ def tokenizer() -> WindowTokenizer:
     return WindowTokenizer(shipped)
 
 
+def options(epochs: int, **others) -> Options:
+    return Options(Path("unused"), "unused", seed=1, epochs=epochs, **others)
+
+
 def test_lowest_layers_stay_if_frozen() -> None:
     network = tiny(layers=2)
     before = [layer.ffn.lin1.weight.clone() for layer in network.distilbert.transformer.layer]
-    fit(network, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=2, frozen=1)
+    fit(network, tokenizer(), lambda _: EXAMPLES, options(2), frozen=1)
     after = [layer.ffn.lin1.weight for layer in network.distilbert.transformer.layer]
     assert after[0].equal(before[0])
     assert not after[1].equal(before[1])
@@ -72,10 +79,8 @@ def test_every_step_is_reported() -> None:
         tiny(),
         tokenizer(),
         lambda _: EXAMPLES,
-        seed=1,
-        epochs=2,
+        options(2, on_step=steps.append),
         after_round=lambda: rounds.append(len(steps)),
-        on_step=steps.append,
     )
     assert [(one.round, one.number) for one in steps] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all((one.rounds, one.steps) == (2, 2) and one.loss > 0 for one in steps)
@@ -84,12 +89,12 @@ def test_every_step_is_reported() -> None:
 
 def test_answers_of_a_teacher_count_beside_the_labels() -> None:
     teacher, alone, taught = tiny(layers=2), tiny(), tiny()
-    fit(teacher, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1)
+    fit(teacher, tokenizer(), lambda _: EXAMPLES, options(1))
     before = teacher.classifier.weight.clone()
     torch.manual_seed(0)
-    fit(alone, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1)
+    fit(alone, tokenizer(), lambda _: EXAMPLES, options(1))
     torch.manual_seed(0)
-    fit(taught, tokenizer(), lambda _: EXAMPLES, seed=1, epochs=1, teacher=teacher)
+    fit(taught, tokenizer(), lambda _: EXAMPLES, options(1), teacher=teacher)
     assert not taught.classifier.weight.equal(alone.classifier.weight)
     assert teacher.classifier.weight.equal(before)
 

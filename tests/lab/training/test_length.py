@@ -6,6 +6,7 @@ import torch
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.base import set_length_buckets
+from vllm_semantic_sched.lab.training.fit import Options
 from vllm_semantic_sched.lab.training.length import _discriminant, fit_length_head
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -27,7 +28,7 @@ def examples(lengths=(5, 200)):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    fit_length_head("shipped", folder, examples(), seed=1, threads=1)
+    fit_length_head(Options(folder, "shipped", seed=1, epochs=0), examples())
     return folder
 
 
@@ -70,7 +71,7 @@ def test_a_deep_head_replaces_a_linear_one(model):
 
 def test_answers_of_one_length_make_one_bucket(tmp_path):
     same = [Example(one.text, None, 7) for one in examples()]
-    fit_length_head("shipped", tmp_path, same, seed=1, threads=1)
+    fit_length_head(Options(tmp_path, "shipped", seed=1, epochs=0), same)
     predictor = TextPredictor.load(str(tmp_path))
     assert tokens(predictor.predict(["anything"])[0], predictor.length_buckets) == 7
 

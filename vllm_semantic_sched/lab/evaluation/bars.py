@@ -82,13 +82,8 @@ def _found(report: Any, figure: str, place: str = "") -> Iterator[tuple[str, flo
             yield place, report
         return
     key, _, rest = figure.partition(".")
-    for name, value in _items(report):
+    if isinstance(report, list):
+        report = {str(at): value for at, value in enumerate(report)}
+    for name, value in report.items() if isinstance(report, Mapping) else ():
         if key in (name, "*"):
             yield from _found(value, rest, f"{place}.{name}".lstrip("."))
-
-
-def _items(report: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(report, Mapping):
-        yield from report.items()
-    elif isinstance(report, list):
-        yield from ((str(at), value) for at, value in enumerate(report))

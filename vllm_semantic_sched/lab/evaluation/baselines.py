@@ -2,8 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -23,8 +22,7 @@ TFIDF_LENGTHS = "TF-IDF + ridge"
 _RARE_FROM = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A predictor's output for n texts: n rows of level probabilities and n expected output lengths
     in tokens; None for what it does not predict."""
 

@@ -7,9 +7,9 @@ composed of (`CompositionParts`); a file with a list holds chats (`Conversation`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field
@@ -60,26 +60,20 @@ def read_composed_set(path: Path) -> LabeledSet:
     if not data:
         raise ValueError(f"{path}: a folder without CSV or YAML files")
     rows: list[tuple[str, str, Example]] = []
-    tasks = _tasks(data)
-    found: Iterable[tuple[str, Example]]
+    composed = [language for language, content in data.items() if isinstance(content, dict)]
+    after = dict(zip(composed, [*composed[1:], *composed[:1]], strict=True))
     for language, content in data.items():
         name = f"{path / language}.yaml"
+        found: Iterator[tuple[str, Example]]
         if isinstance(content, list):
             chats = [parse_section(Conversation, one, name) for one in content]
             found = itertools.chain.from_iterable(map(_turns, chats))
         else:
             parts = parse_section(CompositionParts, content, name)
-            found = _compositions(parts, tasks[language])
+            found = _compositions(parts, data[after[language]].get("tasks", ()))
         rows += [(place, language, example) for place, example in found]
     places, languages, examples = zip(*rows, strict=True)
     return LabeledSet(path.name, examples, {"place": places, "language": languages})
-
-
-def _tasks(data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-    """By language, the tasks of the language after it."""
-    names = [name for name, content in data.items() if isinstance(content, dict)]
-    following = zip(names, [*names[1:], *names[:1]], strict=True)
-    return {name: data[after].get("tasks", ()) for name, after in following}
 
 
 def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[tuple[str, Example]]:
@@ -115,14 +109,9 @@ def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:
     for turn in chat.turns:
         text += f"<|im_start|>{turn[0]}\n{turn[1]}<|im_end|>\n"
         if len(turn) == 3:
-            started = started or turn[2] <= _URGENT
-            yield (
-                _part(chat.kind, turn[2], started),
-                Example(f"{text}<|im_start|>assistant\n", turn[2]),
-            )
-
-
-def _part(kind: str, level: int, started: bool) -> str:
-    if kind == "never" or not started:
-        return "no emergency"
-    return "over" if level >= _CALM else "emergency"
+            level = turn[2]
+            started = started or level <= _URGENT
+            part = "over" if level >= _CALM else "emergency"
+            if chat.kind == "never" or not started:
+                part = "no emergency"
+            yield part, Example(f"{text}<|im_start|>assistant\n", level)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,14 @@ def read_labeled_set(path: Path, domain: Domain | None = None) -> LabeledSet:
     if not files:
         raise ValueError(f"{path}: a folder without a CSV")
     rows = [(file.stem, *row) for file in files for row in _rows(file, domain)]
-    groups = {}
-    if all(kind is not None for _, _, kind in rows):
-        groups["kind"] = [kind or "" for _, _, kind in rows]
+    languages, examples, kinds = zip(*rows, strict=True)
+    groups: dict[str, Sequence[str]] = {}
+    if None not in kinds:
+        groups["kind"] = kinds
     if path.is_dir():
-        groups["language"] = [language for language, _, _ in rows]
-        groups["English and others"] = [
-            "English" if language == "en" else "others" for language, _, _ in rows
-        ]
-    return LabeledSet(path.name, [example for _, example, _ in rows], groups)
+        groups["language"] = languages
+        groups["English and others"] = ["English" if one == "en" else "others" for one in languages]
+    return LabeledSet(path.name, examples, groups)
 
 
 def write_examples(examples: Sequence[Example], path: Path) -> None:
@@ -135,7 +135,6 @@ def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | No
     # -sig: spreadsheets begin a CSV with a mark that would become part of the first column's name
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        level_of = _level_reader(domain)
         try:
             columns = reader.fieldnames or []
             if "text" not in columns or not {"level", "output_tokens"} & set(columns):
@@ -145,7 +144,7 @@ def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | No
                 )
             for row in reader:
                 empty = False
-                yield _row(row, f"{path}, line {_first_line(reader, row)}", level_of)
+                yield _row(row, f"{path}, line {_first_line(reader, row)}", domain)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error}") from error
         except csv.Error as error:
@@ -161,7 +160,7 @@ def _first_line(reader: csv.DictReader[str], row: Mapping[str, Any]) -> int:
 
 
 def _row(
-    row: Mapping[str | None, Any], where: str, level_of: Callable[[str], int]
+    row: Mapping[str | None, Any], where: str, domain: Domain | None
 ) -> tuple[Example, str | None]:
     if None in row:
         raise ValueError(
@@ -171,13 +170,12 @@ def _row(
     if not text.strip():
         raise ValueError(f"{where}, column text: empty")
     level = tokens = None
-    label = (row.get("level") or "").strip()
-    count = (row.get("output_tokens") or "").strip()
+    label, count = ((row.get(column) or "").strip() for column in ("level", "output_tokens"))
     if not label and not count:
         raise ValueError(f"{where}: neither a level nor output_tokens is given")
     if label:
         try:
-            level = level_of(label)
+            level = _level_of(label, domain)
         except ValueError as error:
             raise ValueError(f"{where}, column level: {error}") from error
     if count:
@@ -188,21 +186,20 @@ def _row(
     return Example(text, level, tokens), kind
 
 
-def _level_reader(domain: Domain | None) -> Callable[[str], int]:
-    """A function from label to level, by the domain or, without one, by number 0 to 4 and the
-    names of the emergency domain."""
+def _level_of(label: str, domain: Domain | None) -> int:
+    """The level of a label, by the domain or, without one, by number 0 to 4 and the names of the
+    emergency domain."""
+    number = _integer(label)
+    if domain is None and number is not None:
+        if not 0 <= number < URGENCY_LEVELS:
+            raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
+        return number
+    return (domain or _emergency()).level_of(label if number is None else str(number))
 
-    def level_of(label: str) -> int:
-        nonlocal domain
-        number = _integer(label)
-        if domain is None and number is not None:
-            if not 0 <= number < URGENCY_LEVELS:
-                raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
-            return number
-        domain = domain or load_domain("emergency")
-        return domain.level_of(label if number is None else str(number))
 
-    return level_of
+@functools.cache
+def _emergency() -> Domain:
+    return load_domain("emergency")
 
 
 def _integer(value: str) -> int | None:

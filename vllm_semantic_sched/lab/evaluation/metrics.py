@@ -4,6 +4,7 @@ A figure that the data does not define is None.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +26,8 @@ _LEVEL_OF_NO_HURRY = 3
 
 def confusion_matrix(truth: Sequence[int], guess: Sequence[int], levels: int) -> list[list[int]]:
     """Counts; row = true level, column = predicted level."""
-    matrix = [[0] * levels for _ in range(levels)]
-    for true, predicted in zip(truth, guess, strict=True):
-        matrix[true][predicted] += 1
-    return matrix
+    counts = Counter(zip(truth, guess, strict=True))
+    return [[counts[true, predicted] for predicted in range(levels)] for true in range(levels)]
 
 
 def quadratic_weighted_kappa(truth: Sequence[int], guess: Sequence[int]) -> float | None:
@@ -103,11 +102,10 @@ def level_figures(
     levels = len(probabilities[0]) if probabilities else 0
     decided = [decide_level(row, decision) for row in probabilities]
     confusion = confusion_matrix(truth, decided, levels)
-    recall = [_ratio(row[level], sum(row)) for level, row in enumerate(confusion)]
-    precision = [
-        _ratio(confusion[level][level], sum(row[level] for row in confusion))
-        for level in range(levels)
-    ]
+    recall, precision = (
+        [_ratio(row[level], sum(row)) for level, row in enumerate(rows)]
+        for rows in (confusion, [*zip(*confusion, strict=True)])
+    )
     urgent = [true <= LAST_URGENT_LEVEL for true in truth]
     called = [level <= LAST_URGENT_LEVEL for level in decided]
     caught = sum(true and call for true, call in zip(urgent, called, strict=True))
@@ -115,7 +113,7 @@ def level_figures(
     costs = [mistake_cost(true, level, prices) for true, level in zip(truth, decided, strict=True)]
     return {
         "n_level": len(truth),
-        "accuracy": _ratio(sum(row[level] for level, row in enumerate(confusion)), len(truth)),
+        "accuracy": mean([true == level for true, level in zip(truth, decided, strict=True)]),
         "balanced_accuracy": mean([share for share in recall if share is not None]),
         "quadratic_weighted_kappa": quadratic_weighted_kappa(truth, decided),
         "recall": recall,
@@ -172,11 +170,9 @@ def kendall_tau(truth: Sequence[float], scores: Sequence[float]) -> float:
 
 
 def deciles(values: Sequence[float]) -> list[int]:
-    """Tenth (0 to 9) of each value within `values` by its rank; equal values share a mean rank,
-    hence a tenth."""
-    ranks = rankdata(values, method="average")
+    """Tenth (0 to 9) of each value within `values` by its rank; equal values share a mean rank."""
     # Twice a mean rank is whole: no rounding at the borders.
-    return [int(2 * rank - 1) * _DECILES // (2 * len(values)) for rank in ranks]
+    return [int(2 * rank - 1) * _DECILES // (2 * len(values)) for rank in rankdata(values)]
 
 
 def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str, Any]:

@@ -1,11 +1,21 @@
-"""The tables of evaluation reports."""
+"""Evaluation reports as pages of tables and charts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.lab.evaluation.measure import RULES
-from vllm_semantic_sched.lab.report.content import Table
+from vllm_semantic_sched.lab.evaluation.measure import RULES, Evaluation
+from vllm_semantic_sched.lab.report.content import (
+    SERIES_COLORS,
+    Boxes,
+    Chart,
+    Line,
+    Page,
+    Points,
+    Table,
+    python_and_versions,
+)
 
+_MOST_POINTS = 3000
 _MODEL = "predictor"
 _LEVEL_COLUMNS = {
     "accuracy": "accuracy",
@@ -21,6 +31,19 @@ _LENGTH_COLUMNS = {
     "kendall_tau": "Kendall tau",
     "decile_accuracy": "decile accuracy",
     "mean_absolute_error_tokens": "mean error (tokens)",
+}
+_GROUP_COLUMNS = {
+    "accuracy": "accuracy",
+    "kappa": "kappa",
+    "recall_within_one": "within one level",
+    "recall_of_0": "level 0 decided at 0",
+    "missed_of_0": "at 4",
+    "urgent_recall": "levels 0, 1 decided at 0, 1",
+    "false_alarms": "levels 3, 4 decided at 0, 1",
+}
+_CLAIM_COLUMNS = {
+    "calm_read_urgent": "level 4 read as 0 or 1",
+    "urgent_read_calm": "level 0 read as 3 or 4",
 }
 _RULES = {
     "least_cost": "lowest expected cost",
@@ -39,10 +62,63 @@ _LENGTH_LEGEND = (
     "ones (0.1 by chance)."
 )
 
+Figures = Mapping[str, Any]
 
-def rule_text(report: Mapping[str, Any]) -> str:
+
+def evaluation_page(evaluation: Evaluation) -> Page:
+    """The report of one test set."""
+    report = evaluation.report
+    parts: list[Table | Chart] = []
+    if report["n_level"]:
+        parts += _level_tables(report)
+        parts += [_confusion_chart(report["confusion"]), _reliability_chart(report["reliability"])]
+    for name, groups in report["groups"].items():
+        rows = [
+            [group, str(one["n"]), *_cells(one, _GROUP_COLUMNS, 2)] for group, one in groups.items()
+        ]
+        parts.append(Table(f"By {name}", [name, "n", *_GROUP_COLUMNS.values()], rows))
+    if report["claims"]:
+        rows = [
+            [f"`{claim}`", *_cells(one, _CLAIM_COLUMNS, 2)]
+            for claim, one in report["claims"].items()
+        ]
+        header = ["the prompt", *_CLAIM_COLUMNS.values()]
+        parts.append(Table("Claims about urgency", header, rows))
+    if report["n_length"]:
+        parts += _length_tables(report)
+    if evaluation.lengths:
+        parts.append(_length_chart(evaluation.lengths))
+    if report["disagreements"]:
+        parts.append(_disagreement_table(report["disagreements"]))
+    sentence = f"{report['description']} Model: {report['model']}. Texts: {report['n']}."
+    if report["n_level"]:
+        sentence += f" Level decided by {_rule_text(report['decision'])}."
+    return Page(
+        f"Predictor on {report['source']}",
+        sentence,
+        parts,
+        {key: report[key] for key in ("source", "model", "decision")},
+        python_and_versions("torch", "transformers"),
+    )
+
+
+def summary_page(reports: Mapping[str, Figures]) -> Page:
+    """Several reports, each of which has its own page in the folder of its name."""
+    first = next(iter(reports.values()))
+    descriptions = Table(
+        "Texts", ["texts", "description"], [[n, one["description"]] for n, one in reports.items()]
+    )
+    return Page(
+        "Predictor",
+        f"Model: {first['model']}. Sets of texts: {len(reports)}.",
+        [*_summary_tables(reports), descriptions],
+        {key: first[key] for key in ("model", "decision")},
+        python_and_versions("torch", "transformers"),
+    )
+
+
+def _rule_text(decision: Figures) -> str:
     """The rule that decides the level, with its parameters."""
-    decision = report["decision"]
     if decision["rule"] == "most_likely":
         return "most_likely"
     if decision["rule"] == "thresholds":
@@ -51,7 +127,7 @@ def rule_text(report: Mapping[str, Any]) -> str:
     return f"{decision['rule']} (missed_cost {prices})"
 
 
-def summary_tables(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
+def _summary_tables(reports: Mapping[str, Figures]) -> Iterator[Table]:
     """A table per label, with the predictor and the baselines on all texts that have it."""
     for title, count, columns, legend in (
         ("Urgency levels", "n_level", _LEVEL_COLUMNS, _LEVEL_LEGEND),
@@ -61,20 +137,24 @@ def summary_tables(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
             [name, label, str(figures[count]), *_cells(figures, columns)]
             for name, report in reports.items()
             if report[count]
-            for label, figures in ((_MODEL, report), *report["baselines"].items())
-            if figures[count]
+            for label, figures in _with_baselines(report, count)
         ]
         if rows:
             yield Table(title, ["texts", "", "n", *columns.values()], rows, note=legend)
 
 
-def level_tables(report: Mapping[str, Any]) -> list[Table]:
+def _with_baselines(report: Figures, count: str) -> list[tuple[str, Figures]]:
+    """The figures of the predictor and of the baselines that predict the label."""
+    known = [(name, one) for name, one in report["baselines"].items() if one[count]]
+    return [(_MODEL, report), *known]
+
+
+def _level_tables(report: Figures) -> list[Table]:
     """Figures of the predictor and the baselines, recall, precision and confusion matrix."""
-    named = [(_MODEL, report)]
-    named += [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
-    named += [(name, one) for name, one in report["baselines"].items() if one["n_level"]]
+    model, *baselines = _with_baselines(report, "n_level")
+    rules = [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
+    named = [model, *rules, *baselines]
     levels = range(len(report["confusion"]))
-    per_level = [f"level {level}" for level in levels]
     tables = [
         Table(
             f"Urgency levels (n = {report['n_level']})",
@@ -84,93 +164,123 @@ def level_tables(report: Mapping[str, Any]) -> list[Table]:
         )
     ]
     for figure in ("recall", "precision"):
-        rows = [[name, *(_figure(share, 2) for share in one[figure])] for name, one in named]
-        tables.append(Table(figure.capitalize(), [f"{figure} of", *per_level], rows))
+        rows = [[name, *_cells(one[figure], levels, 2)] for name, one in named]
+        header = [f"{figure} of", *(f"level {level}" for level in levels)]
+        tables.append(Table(figure.capitalize(), header, rows))
     rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
     header = ["true level", *(f"as {level}" for level in levels)]
     return [*tables, Table("Confusion matrix", header, rows)]
 
 
-def group_table(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Figures per group of texts, such as their kinds or languages."""
-    columns = {
-        "accuracy": "accuracy",
-        "kappa": "kappa",
-        "recall_within_one": "within one level",
-        "recall_of_0": "level 0 decided at 0",
-        "missed_of_0": "at 4",
-        "urgent_recall": "levels 0, 1 decided at 0, 1",
-        "false_alarms": "levels 3, 4 decided at 0, 1",
-    }
-    rows = [
-        [group, str(one["n"]), *(_figure(one[key], 2) for key in columns)]
-        for group, one in groups.items()
-    ]
-    return Table(f"By {name}", [name, "n", *columns.values()], rows)
-
-
-def claim_table(claims: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """How far claims about urgency change the level."""
-    rows = [
-        [f"`{claim}`", *(_figure(one[key], 2) for key in ("calm_read_urgent", "urgent_read_calm"))]
-        for claim, one in claims.items()
-    ]
-    header = ["the prompt", "level 4 read as 0 or 1", "level 0 read as 3 or 4"]
-    return Table("Claims about urgency", header, rows)
-
-
-def length_tables(report: Mapping[str, Any]) -> list[Table]:
+def _length_tables(report: Figures) -> list[Table]:
     """Figures of the predictor and the baselines, and those per answering model."""
-    named = [(_MODEL, report)]
-    named += [(name, one) for name, one in report["baselines"].items() if one["n_length"]]
+    named = _with_baselines(report, "n_length")
     title, legend = f"Output lengths (n = {report['n_length']})", _LENGTH_LEGEND
     header = ["", *_LENGTH_COLUMNS.values()]
     rows = [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named]
     if not report["per_model"]:
         return [Table(title, header, rows, note=legend)]
     legend += " Means over the models that answered; each of them follows."
+    per_answerer = [
+        [
+            answerer,
+            str(figures["n_length"]),
+            *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
+        ]
+        for answerer, figures in report["per_model"].items()
+    ]
+    columns = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
     return [
         Table(title, header, rows, note=legend),
-        Table(
-            "Output lengths per answering model",
-            ["Kendall tau, answers of", "n", *(name for name, _ in named)],
-            [
-                [
-                    answerer,
-                    str(figures["n_length"]),
-                    *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
-                ]
-                for answerer, figures in report["per_model"].items()
-            ],
-        ),
+        Table("Output lengths per answering model", columns, per_answerer),
     ]
 
 
-def disagreement_table(found: Mapping[str, Any]) -> Table:
+def _disagreement_table(found: Figures) -> Table:
     """The largest differences between the network and the instant reader."""
-    rows = [
-        [
-            one["text"],
-            *(
-                "-" if one[key] is None else str(one[key])
-                for key in ("level", "network", "instant")
-            ),
-        ]
-        for one in found["texts"]
-    ]
+    columns = ("level", "network", "instant")
     return Table(
         "Network and instant reader",
         ["largest differences", "true level", "network", "instant"],
-        rows,
+        [[one["text"], *_cells(one, columns, 0)] for one in found["texts"]],
         note=f"They decide on different levels for {found['share']:.1%} of the texts.",
     )
 
 
-def _cells(figures: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+def _cells(figures: Any, columns: Iterable[Any], digits: int = 3) -> list[str]:
     return [
-        _figure(figures[key], 0 if key == "mean_absolute_error_tokens" else 3) for key in columns
+        _figure(figures[key], 0 if key == "mean_absolute_error_tokens" else digits)
+        for key in columns
     ]
 
 
 def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _confusion_chart(confusion: Sequence[Sequence[int]]) -> Chart:
+    """Decided over true levels; darker boxes have a larger share of the true level's texts."""
+    boxes, colors = [], []
+    for row, counts in enumerate(confusion):
+        for column, count in enumerate(counts):
+            share = count / max(1, sum(counts))
+            texts = f"{count} texts, {share:.0%} of the true level"
+            label = f"true level {row}, decided {column}: {texts}"
+            boxes.append((column - 0.5, column + 0.5, row - 0.5, row + 0.5, label))
+            colors.append(_blue(share))
+    levels = {float(level): str(level) for level in range(len(confusion))}
+    return Chart(
+        "Confusion of levels",
+        "decided urgency level",
+        "true urgency level",
+        [Boxes("share of the true level", boxes, colors)],
+        x_ticks=levels,
+        y_ticks=levels,
+        downwards=True,
+    )
+
+
+def _blue(share: float) -> str:
+    """From nearly white at 0 to dark blue at 1."""
+    pale, dark = (247, 251, 255), (8, 48, 107)
+    mixed = (round(a + share * (b - a)) for a, b in zip(pale, dark, strict=True))
+    return "#" + bytes(mixed).hex()
+
+
+def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
+    """How often the most likely level is right against its probability."""
+    bins = [part for part in reliability if part["n"]]
+    total = sum(part["n"] for part in bins)
+    boxes = []
+    for part in bins:
+        label = f"{part['n']} texts, {part['accuracy']:.1%} right"
+        boxes.append((part["low"], part["high"], 0.0, part["n"] / total, label))
+    confidence, accuracy = ([part[key] for part in bins] for key in ("confidence", "accuracy"))
+    return Chart(
+        "Reliability of the probabilities",
+        "probability of the most likely level",
+        "share that is right",
+        [
+            Boxes("share of texts", boxes, "#d3d3d3"),
+            Line("calibrated", (0, 1), (0, 1), "#808080", dashed=True),
+            Line("predictor", confidence, accuracy, SERIES_COLORS[0]),
+        ],
+    )
+
+
+def _length_chart(lengths: Sequence[tuple[float, float]]) -> Chart:
+    """Predicted against true output lengths in tokens, at most `_MOST_POINTS` texts."""
+    shown = lengths[:_MOST_POINTS]
+    ends = min(map(min, shown)), max(map(max, shown))
+    points = [(a, b, f"true {a:.0f}, predicted {b:.0f}") for a, b in shown]
+    texts = Points("text", points, SERIES_COLORS[0])
+    left_out = len(lengths) > len(shown)
+    return Chart(
+        "Output lengths",
+        "true output tokens",
+        "predicted output tokens",
+        [texts, Line("equal", ends, ends, "#808080", dashed=True)],
+        note=f"The first {len(shown)} of {len(lengths)} texts." if left_out else "",
+        log_x=True,
+        log_y=True,
+    )

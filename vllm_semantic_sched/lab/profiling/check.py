@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_semantic_sched.lab.profiling.fit import reduce_seconds
 from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
+from vllm_semantic_sched.lab.profiling.measure import random_order
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
@@ -28,8 +28,7 @@ GOOD_CHOICE = 1.1
 SLOWDOWNS = tuple(round(10 ** (exponent / 10), 3) for exponent in range(41))
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A preempted request: seconds to recompute its tokens, and to save and load their KV."""
 
     prompt: int
@@ -52,8 +51,7 @@ class Point:
         return chosen <= GOOD_CHOICE * min(swap, self.recompute)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How good a profile is: median and 90th percentile of |predicted - measured| / measured by
     kind, the share of points where the policy chooses well, and the smallest such share over all
     `SLOWDOWNS`, with its slowdown."""
@@ -87,33 +85,31 @@ def measure_points(
     """Measure preempted requests: the prefill of prompt and generated tokens in one pass, as vLLM
     does after a preemption, and the copies of their KV. Yields None after each measurement, then
     the points."""
-    random = np.random.default_rng(seed)
     totals = [sum(pair) for pair in lengths]
     seconds: list[list[float]] = [[] for _ in lengths]
     engine.run([lengths[0][0]], 4)
     engine.run([min(totals[-1], engine.token_budget)], 1)
-    for _ in range(repeats):
-        for place in random.permutation(len(lengths)):
-            steps = engine.run([totals[place]], 1)
-            seconds[place].append(sum(step.seconds for step in steps))
-            yield None
+    for place in random_order(len(lengths), repeats, seed):
+        steps = engine.run([totals[place]], 1)
+        seconds[place].append(sum(step.seconds for step in steps))
+        yield None
     copies = engine.copy(totals, max(3, 2 * repeats), seed)
-    points = []
-    measured = zip(lengths, seconds, copies.save, copies.load, strict=True)
-    for (prompt, generated), recompute, save, load in measured:
-        tokens = prompt + generated
+
+    def point(place: int) -> Point:
+        tokens = totals[place]
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
-        points.append(
-            Point(
-                prompt,
-                generated,
-                recompute=reduce_seconds(recompute, statistic),
-                swap=reduce_seconds(save, statistic) + reduce_seconds(load, statistic),
-                predicted_recompute=profile.prefill_alone(tokens, engine.token_budget),
-                predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
-            )
+        recompute, save, load = (
+            reduce_seconds(times[place], statistic) for times in (seconds, copies.save, copies.load)
         )
-    yield points
+        return Point(
+            *lengths[place],
+            recompute=recompute,
+            swap=save + load,
+            predicted_recompute=profile.prefill_alone(tokens, engine.token_budget),
+            predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
+        )
+
+    yield [point(place) for place in range(len(lengths))]
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
@@ -122,25 +118,23 @@ def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
         slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
         for slowdown in SLOWDOWNS
     }
-    worst = min(SLOWDOWNS, key=lambda slowdown: shares[slowdown])
-    return Verdict(
-        recompute=_errors((point.predicted_recompute, point.recompute) for point in points),
-        swap=_errors((point.predicted_swap, point.swap) for point in points),
-        choice=shares[1.0],
-        worst_choice=shares[worst],
-        worst_slowdown=worst,
-    )
+    worst = min(SLOWDOWNS, key=shares.__getitem__)
 
+    def errors(kind: str) -> tuple[float, float]:
+        measured, predicted = (
+            np.array([getattr(point, name) for point in points])
+            for name in (kind, f"predicted_{kind}")
+        )
+        median, p90 = np.percentile(abs(predicted - measured) / measured, (50, 90))
+        return float(median), float(p90)
 
-def _errors(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    sizes = [abs(predicted - measured) / measured for predicted, measured in pairs]
-    return float(np.median(sizes)), float(np.percentile(sizes, 90))
+    return Verdict(errors("recompute"), errors("swap"), shares[1.0], shares[worst], worst)
 
 
 def report(profile: EngineProfile, points: Sequence[Point], verdict: Verdict) -> dict[str, Any]:
     """Verdict and points as a JSON document."""
     return {
         "profile": {"model": profile.model, "hardware": profile.hardware},
-        "verdict": asdict(verdict) | {"met": verdict.met},
-        "points": [asdict(point) for point in points],
+        "verdict": verdict._asdict() | {"met": verdict.met},
+        "points": [point._asdict() for point in points],
     }

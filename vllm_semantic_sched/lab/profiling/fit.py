@@ -62,14 +62,10 @@ def fit_steps(steps: Sequence[Step]) -> StepFit:
         for one in (step.batch for step in steps)
     ]
     found, errors = fit_nonnegative(features, [step.seconds for step in steps])
-    step, per_sequence, per_prefill, per_context_token, alpha2, alpha1 = map(rounded, found)
-    batch = BatchTerms(
-        step=step,
-        per_sequence=per_sequence,
-        per_prefill=per_prefill,
-        per_context_token=per_context_token,
-    )
-    return StepFit(alpha1, alpha2, batch, residual(errors))
+    *terms, alpha2, alpha1 = map(_rounded, found)
+    names = ("step", "per_sequence", "per_prefill", "per_context_token")
+    batch = BatchTerms.model_validate(dict(zip(names, terms, strict=True)))
+    return StepFit(alpha1, alpha2, batch, _residual(errors))
 
 
 def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
@@ -80,40 +76,32 @@ def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfi
     fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
     profile = base.model_copy(update=fields)
     decoding = [step for step in steps if not step.batch.prefills]
-    pace = seconds_of(decoding) / expected_seconds(profile, decoding) if decoding else 1.0
+    pace = 1.0
+    if decoding:
+        expected = sum(profile.step(step.batch) for step in decoding)
+        pace = sum(step.seconds for step in decoding) / expected
     profile = profile.scaled(pace, pace, pace)
     prefilling = [step for step in steps if step.batch.prefills]
-    missing = seconds_of(prefilling) - expected_seconds(profile, prefilling)
+    expected = sum(profile.step(step.batch) for step in prefilling)
+    missing = sum(step.seconds for step in prefilling) - expected
     more = missing / max(1, sum(step.batch.prefills for step in prefilling))
     terms = profile.batch_terms
     terms = terms.model_copy(update={"per_prefill": max(0.0, terms.per_prefill + more)})
     return profile.model_copy(update={"batch": terms}), pace
 
 
-def seconds_of(steps: Sequence[Step]) -> float:
-    """Measured time of all steps."""
-    return sum(step.seconds for step in steps)
-
-
-def expected_seconds(profile: EngineProfile, steps: Sequence[Step]) -> float:
-    """Time of all steps by a profile."""
-    return sum(profile.step(step.batch) for step in steps)
-
-
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
     """Fit a constant and a slope."""
     (start, slope), errors = fit_nonnegative([(1, amount) for amount in amounts], seconds)
-    return LineFit(rounded(start), rounded(slope), residual(errors))
+    return LineFit(_rounded(start), _rounded(slope), _residual(errors))
 
 
-def residual(errors: Any) -> Residual:
-    """Median and 90th percentile of the absolute relative errors."""
-    sizes = np.abs(np.asarray(errors, float))
-    median, p90 = (rounded(size, 2) for size in np.percentile(sizes, (50, 90)))
-    return Residual(points=len(sizes), median=median, p90=p90)
+def _residual(errors: Any) -> Residual:
+    median, p90 = (_rounded(size, 2) for size in np.percentile(abs(errors), (50, 90)))
+    return Residual(points=len(errors), median=median, p90=p90)
 
 
-def rounded(value: Any, digits: int = 4) -> float:
+def _rounded(value: Any, digits: int = 4) -> float:
     """Round to a number of significant digits."""
     return float(f"{float(value):.{digits - 1}e}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ _SHORTEST = 16  # tokens
 _CONTEXT_TOKENS = 16_384  # most tokens of all sequences of a decode batch together
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Points to measure: prompt lengths, (sequences, tokens of each) of decode batches, and tokens
     that are saved and loaded at once, in whole blocks."""
 
@@ -75,24 +73,18 @@ class Measurements(NamedTuple):
 def measure(
     engine: LiveEngine, grid: Grid, repeats: int, statistic: str, seed: int = 0
 ) -> Iterator[Measurements | None]:
-    """Measure a grid. Each repeat goes through all points in a new random order, so that a
-    disturbance of the machine does not hit all repeats of one point. Yields None after each
-    measurement of a point, then all measurements."""
+    """Measure a grid. Yields None after each measurement of a point, then all measurements."""
     points: list[tuple[int, int, int]] = [(1, length, 1) for length in grid.prefills]
     points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
     runs: list[list[list[Step]]] = [[] for _ in points]
-    random = np.random.default_rng(seed)
     # The engine does some work slower the first time.
     engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
     engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
-    for _ in range(repeats):
-        for place in random.permutation(len(points)):
-            sequences, length, output_tokens = points[place]
-            runs[place].append(engine.run([length] * sequences, output_tokens))
-            yield None
-    prefills: list[Step] = []
-    decodes: list[Step] = []
-    mixed: list[Step] = []
+    for place in random_order(len(points), repeats, seed):
+        sequences, length, output_tokens = points[place]
+        runs[place].append(engine.run([length] * sequences, output_tokens))
+        yield None
+    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
     for (sequences, _, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
         if output_tokens == 1:
@@ -108,6 +100,14 @@ def measure(
         for times in (copies.save, copies.load)
     )
     yield Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
+
+
+def random_order(points: int, repeats: int, seed: int) -> Iterator[int]:
+    """Places to measure: in each repeat all of them in a new order, so that a disturbance of the
+    machine does not hit all repeats of one point."""
+    random = np.random.default_rng(seed)
+    for _ in range(repeats):
+        yield from random.permutation(points).tolist()
 
 
 def make_profile(

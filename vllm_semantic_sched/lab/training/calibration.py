@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
-from vllm_semantic_sched.lab.training.base import bucket_of
-from vllm_semantic_sched.lab.training.fit import autocast, average
+from vllm_semantic_sched.lab.training.fit import autocast, average, length_bucket
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict.model import TextPredictor
@@ -26,11 +25,9 @@ THRESHOLDS_FILE = "thresholds.yaml"
 
 IntArray = NDArray[numpy.int_]
 
-# Resamples that thresholds are fitted to, rounds over the thresholds in each, and places for a
-# threshold between its two levels.
-_RESAMPLES = 30
-_ASCENTS = 4
-_STEPS = 25
+_RESAMPLES = 30  # that thresholds are fitted to
+_ASCENTS = 4  # rounds over the thresholds in each
+_STEPS = 25  # places for a threshold between its two levels
 
 _TEMPERATURES = tuple(round(0.5 + 0.05 * step, 2) for step in range(71))
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.5)  # of the weights before training
@@ -44,24 +41,17 @@ def calibrate(
     leaves that of a head without labels.
 
     Best by the calibration error, on texts that people wrote: those that generators make are
-    easier, and a model calibrated on them is too sure of itself on all others. The log loss would
-    be ruled by the few texts that are surely misread, and make all others look less sure.
+    easier, and a model calibrated on them is overconfident on all others. The few texts that are
+    surely misread would dominate the log loss, and make all others look less sure.
     """
     if not examples:
         return
-    network.eval()
-    urgency, length = _logits(network, tokenizer, [example.text for example in examples])
-    edges = network.config.length_bucket_edges
+    urgency, length = _logits(network, tokenizer, examples)
+    levels = [one.level for one in examples]
+    buckets = [length_bucket(one, network.config.length_bucket_edges) for one in examples]
     for name, logits, labels in (
-        ("temperature", urgency, [one.level for one in examples]),
-        (
-            "length_temperature",
-            length,
-            [
-                None if one.output_tokens is None else bucket_of(one.output_tokens, edges)
-                for one in examples
-            ],
-        ),
+        ("temperature", urgency, levels),
+        ("length_temperature", length, buckets),
     ):
         places = [at for at, label in enumerate(labels) if label is not None]
         if places:
@@ -84,14 +74,14 @@ def average_for(
     leveled = [one for one in examples if one.level is not None]
     truth = torch.tensor([one.level for one in leveled])
     trained = {name: value.clone() for name, value in network.state_dict().items()}
-    network.eval()
-    losses = {}
-    for share in _SHARES:
+
+    def loss(share: float) -> float:
         network.load_state_dict(trained)
         average(network, weights, share)
-        logits, _ = _logits(network, tokenizer, [one.text for one in leveled])
-        losses[share] = functional.cross_entropy(logits, truth).item()
-    best = min(losses, key=losses.__getitem__)
+        logits, _ = _logits(network, tokenizer, leveled)
+        return float(functional.cross_entropy(logits, truth))
+
+    best = min(_SHARES, key=loss)
     network.load_state_dict(trained)
     average(network, weights, best)
     return best
@@ -109,14 +99,16 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def _logits(
-    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, texts: Sequence[str]
+    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
 ) -> tuple[Tensor, Tensor]:
-    """Logits of both heads: (texts, levels) and (texts, buckets)."""
-    parts = []
+    """Logits of both heads in evaluation mode: (texts, levels) and (texts, buckets)."""
+    network.eval()
+    rows = tokenizer.encode([one.text for one in examples])
     with torch.inference_mode(), autocast():
-        for start in range(0, len(texts), _TEXTS_PER_PASS):
-            part = texts[start : start + _TEXTS_PER_PASS]
-            parts.append(network(*tokenizer.pad(tokenizer.encode(part))))
+        parts = [
+            network(*tokenizer.pad(rows[start : start + _TEXTS_PER_PASS]))
+            for start in range(0, len(rows), _TEXTS_PER_PASS)
+        ]
     urgency, length = zip(*parts, strict=True)
     return torch.cat(urgency).float(), torch.cat(length).float()
 
@@ -171,11 +163,7 @@ def _best_cuts(
     Args:
         table: texts by place of the expected level, in steps, and by true level.
         fixed: other texts, by decided and by true level.
-        ranges: for each threshold its least and greatest distance from the level before it, in
-            steps.
-
-    Returns:
-        A place for each threshold, in steps.
+        ranges: least and greatest distance of each threshold from the level before it, in steps.
     """
     below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
     levels = table.shape[1]
@@ -190,8 +178,7 @@ def _best_cuts(
         by_chance = float((distance * chance).sum())
         return float((distance * decided).sum()) / by_chance if by_chance else 0.0
 
-    cuts = [max(level * _STEPS + _STEPS // 2, level * _STEPS + ranges[level][0])
-            for level in range(levels - 1)]  # fmt: skip
+    cuts = [level * _STEPS + max(_STEPS // 2, least) for level, (least, _) in enumerate(ranges)]
     for _ in range(_ASCENTS):
         for place, (least, most) in enumerate(ranges):
             lower = cuts[place - 1] if place else 0
@@ -212,9 +199,8 @@ def write_thresholds(
     with the levels of `examples`, with at least this recall of levels 0 and 1."""
     predictor = TextPredictor.load(str(model), threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
-    thresholds = fitted_thresholds(
-        probabilities, [one.level or 0 for one in examples], Decision().certain, urgent_recall
-    )
+    levels = [one.level or 0 for one in examples]
+    thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
     decision = {"rule": "thresholds", "thresholds": list(thresholds)}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
     (model / THRESHOLDS_FILE).write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass
 class Collected:
-    """Outcome: prompts answered, those of them whose answers reached the limit on tokens, and one
+    """Number of prompts answered, number of answers that reached the limit on tokens, and one
     message per prompt that failed."""
 
     answered: int = 0
@@ -34,7 +34,7 @@ def collect_lengths(
 
     Each row is written when its answer arrives, and prompts that the table already holds are not
     sent again: an interrupted collection resumes where it stopped. Answers that `max_tokens` cut
-    count as that long: left out, prompts for long answers would look like any others.
+    count as that long: without them, prompts for long answers would look like any others.
 
     Args:
         url: of an OpenAI-compatible server, with or without `/v1`.

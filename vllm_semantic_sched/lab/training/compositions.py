@@ -71,7 +71,7 @@ class Composer:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Draws parts in one language."""
+    """Draws compositions in one language."""
 
     composer: Composer
     language: str
@@ -80,11 +80,6 @@ class _Draft:
     def pick(self, name: str) -> str:
         texts: Sequence[str] = getattr(self.composer.parts[self.language], name)
         return self.rng.choice(texts)
-
-    def typed(self, text: str) -> str:
-        """`text`, at times without accents or as typed in a hurry."""
-        text = without_marks(text, self.rng)
-        return hasty(text, self.rng) if self.rng.random() < _TYPED else text
 
     def message(self) -> tuple[str, int]:
         """A message of levels 0 to 3, and its level."""
@@ -109,8 +104,9 @@ class _Draft:
         )[0]
         return rng.choice(texts or parts.tasks)
 
-    def tasks(self) -> list[str]:
-        return [self.task() for _ in range(self.rng.choices((1, 2, 3), (6, 3, 1))[0])]
+    def tasks(self, *weights: int) -> list[str]:
+        """Tasks, their number drawn with these weights of none, one, two and so on."""
+        return [self.task() for _ in range(_drawn(weights, self.rng))]
 
     def framed(self) -> str:
         """An emergency that is not happening now, at times in a text of its own."""
@@ -121,6 +117,11 @@ class _Draft:
         if self.rng.random() < 0.5:
             matter = matter.rstrip(_ENDS)
         return self.pick("frames").replace("{matter}", matter)
+
+    def typed(self, text: str) -> str:
+        """`text`, at times without accents or as typed in a hurry."""
+        text = without_marks(text, self.rng)
+        return hasty(text, self.rng) if self.rng.random() < _TYPED else text
 
     def joined(self, texts: Sequence[str]) -> str:
         """The texts in this order, in half of the cases without ends of sentences between them."""
@@ -133,121 +134,115 @@ class _Draft:
             text = text.rstrip(_ENDS) + joiner + following[:1].lower() + following[1:]
         return text.rstrip(_ENDS) if rng.random() < 0.7 else text
 
+    def in_chat(self, turns: Sequence[str], level: int) -> Example:
+        """The user's turns, oldest first, in a chat template with answers between them."""
+        user, answer = self.rng.choice(_TEMPLATES)
+        *earlier, newest = map(self.typed, turns)
+        text = "".join(
+            user.replace("{text}", turn) + answer.replace("{text}", self.pick("assistant"))
+            for turn in earlier
+        )
+        return Example(text + user.replace("{text}", newest), level)
 
-def _beside_tasks(draft: _Draft) -> Example:
-    """A message before, after or between tasks."""
-    text, level = draft.message()
-    texts = draft.tasks()
-    last = len(texts)
-    texts.insert(draft.rng.choice((0, 0, last, last, *range(1, last))), text)
-    return Example(draft.typed(draft.joined(texts)), level)
+    def beside_tasks(self) -> Example:
+        """A message before, after or between tasks."""
+        text, level = self.message()
+        texts = self.tasks(0, 6, 3, 1)
+        last = len(texts)
+        texts.insert(self.rng.choice((0, 0, last, last, *range(1, last))), text)
+        return Example(self.typed(self.joined(texts)), level)
 
+    def two_messages(self) -> Example:
+        """Two people's problems: the more urgent one counts."""
+        (first, level), (second, other) = self.message(), self.message()
+        return Example(self.typed(self.joined([first, second])), min(level, other))
 
-def _two_messages(draft: _Draft) -> Example:
-    """Two people's problems: the more urgent one counts."""
-    first, second = draft.message(), draft.message()
-    return Example(draft.typed(draft.joined([first[0], second[0]])), min(first[1], second[1]))
+    def in_a_block(self) -> Example:
+        """A message beside a pasted text, a tool's result or a dispatcher's instructions."""
+        text, level = self.message()
+        block = " ".join(self.task() for _ in range(self.rng.randint(1, 3)))
+        form = self.rng.choice(_BLOCKS).replace("{system}", self.pick("systems"))
+        return Example(form.replace("{block}", block).replace("{text}", self.typed(text)), level)
 
+    def only_tasks(self) -> Example:
+        return Example(self.typed(self.joined(self.tasks(0, 6, 3, 1))), 4)
 
-def _in_a_block(draft: _Draft) -> Example:
-    """A message beside a pasted text, a tool's result or a dispatcher's instructions."""
-    text, level = draft.message()
-    block = " ".join(draft.task() for _ in range(draft.rng.randint(1, 3)))
-    form = draft.rng.choice(_BLOCKS).replace("{system}", draft.pick("systems"))
-    return Example(form.replace("{block}", block).replace("{text}", draft.typed(text)), level)
+    def only_framed(self) -> Example:
+        """A quoted or invented emergency, alone or beside a task."""
+        texts = [self.framed()]
+        if self.rng.random() < 0.4:
+            texts.insert(self.rng.randint(0, 1), self.task())
+        return Example(self.typed(self.joined(texts)), 4)
 
+    def framed_and_true(self) -> Example:
+        """An invented emergency beside a message: the message counts."""
+        text, level = self.message()
+        texts = [self.framed(), text]
+        self.rng.shuffle(texts)
+        return Example(self.typed(self.rng.choice((" ", "\n")).join(texts)), level)
 
-def _only_tasks(draft: _Draft) -> Example:
-    return Example(draft.typed(draft.joined(draft.tasks())), 4)
+    def chat(self) -> Example:
+        """A chat with a running emergency."""
+        return self.in_chat(*self.running())
 
+    def running(self) -> tuple[list[str], int]:
+        """User turns, oldest first, and the level of the message in one of them: later ones inherit
+        it."""
+        rng = self.rng
+        turns = self.tasks(5, 3, 2, 1)
+        text, level = self.message()
+        if rng.random() < 0.25:
+            texts = [text, self.task()]
+            rng.shuffle(texts)
+            text = self.joined(texts)
+        words = text.split()
+        if len(words) < 8 or rng.random() < 0.75:
+            turns.append(text)
+        else:  # in two turns
+            cut = rng.randint(3, len(words) - 3)
+            turns += [" ".join(words[:cut]), " ".join(words[cut:])]
+        for _ in range(_drawn((2, 4, 3, 2, 1), rng)):
+            answer, task, (more, other) = self.pick("answers"), self.task(), self.message()
+            said = rng.choices((answer, task, self.joined([answer, task]), more), (12, 3, 3, 2))[0]
+            turns.append(said)
+            level = min(level, other) if said is more else level
+        return turns, level
 
-def _only_framed(draft: _Draft) -> Example:
-    """A quoted or invented emergency, alone or beside a task."""
-    texts = [draft.framed()]
-    if draft.rng.random() < 0.4:
-        texts.insert(draft.rng.randint(0, 1), draft.task())
-    return Example(draft.typed(draft.joined(texts)), 4)
+    def ended(self) -> list[str]:
+        """User turns of an emergency that is over, oldest first."""
+        turns, _ = self.running()
+        over = self.pick("over")
+        if self.rng.random() < 0.4:
+            over = self.joined([over, self.task()])
+        return [*turns, over]
 
+    def chat_that_is_over(self) -> Example:
+        return self.in_chat([*self.ended(), *self.tasks(4, 3, 1)], 4)
 
-def _framed_and_true(draft: _Draft) -> Example:
-    """An invented emergency beside a message: the message counts."""
-    text, level = draft.message()
-    texts = [draft.framed(), text]
-    draft.rng.shuffle(texts)
-    return Example(draft.typed(draft.rng.choice((" ", "\n")).join(texts)), level)
+    def chat_that_begins_again(self) -> Example:
+        """A chat in which an emergency has ended or was invented, and a message follows."""
+        before = self.ended() if self.rng.random() < 0.5 else [self.framed()]
+        turns, level = self.running()
+        return self.in_chat([*before, *turns], level)
 
+    def chat_without_one(self) -> Example:
+        """A chat about everyday things or an invented emergency."""
+        turns = [self.task() for _ in range(self.rng.randint(1, 3))]
+        if self.rng.random() < 0.6:
+            turns.insert(self.rng.randint(0, len(turns)), self.framed())
+        return self.in_chat(turns, 4)
 
-def _chat(draft: _Draft) -> Example:
-    """A chat with a running emergency."""
-    turns, level = _running(draft)
-    return Example(_in_chat(turns, draft), level)
-
-
-def _running(draft: _Draft) -> tuple[list[str], int]:
-    """User turns, oldest first, and the level of the message in one of them: later ones inherit
-    it."""
-    rng = draft.rng
-    turns = [draft.task() for _ in range(rng.choices((0, 1, 2, 3), (5, 3, 2, 1))[0])]
-    text, level = draft.message()
-    if rng.random() < 0.25:
-        texts = [text, draft.task()]
-        rng.shuffle(texts)
-        text = draft.joined(texts)
-    turns += _in_turns(text, rng)
-    for _ in range(rng.choices((0, 1, 2, 3, 4), (2, 4, 3, 2, 1))[0]):
-        answer, task, (more, other) = draft.pick("answers"), draft.task(), draft.message()
-        said = rng.choices((answer, task, draft.joined([answer, task]), more), (12, 3, 3, 2))[0]
-        turns.append(said)
-        level = min(level, other) if said is more else level
-    return turns, level
-
-
-def _in_turns(text: str, rng: random.Random) -> list[str]:
-    """A message in one turn, at times in two."""
-    words = text.split()
-    if len(words) < 8 or rng.random() < 0.75:
-        return [text]
-    cut = rng.randint(3, len(words) - 3)
-    return [" ".join(words[:cut]), " ".join(words[cut:])]
-
-
-def _ended(draft: _Draft) -> list[str]:
-    """User turns of an emergency that is over, oldest first."""
-    turns, _ = _running(draft)
-    over = draft.pick("over")
-    if draft.rng.random() < 0.4:
-        over = draft.joined([over, draft.task()])
-    return [*turns, over]
-
-
-def _chat_that_is_over(draft: _Draft) -> Example:
-    turns = _ended(draft)
-    turns += [draft.task() for _ in range(draft.rng.choices((0, 1, 2), (4, 3, 1))[0])]
-    return Example(_in_chat(turns, draft), 4)
-
-
-def _chat_that_begins_again(draft: _Draft) -> Example:
-    """A chat in which an emergency has ended or was invented, and a message follows."""
-    before = _ended(draft) if draft.rng.random() < 0.5 else [draft.framed()]
-    turns, level = _running(draft)
-    return Example(_in_chat([*before, *turns], draft), level)
-
-
-def _chat_without_one(draft: _Draft) -> Example:
-    """A chat about everyday things or an invented emergency."""
-    turns = [draft.task() for _ in range(draft.rng.randint(1, 3))]
-    if draft.rng.random() < 0.6:
-        turns.insert(draft.rng.randint(0, len(turns)), draft.framed())
-    return Example(_in_chat(turns, draft), 4)
+    def written_chat(self) -> Example:
+        """The first turns of a chat that was written as a whole, at times after everyday ones."""
+        chat = self.rng.choice(self.composer.parts[self.language].chats)
+        kept = chat[: self.rng.randint(1, len(chat))]
+        turns = self.tasks(5, 2, 1)
+        return self.in_chat([*turns, *(turn[2:] for turn in kept)], int(kept[-1][0]))
 
 
-def _written_chat(draft: _Draft) -> Example:
-    """The first turns of a chat that was written as a whole, at times after everyday ones."""
-    rng = draft.rng
-    chat = rng.choice(draft.composer.parts[draft.language].chats)
-    kept = chat[: rng.randint(1, len(chat))]
-    turns = [draft.task() for _ in range(rng.choices((0, 1, 2), (5, 2, 1))[0])]
-    return Example(_in_chat([*turns, *(turn[2:] for turn in kept)], draft), int(kept[-1][0]))
+def _drawn(weights: Sequence[int], rng: random.Random) -> int:
+    """A place in `weights`."""
+    return rng.choices(range(len(weights)), weights)[0]
 
 
 def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
@@ -255,17 +250,6 @@ def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
         return example
     claim, form = rng.choice(surroundings().claims).strip(), rng.choice(_CLAIMED_FORMS)
     return replace(example, text=form.replace("{claim}", claim).replace("{text}", example.text))
-
-
-def _in_chat(turns: Sequence[str], draft: _Draft) -> str:
-    """The user's turns, oldest first, in a chat template with answers between them."""
-    user, answer = draft.rng.choice(_TEMPLATES)
-    *earlier, newest = map(draft.typed, turns)
-    text = "".join(
-        user.replace("{text}", turn) + answer.replace("{text}", draft.pick("assistant"))
-        for turn in earlier
-    )
-    return text + user.replace("{text}", newest)
 
 
 _TEMPLATES = (
@@ -299,17 +283,17 @@ _CLAIMED_FORMS = (
 
 # Forms of a composition and how often each is drawn.
 _FORMS: Mapping[Callable[[_Draft], Example], float] = {
-    _beside_tasks: 34,
-    _two_messages: 3,
-    _in_a_block: 6,
-    _only_tasks: 15,
-    _only_framed: 20,
-    _framed_and_true: 4,
-    _chat: 22,
-    _written_chat: 36,
-    _chat_that_is_over: 15,
-    _chat_that_begins_again: 5,
-    _chat_without_one: 12,
+    _Draft.beside_tasks: 34,
+    _Draft.two_messages: 3,
+    _Draft.in_a_block: 6,
+    _Draft.only_tasks: 15,
+    _Draft.only_framed: 20,
+    _Draft.framed_and_true: 4,
+    _Draft.chat: 22,
+    _Draft.written_chat: 36,
+    _Draft.chat_that_is_over: 15,
+    _Draft.chat_that_begins_again: 5,
+    _Draft.chat_without_one: 12,
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
@@ -27,14 +26,13 @@ _SURE = 0.9  # share of the resamples in which a refit must be no worse
 _LAST_FOUND = 1  # level; a request of level 0 that is served later counts as missed
 
 
-@dataclass(frozen=True)
-class Refit:
+class Refit(NamedTuple):
     """A refit, and what it would have decided about corrections that it was not fitted to.
 
     Attributes:
         decision: with the thresholds fitted to all corrections.
         before, after: quadratic weighted kappa and recall of level 0 of the present decision and of
-            refits to the other folds; None where they are not defined.
+            refits to the other folds; None where undefined.
         better: whether the refit has the higher kappa with some certainty, and finds no fewer of
             level 0.
     """
@@ -77,8 +75,8 @@ def figures(truth: Sequence[int], decided: Sequence[int]) -> tuple[float | None,
 def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
     """Thresholds between the present ones and those that fit the corrections best: the fewer
     corrections, the closer to the present ones."""
-    rows = [one.probabilities for one in corrections]
-    fits = fitted_thresholds(rows, [one.corrected for one in corrections], decision.certain)
+    rows, levels = zip(*((one.probabilities, one.corrected) for one in corrections), strict=True)
+    fits = fitted_thresholds(rows, levels, decision.certain)
     weight = len(rows) / (len(rows) + _PRIOR)
     present = decision.thresholds if len(decision.thresholds) == len(fits) else fits
     thresholds = tuple(
@@ -127,15 +125,12 @@ class Missed(NamedTuple):
 
 def missed_emergencies(corrections: Sequence[Correction]) -> Missed:
     """What requests drawn at random say about all. Those that somebody noticed say nothing about
-    the rest: who looks at calm levels only finds missed emergencies only."""
+    the rest: looking only at calm levels finds only missed emergencies."""
     sampled = [one for one in corrections if one.sampled]
     worst = [one for one in sampled if one.corrected == 0]
     missed = sum(one.level > _LAST_FOUND for one in worst)
-    return Missed(
-        *(len(sampled), len(worst), missed),
-        upper_bound(missed, len(worst)),
-        upper_bound(missed, len(sampled)),
-    )
+    bounds = (upper_bound(missed, tries) for tries in (len(worst), len(sampled)))
+    return Missed(len(sampled), len(worst), missed, *bounds)
 
 
 def upper_bound(hits: int, tries: int) -> float:

@@ -29,11 +29,10 @@ def distil(
     seed: int,
     start: InstantTable | None = None,
 ) -> None:
-    """Train the instant reader of a stored network on what the network makes of `texts`.
+    """Train the instant reader of the network in the folder `network` on its predictions of
+    `texts`, and write the table to `output`.
 
     Args:
-        network: folder of the network.
-        output: folder for the table.
         seed: of the order of the texts.
         start: table to start from, if it has the same outputs; else from zero.
     """
@@ -67,7 +66,7 @@ def fit_table(
     start: InstantTable | None = None,
 ) -> InstantTable:
     """The table whose probabilities are closest to `targets`, by cross-entropy of both heads."""
-    bags = _Bags([features.features(features.cut(text)) for text in texts])
+    bags = [features.features(features.cut(text)) for text in texts]
     levels = torch.tensor([one.urgency for one in targets])
     lengths = torch.tensor([one.length or () for one in targets])
     outputs = levels.shape[1] + lengths.shape[1]
@@ -85,7 +84,7 @@ def fit_table(
         order = rng.permutation(len(texts))
         for at in range(0, len(order), batch):
             chosen = order[at : at + batch]
-            logits = bags.logits(chosen, rows, bias)
+            logits = _logits([bags[at] for at in chosen], rows, bias)
             urgency, length = logits.split([levels.shape[1], lengths.shape[1]], dim=1)
             loss = functional.cross_entropy(urgency, levels[chosen])
             if lengths.shape[1]:
@@ -99,17 +98,10 @@ def fit_table(
     return InstantTable(rows.detach().numpy(), bias.detach().numpy(), levels.shape[1])
 
 
-class _Bags:
-    """The features of many texts, end to end."""
-
-    def __init__(self, features: Sequence[NDArray[numpy.int64]]) -> None:
-        self._features = features
-
-    def logits(self, chosen: NDArray[numpy.int64], rows: Tensor, bias: Tensor) -> Tensor:
-        """Logits of the chosen texts: (texts, outputs)."""
-        bags = [self._features[at] for at in chosen]
-        counts = torch.tensor([len(bag) for bag in bags])
-        offsets = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)[:-1]))
-        places = torch.from_numpy(numpy.concatenate(bags))
-        sums = functional.embedding_bag(places, rows, offsets, mode="sum")
-        return sums / counts.clamp(min=1).float().pow(DAMPING)[:, None] + bias
+def _logits(bags: Sequence[NDArray[numpy.int64]], rows: Tensor, bias: Tensor) -> Tensor:
+    """Logits of texts with these features: (texts, outputs)."""
+    counts = torch.tensor([len(bag) for bag in bags])
+    offsets = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)[:-1]))
+    places = torch.from_numpy(numpy.concatenate(bags))
+    sums = functional.embedding_bag(places, rows, offsets, mode="sum")
+    return sums / counts.clamp(min=1).float().pow(DAMPING)[:, None] + bias

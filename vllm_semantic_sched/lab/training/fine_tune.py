@@ -20,15 +20,13 @@ from vllm_semantic_sched.lab.training.base import (
 )
 from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil, renewed
-from vllm_semantic_sched.lab.training.fit import FINE_TUNING_RATE, average, fit
+from vllm_semantic_sched.lab.training.fit import FINE_TUNING_RATE, Options, average, fit
 from vllm_semantic_sched.lab.training.length import fit_length_head
 from vllm_semantic_sched.lab.training.messages import everyday_prompt
 from vllm_semantic_sched.lab.training.mixture import domain_examples
-from vllm_semantic_sched.lab.training.train import Options
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import load_network, save_network
 from vllm_semantic_sched.sim.datasets import split_of
 
@@ -116,10 +114,9 @@ def train_length(
     examples = _labeled(table, "output_tokens")
     tests = None if test is None else _labeled(test, "output_tokens")
     if not tune_encoder:
-        training, _, held_out, known = _parts(examples, tests, uncalibrated=True)
-        fit_length_head(options.base, options.output, training, seed=options.seed,
-                        threads=options.threads, on_texts=on_texts)  # fmt: skip
-        return _written(options.output, training, held_out, known, None)
+        parts = _parts(examples, tests, calibrated=False)
+        fit_length_head(options, parts.training, on_texts)
+        return _written(options.output, parts, threshold_texts=None)
 
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
@@ -129,25 +126,38 @@ def train_length(
     )
 
 
+class _Parts(NamedTuple):
+    """Texts to train on, to calibrate on and to test on; how many of given tests are trained on."""
+
+    training: list[Example]
+    validation: list[Example]
+    tests: Sequence[Example]
+    known_tests: int | None
+
+
 def _parts(
-    examples: Sequence[Example], tests: Sequence[Example] | None, uncalibrated: bool
-) -> tuple[list[Example], list[Example], Sequence[Example], int | None]:
-    """Texts to train on, to calibrate on and to test on, and how many of given `tests` are among
-    the first."""
+    examples: Sequence[Example], tests: Sequence[Example] | None, calibrated: bool
+) -> _Parts:
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
     training, validation, held_out = (
         [one for one in examples if split_of(one.text) == part]
         for part in ("train", "validation", "test")
     )
-    if uncalibrated:
+    if not calibrated:
         training += validation
     if tests is None:
-        return training, validation, held_out, None
+        return _Parts(training, validation, held_out, None)
     training += held_out
     # Where texts are short, as complaints are, the same ones occur again, at any level.
     trained = {one.text for one in training}
-    return training, validation, tests, sum(one.text in trained for one in tests)
+    return _Parts(training, validation, tests, sum(one.text in trained for one in tests))
+
+
+def _written(output: Path, parts: _Parts, threshold_texts: int | None) -> FineTuned:
+    write_examples(parts.training, output / TRAINING_FILE)
+    write_examples(parts.tests, output / TEST_FILE)
+    return FineTuned(len(parts.tests), parts.known_tests, threshold_texts)
 
 
 def _labeled(
@@ -181,66 +191,30 @@ def _fine_tune(
     torch.manual_seed(options.seed)
     folder, network, tokenizer = load_base(options.base)
     same_heads = same_heads and has_heads(network)
-    training, validation, tests, known = _parts(examples, tests, same_heads)
+    parts = _parts(examples, tests, calibrated=not same_heads)
+    training: Sequence[Example] = parts.training
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
-    fitted: Sequence[Example] = training
     if has_heads(network):
-        fitted = _with_predictions(training, folder, keep, options.threads)
-    _fit(options, network, tokenizer, fitted, encoder_rate)
+        training = _with_predictions(training, folder, keep, options.threads)
+    fit(network, tokenizer, lambda _: training, options, encoder_rate=encoder_rate)
     if same_heads:
         average(network, load_network(folder).state_dict())
     else:
-        calibrate(network, tokenizer, validation)
+        calibrate(network, tokenizer, parts.validation)
     save_network(network, folder, options.output, "fp16")
     if instant is not None and keep == "urgency":
         instant = renewed(instant, None, len(network.config.length_bucket_means))
     elif instant is not None and not same_heads:
         instant = renewed(instant, network.config.num_labels, None)
-    _distil(options, training, instant)
-    if keep == "length":
-        write_thresholds(options.output, training, options.threads)
-    fitted_texts = len(training) if keep == "length" else None
-    return _written(options.output, training, tests, known, fitted_texts)
-
-
-def _written(
-    output: Path,
-    training: Sequence[Example],
-    tests: Sequence[Example],
-    known: int | None,
-    threshold_texts: int | None,
-) -> FineTuned:
-    write_examples(training, output / TRAINING_FILE)
-    write_examples(tests, output / TEST_FILE)
-    return FineTuned(len(tests), known, threshold_texts)
-
-
-def _fit(
-    options: Options,
-    network: UrgencyLengthClassifier,
-    tokenizer: WindowTokenizer,
-    examples: Sequence[Example],
-    encoder_rate: float,
-) -> None:
-    fit(
-        network,
-        tokenizer,
-        lambda _: examples,
-        seed=options.seed,
-        epochs=options.epochs,
-        minutes=options.minutes,
-        encoder_rate=encoder_rate,
-        on_step=options.on_step,
-    )
-
-
-def _distil(options: Options, training: Sequence[Example], start: InstantTable | None) -> None:
-    """Train the instant reader on the new network's answers to the texts and to everyday ones."""
     rng = random.Random(options.seed)
-    everyday = [everyday_prompt(rng) for _ in training[:_MOST_EVERYDAY]]
-    texts = [one.text for one in training] + everyday
-    distil(options.output, texts, options.output, seed=options.seed, start=start)
+    everyday = [everyday_prompt(rng) for _ in parts.training[:_MOST_EVERYDAY]]
+    texts = [one.text for one in parts.training] + everyday
+    distil(options.output, texts, options.output, seed=options.seed, start=instant)
+    if keep == "urgency":
+        return _written(options.output, parts, threshold_texts=None)
+    write_thresholds(options.output, parts.training, options.threads)
+    return _written(options.output, parts, threshold_texts=len(parts.training))
 
 
 def _with_predictions(
@@ -248,12 +222,16 @@ def _with_predictions(
 ) -> list[Example]:
     """The examples, each with the base's own prediction as the label of the head to keep."""
     predictor = TextPredictor.load(str(folder), threads)
+    guesses = predictor.predict([one.text for one in examples])
+    if keep == "urgency":
+        return [
+            replace(one, level=likeliest(guess.urgency))
+            for one, guess in zip(examples, guesses, strict=True)
+        ]
     buckets = predictor.length_buckets
-    labeled = []
-    for one, guess in zip(examples, predictor.predict([one.text for one in examples]), strict=True):
-        if keep == "urgency":
-            one = replace(one, level=likeliest(guess.urgency))
-        elif guess.length is not None and buckets is not None:
-            one = replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
-        labeled.append(one)
-    return labeled
+    return [
+        one
+        if guess.length is None or buckets is None
+        else replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
+        for one, guess in zip(examples, guesses, strict=True)
+    ]

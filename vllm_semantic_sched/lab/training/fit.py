@@ -10,13 +10,16 @@ the level beside it: a tenth of each label goes there, or the heads would grow t
 that they see many times.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
@@ -52,21 +55,41 @@ class Step(NamedTuple):
     loss: float
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of every training run.
+
+    Attributes:
+        output: folder for the trained model.
+        base: model to start from, see `base_folder`.
+        seed: of weights, texts and their order.
+        epochs: rounds over the texts.
+        minutes: time limit; None for no limit.
+        threads: number of threads that torch may use.
+        on_step: called after each training step.
+    """
+
+    output: Path
+    base: str
+    seed: int
+    epochs: int
+    minutes: float | None = None
+    threads: int = 1
+    on_step: Callable[[Step], object] = lambda step: None
+
+
 def fit(
     network: UrgencyLengthClassifier,
     tokenizer: WindowTokenizer,
     round_examples: Callable[[int], Sequence[Example]],
+    options: Options,
     *,
-    seed: int,
-    epochs: int,
-    minutes: float | None = None,
     encoder_rate: float = ENCODER_RATE,
     frozen: int = 0,
     teacher: UrgencyLengthClassifier | None = None,
     after_round: Callable[[], object] = lambda: None,
-    on_step: Callable[[Step], object] = lambda step: None,
 ) -> None:
-    """Train `network` in place for `epochs` rounds, or until `minutes` are over.
+    """Train `network` in place for the rounds of `options`, or until its minutes are over.
 
     Args:
         round_examples: the examples of a round, given its number; as many in every round.
@@ -74,9 +97,8 @@ def fit(
         frozen: number of the encoder's lowest layers that stay as they are.
         teacher: network with the same tokenizer and heads.
         after_round: called after each complete round.
-        on_step: called after each step.
     """
-    place = device()
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(place).train()
     if teacher is not None:
         teacher.to(place).eval()
@@ -84,38 +106,33 @@ def fit(
     optimizer = _optimizer(network, encoder_rate * rate, frozen)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     started, step, edges = time.monotonic(), 0, network.config.length_bucket_edges
-    for epoch in range(epochs):
+    rounds = options.epochs
+    for epoch in range(rounds):
         examples = round_examples(epoch)
-        steps = epochs * -(-len(examples) // size)
-        for batch in _batches(examples, tokenizer, edges, size, seed + epoch):
-            spent = (time.monotonic() - started) / 60 / minutes if minutes else 0.0
-            progress = max(step / steps, spent)
+        per_round = -(-len(examples) // size)
+        for batch in _batches(examples, tokenizer, edges, size, options.seed + epoch):
+            spent = (time.monotonic() - started) / 60 / (options.minutes or math.inf)
+            progress = max(step / (rounds * per_round), spent)
             if progress >= 1:
                 network.to("cpu")
                 return
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            loss = _loss(network, batch.to(place), tokenizer.unknown, teacher)
-            _take_step(network, optimizer, loss)
+            loss = _loss(network, [one.to(place) for one in batch], tokenizer.unknown, teacher)
+            take_step(optimizer, loss, [*network.parameters()])
             step += 1
-            per_round = steps // epochs
-            on_step(Step(epoch + 1, epochs, step - epoch * per_round, per_round, loss.item()))
+            number = step - epoch * per_round
+            options.on_step(Step(epoch + 1, rounds, number, per_round, loss.item()))
         after_round()
     network.to("cpu")
 
 
-def _take_step(
-    network: UrgencyLengthClassifier, optimizer: torch.optim.Optimizer, loss: Tensor
-) -> None:
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor, weights: list[nn.Parameter]) -> None:
+    """One step down the gradient of `loss`, of norm 1 at most over all weights."""
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def device() -> torch.device:
-    """Where training computes."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def autocast(kind: str = "cpu") -> torch.autocast:
@@ -196,54 +213,47 @@ def batches_by_length(
     return batches
 
 
-class _Batch(NamedTuple):
-    """Tensors of a batch: ids and mask (texts, tokens), level and length bucket (texts,)."""
-
-    ids: Tensor
-    mask: Tensor
-    levels: Tensor
-    lengths: Tensor
-
-    def to(self, place: torch.device) -> "_Batch":
-        return _Batch(*(one.to(place) for one in self))
-
-
 def _batches(
     examples: Sequence[Example],
     tokenizer: WindowTokenizer,
     edges: Sequence[int],
     size: int,
     seed: int,
-) -> Iterator[_Batch]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Ids and mask (texts, tokens), level and length bucket (texts,) of each batch."""
     rows = tokenizer.encode([example.text for example in examples])
     for batch in batches_by_length(rows, size, random.Random(seed)):
-        ids, mask = tokenizer.pad([rows[at] for at in batch])
         chosen = [examples[at] for at in batch]
         levels = [_IGNORED if one.level is None else one.level for one in chosen]
-        lengths = [
-            _IGNORED if one.output_tokens is None else bucket_of(one.output_tokens, edges)
-            for one in chosen
-        ]
-        yield _Batch(ids, mask, torch.tensor(levels), torch.tensor(lengths))
+        buckets = [length_bucket(one, edges) for one in chosen]
+        lengths = [_IGNORED if bucket is None else bucket for bucket in buckets]
+        padded = tokenizer.pad([rows[at] for at in batch])
+        yield *padded, torch.tensor(levels), torch.tensor(lengths)
+
+
+def length_bucket(example: Example, edges: Sequence[int]) -> int | None:
+    """The bucket of the example's length, given the inner edges; None without a length."""
+    return None if example.output_tokens is None else bucket_of(example.output_tokens, edges)
 
 
 def _loss(
     network: UrgencyLengthClassifier,
-    batch: _Batch,
+    batch: Sequence[Tensor],
     unknown: int,
     teacher: UrgencyLengthClassifier | None,
 ) -> Tensor:
-    gone = (torch.rand(batch.ids.shape, device=batch.ids.device) < _LEFT_OUT) & (batch.mask > 0)
+    ids, mask, levels, lengths = batch
+    gone = (torch.rand(ids.shape, device=ids.device) < _LEFT_OUT) & (mask > 0)
     gone[:, 0] = False  # the first token stands for no word
-    with autocast(batch.ids.device.type):
-        urgency, length = network(batch.ids.masked_fill(gone, unknown), batch.mask)
-    loss = _ordinal_loss(urgency, batch.levels, _SECOND_OPINION)
-    loss = loss + _LENGTH_WEIGHT * _ordinal_loss(length, batch.lengths, 0.0)
+    with autocast(ids.device.type):
+        urgency, length = network(ids.masked_fill(gone, unknown), mask)
+    loss = _ordinal_loss(urgency, levels, _SECOND_OPINION)
+    loss = loss + _LENGTH_WEIGHT * _ordinal_loss(length, lengths, 0.0)
     if teacher is None:
         return loss
-    with torch.no_grad(), autocast(batch.ids.device.type):
-        levels, lengths = teacher(batch.ids, batch.mask)
-    taught = taught_loss(urgency, levels) + _LENGTH_WEIGHT * taught_loss(length, lengths)
+    with torch.no_grad(), autocast(ids.device.type):
+        answers, sizes = teacher(ids, mask)
+    taught = taught_loss(urgency, answers) + _LENGTH_WEIGHT * taught_loss(length, sizes)
     return (1 - _TAUGHT) * loss + _TAUGHT * taught
 
 

@@ -28,8 +28,9 @@ _LONGEST_TEXT = 24  # words
 _PLACEHOLDER = re.compile(r"%\(\w+\)[sd]|%[sd]|\{\w*\}|<[^>]+>|&\w+;")
 
 
-def frequent_words(language: str) -> Mapping[str, float]:
-    """Relative frequencies of a language's most frequent words; empty for a language without them.
+def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
+    """`count` texts of the language's most frequent words, drawn by frequency: not sentences, but
+    every word among others. Empty for a language without word frequencies.
 
     Raises ImportError with the command to run if `wordfreq` is not installed.
     """
@@ -40,20 +41,12 @@ def frequent_words(language: str) -> Mapping[str, float]:
             'the words of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
         ) from error
     if language not in wordfreq.available_languages("best"):
-        return {}
-    known = wordfreq.get_frequency_dict(language, "best")
-    return dict(itertools.islice(known.items(), _MOST_WORDS))
-
-
-def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
-    """`count` texts of words drawn by frequency: not sentences, but every word among others."""
-    words = frequent_words(language)
-    if not words:
         return []
-    names, weights = list(words), list(words.values())
+    known = wordfreq.get_frequency_dict(language, "best")
+    words, weights = zip(*itertools.islice(known.items(), _MOST_WORDS), strict=True)
     joint = "" if language in _UNSPACED else " "
     return [
-        joint.join(rng.choices(names, weights, k=rng.randint(2, _LONGEST_TEXT)))
+        joint.join(rng.choices(words, weights, k=rng.randint(2, _LONGEST_TEXT)))
         for _ in range(count)
     ]
 

@@ -9,7 +9,6 @@ not seen. The instant reader gets a regression of its own, on its own words.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -21,6 +20,7 @@ from sklearn.model_selection import KFold, cross_val_predict
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.base import bucket_of, load_base, set_length_buckets
+from vllm_semantic_sched.lab.training.fit import Options
 from vllm_semantic_sched.predict import WEIGHTS_FILES
 from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
@@ -45,24 +45,18 @@ class LengthHead(NamedTuple):
 
 
 def fit_length_head(
-    base: str,
-    output: Path,
+    options: Options,
     training: Sequence[Example],
-    *,
-    seed: int,
-    threads: int,
     on_texts: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write to `output` the base with a length head, also of its instant reader, that is fitted to
-    the `output_tokens` of the examples. Its levels stay as they are.
+    """Write to `options.output` the base with a length head, also of its instant reader, that is
+    fitted to the `output_tokens` of the examples. Its levels stay as they are.
 
     Args:
-        base: `shipped`, or a folder that `semsched train` wrote.
-        seed: of the parts that strengths are compared on.
         on_texts: called with the number of texts read since the last call.
     """
-    torch.set_num_threads(threads)
-    folder, network, tokenizer = load_base(base)
+    torch.set_num_threads(options.threads)
+    folder, network, tokenizer = load_base(options.base)
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     texts = [one.text for one in training]
     lengths = [one.output_tokens or 1 for one in training]
@@ -70,17 +64,18 @@ def fit_length_head(
     network.config.length_temperature = 1.0
     edges = network.config.length_bucket_edges
     words, states = _network_features(network, tokenizer, texts, on_texts)
-    scales = [_word_scale(words), _state_scale(states)]
-    fitted = _fit([words, sparse.csr_matrix(states)], scales, lengths, edges, seed)
-    _set_head(network, fitted)
+    scale = numpy.concatenate((_word_scale(words), _state_scale(states)))
+    both = sparse.hstack((words, sparse.csr_matrix(states))).tocsr()
+    _set_head(network, _fit(both, scale, lengths, edges, options.seed))
     # The encoder is as it was, so what it was stored in still holds it.
     int8 = (folder / WEIGHTS_FILES["int8"]).is_file()
-    save_network(network, folder, output, "int8" if int8 else "fp16")
+    save_network(network, folder, options.output, "int8" if int8 else "fp16")
     if instant is None:
         return
     features = FeatureReader.load(folder)
     bags = _bags([features.features(features.cut(text)) for text in texts], features.rows, DAMPING)
-    _renewed(instant, _fit([bags], [_word_scale(bags)], lengths, edges, seed)).save(output)
+    head = _fit(bags, _word_scale(bags), lengths, edges, options.seed)
+    _renewed(instant, head).save(options.output)
 
 
 def _network_features(
@@ -128,16 +123,11 @@ def _state_scale(states: Floats) -> Floats:
 
 
 def _fit(
-    parts: Sequence[Any],
-    scales: Sequence[Floats],
-    lengths: Sequence[int],
-    edges: Sequence[int],
-    seed: int,
+    features: Any, scale: Floats, lengths: Sequence[int], edges: Sequence[int], seed: int
 ) -> LengthHead:
     """Ridge regression of the logarithms of `lengths` on the scaled features, of the strength that
     predicts unseen parts best, and the discriminant of the buckets."""
-    scale = numpy.concatenate(scales)
-    features = sparse.hstack(parts).tocsr() @ sparse.diags(scale)
+    features = features @ sparse.diags(scale)
     truth = numpy.log(lengths)
     folds = KFold(min(_PARTS, len(lengths)), shuffle=True, random_state=seed)
     unseen = {

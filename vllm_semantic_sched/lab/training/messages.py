@@ -28,12 +28,13 @@ def level_message(level: int, rng: random.Random) -> str:
     )[0]
     someone = person(rng)
     sentence = someone.fill(choose(rng.choice(getattr(wording, register)), rng))
-    if register == "clinical":
-        return _clinical_line(sentence, rng)
-    if register == "handover":
-        return f"{sentence}."
-    if register == "told":
-        return _told(sentence, rng)
+    match register:
+        case "clinical":
+            return _clinical_line(sentence, rng)
+        case "handover":
+            return f"{sentence}."
+        case "told":
+            return _told(sentence, rng)
     return _said(sentence, register, level, someone, rng)
 
 

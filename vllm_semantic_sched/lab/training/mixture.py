@@ -1,10 +1,11 @@
 """The training mixture: messages with a level, prompts with a length, and both combined."""
 
+import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from vllm_semantic_sched.lab.evaluation.domain import WORD, Domain
 from vllm_semantic_sched.lab.evaluation.examples import Example
@@ -32,11 +33,11 @@ from vllm_semantic_sched.sim.datasets import (
 
 _Item = TypeVar("_Item")
 
-# Visits in the survey's own words and proportions, so that the model learns its base rates.
+# Texts in a round at scale 1: visits in the survey's own words and proportions, so that the model
+# learns its base rates; as chart notes, which emergency departments write; and of each level in
+# other voices, because in the survey's proportions no text would get level 0.
 _PLAIN_VISITS = 32_000
-# Visits as chart notes, in the same proportions: such notes are written in emergency departments.
 _CHARTED_VISITS = 7000
-# Visits of each level in other voices; in the survey's proportions no text would get level 0.
 _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # Messages written one by one, with a variety that wordings made of parts lack: English ones, and
 # those of all other languages.
@@ -44,19 +45,21 @@ _WRITTEN = 14_000
 _WRITTEN_ELSEWHERE = 30_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
-_HARMLESS = 3600
-_FRAMED = 3600
-_LOOKALIKES = 1000
-_FEWEST = 20  # records of a kind in a part
-_SOURCE_CODE = 500
+_PROMPTS_OF_LAST_LEVEL = {
+    messages.harmless_prompt: 3600,
+    messages.framed_emergency: 3600,
+    messages.lookalike: 1000,
+    messages.source_code: 500,
+}
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
-# Not Alpaca, whose license forbids commercial use.
-_PROMPT_FILES = ("dolly_3k.json",)
 _COMPOSED = 8000
 _COMPOSITIONS = 80_000
-_HARMLESS_OF_DOMAIN = 0.4
-"""Share of the last level's examples in a domain that ask for no help at all."""
+
+# Not Alpaca, whose license forbids commercial use.
+_PROMPT_FILES = ("dolly_3k.json",)
+_FEWEST = 20  # records of a kind in a part
+_HARMLESS_OF_DOMAIN = 0.4  # of a domain's last level: texts that ask for no help at all
 
 
 @dataclass(frozen=True)
@@ -76,31 +79,27 @@ class Sources:
 
     def part(self, share: float) -> Self:
         """About a share of the records of each kind, evenly spread, but no fewer than 20."""
-
-        def some(records: tuple[Any, ...]) -> tuple[Any, ...]:
-            return records[:: max(1, min(round(1 / share), len(records) // _FEWEST))]
-
-        names = (one.name for one in fields(self) if one.name != "composer")
-        parts: dict[str, Any] = {name: some(getattr(self, name)) for name in names}
+        parts = {}
+        for name in ("visits", "ktas", "prompts", "questions", "written", "written_elsewhere"):
+            records = getattr(self, name)
+            step = min(round(1 / share), len(records) // _FEWEST)
+            parts[name] = records[:: max(1, step)]
         return replace(self, **parts)
 
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:
         """Read all sources below `root`; raises DataNotFound if one is missing."""
-        prompts = tuple(
-            pair for pair in instruction_pairs(root, _PROMPT_FILES) if pair.split == split
-        )
+        prompts = tuple(one for one in instruction_pairs(root, _PROMPT_FILES) if one.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
+        elsewhere = (rows for language, rows in written.items() if language != "en")
         return cls(
-            visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
+            visits=tuple(one for one in triage_visits(root) if one.split == split),
             ktas=tuple(ktas_visits(root)),
             prompts=prompts,
-            questions=tuple(pair for pair in medical_questions(root) if pair.split == split),
+            questions=tuple(one for one in medical_questions(root) if one.split == split),
             written=tuple(written["en"]),
-            written_elsewhere=tuple(
-                one for language, rows in written.items() if language != "en" for one in rows
-            ),
-            composer=Composer.of(split, written, [pair.text for pair in prompts]),
+            written_elsewhere=tuple(itertools.chain.from_iterable(elsewhere)),
+            composer=Composer.of(split, written, [one.text for one in prompts]),
         )
 
 
@@ -124,10 +123,24 @@ def written_texts() -> dict[str, list[str]]:
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
     """About 210,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
-    examples = _visit_examples(sources.visits, scale, rng)
-    for written in _sample(sources.written, _WRITTEN * scale, rng):
+
+    def some(items: Sequence[_Item], count: int) -> list[_Item]:
+        """Each item as often as the others to within one."""
+        if not items:
+            return []
+        whole, rest = divmod(round(count * scale), len(items))
+        return [*items] * whole + rng.sample(items, rest)
+
+    coded = sources.visits
+    examples = [Example(one.text, one.level) for one in some(coded, _PLAIN_VISITS)]
+    for visit in some(coded, _CHARTED_VISITS):
+        examples.append(Example(visits.chart_note(visit, rng), visit.level))
+    for level, count in enumerate(_VOICED_VISITS):
+        for visit in some([visit for visit in coded if visit.level == level], count):
+            examples.append(Example(with_noise(visits.visit_message(visit, rng), rng), level))
+    for written in some(sources.written, _WRITTEN):
         examples.append(Example(noisy(written.text, rng), written.level))
-    for written in _sample(sources.written_elsewhere, _WRITTEN_ELSEWHERE * scale, rng):
+    for written in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
         text = without_marks(written.text, rng)
         if rng.random() < _CLAIMED_ELSEWHERE:
             text = rng.choice(surroundings().claims) + text
@@ -135,19 +148,13 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
-    for count, prompt in (
-        (_HARMLESS, messages.harmless_prompt),
-        (_FRAMED, messages.framed_emergency),
-        (_LOOKALIKES, messages.lookalike),
-        (_SOURCE_CODE, messages.source_code),
-    ):
+    for prompt, count in _PROMPTS_OF_LAST_LEVEL.items():
         for _ in range(round(count * scale)):
             examples.append(Example(noisy(prompt(rng), rng), 4))
     for pairs, count in ((sources.prompts, _PROMPTS), (sources.questions, _MEDICAL_QUESTIONS)):
-        for pair in _sample(pairs, count * scale, rng):
+        for pair in some(pairs, count):
             examples.append(Example(noisy(pair.text, rng), 4, pair.output_tokens))
-    for _ in range(round(_COMPOSED * scale)):
-        examples.append(_composed_example(sources, rng))
+    examples += [_composed_example(sources, rng) for _ in range(round(_COMPOSED * scale))]
     examples += sources.composer.draw(round(_COMPOSITIONS * scale), rng)
     rng.shuffle(examples)
     return examples
@@ -182,21 +189,6 @@ def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
     return examples
 
 
-def _visit_examples(
-    coded: Sequence[TriageVisit], scale: float, rng: random.Random
-) -> list[Example]:
-    chosen = _sample(coded, _PLAIN_VISITS * scale, rng)
-    examples = [Example(visit.text, visit.level) for visit in chosen]
-    for visit in _sample(coded, _CHARTED_VISITS * scale, rng):
-        examples.append(Example(visits.chart_note(visit, rng), visit.level))
-    for level, count in enumerate(_VOICED_VISITS):
-        chosen = _sample([visit for visit in coded if visit.level == level], count * scale, rng)
-        for visit in chosen:
-            text = with_noise(visits.visit_message(visit, rng), rng)
-            examples.append(Example(text, level))
-    return examples
-
-
 def _composed_example(sources: Sources, rng: random.Random) -> Example:
     """A message and a request: urgency from the message, length from the request."""
     source = rng.random()
@@ -204,11 +196,8 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
         level = rng.choices(range(5), (4, 3, 2, 2, 2))[0]
         message = messages.level_message(level, rng)
     elif source < 0.8 and sources.written:
-        written = rng.choice(
-            sources.written_elsewhere
-            if source > 0.7 and sources.written_elsewhere
-            else sources.written
-        )
+        elsewhere = source > 0.7 and sources.written_elsewhere
+        written = rng.choice(elsewhere or sources.written)
         level, message = written.level or 0, written.text
     else:
         visit = rng.choice(sources.visits)
@@ -220,14 +209,6 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
     pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
     text = with_question(message, pair.text, rng)
     return Example(noisy(text, rng), level, pair.output_tokens)
-
-
-def _sample(items: Sequence[_Item], count: float, rng: random.Random) -> list[_Item]:
-    """`count` items, each as often as the others to within one."""
-    if not items:
-        return []
-    whole, rest = divmod(round(count), len(items))
-    return [*items] * whole + rng.sample(items, rest)
 
 
 def _domain_message(domain: Domain, level: int, rng: random.Random) -> str:

@@ -56,21 +56,20 @@ def without_marks(text: str, rng: random.Random) -> str:
 
 def with_task(message: str, task: str, rng: random.Random) -> str:
     """`message` with a short job to do about it, before or after."""
-    form = rng.random()
-    if form < 0.35:
-        return f"{message} {task}"
-    if form < 0.6:
-        return f"{message}\n\n{task}"
-    if form < 0.85:
-        return f"{task}\n{message}"
-    return f'{task} "{message}"'
+    forms = (
+        f"{message} {task}",
+        f"{message}\n\n{task}",
+        f"{task}\n{message}",
+        f'{task} "{message}"',
+    )
+    return rng.choices(forms, (7, 5, 5, 3))[0]
 
 
 def with_question(message: str, question: str, rng: random.Random) -> str:
     """`message` with a separate prompt after it, seldom before it."""
     if rng.random() < 0.12:
         return f"{question}\n\n{message}"
-    return f"{message}{rng.choice((' ', ' ', chr(10), chr(10) * 2))}{question}"
+    return message + rng.choice((" ", " ", "\n", "\n\n")) + question
 
 
 def in_chat_template(text: str, rng: random.Random) -> str:

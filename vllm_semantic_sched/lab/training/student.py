@@ -8,16 +8,20 @@ triage.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import BertModel
 
-from vllm_semantic_sched.lab.training.base import distilbert_from_bert
-from vllm_semantic_sched.lab.training.fit import Step, autocast, batches_by_length
+from vllm_semantic_sched.lab.training.fit import (
+    Step,
+    autocast,
+    batches_by_length,
+    take_step,
+)
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
 
@@ -28,16 +32,25 @@ _POOLED_WEIGHT = 2.0
 STUDENT_LAYERS = 6
 
 
-def student_of(teacher: BertModel, count: int = STUDENT_LAYERS) -> UrgencyLengthClassifier:
+def student_of(
+    teacher: UrgencyLengthClassifier, count: int = STUDENT_LAYERS
+) -> UrgencyLengthClassifier:
     """A network of `count` layers with random heads, from evenly spaced layers of the teacher."""
-    last = teacher.config.num_hidden_layers - 1
-    layers = [round(place * last / (count - 1)) for place in range(count)]
-    return distilbert_from_bert(teacher, layers)
+    config = copy.deepcopy(teacher.config)
+    config.n_layers = count
+    student = UrgencyLengthClassifier(config)
+    own, others = student.distilbert, teacher.distilbert
+    own.embeddings.load_state_dict(others.embeddings.state_dict())
+    last = teacher.config.n_layers - 1
+    for place, layer in enumerate(own.transformer.layer):
+        source = others.transformer.layer[round(place * last / (count - 1))]
+        layer.load_state_dict(source.state_dict())
+    return student
 
 
 def align(
     student: UrgencyLengthClassifier,
-    teacher: BertModel,
+    teacher: UrgencyLengthClassifier,
     tokenizer: WindowTokenizer,
     prefix: Sequence[int],
     texts: Sequence[str],
@@ -67,10 +80,7 @@ def align(
             ids, mask = tokenizer.pad([rows[at] for at in batch])
             with autocast():
                 loss = _distance(student, teacher, ids, mask, prefix)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss, weights)
             on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
     student.eval()
 
@@ -82,22 +92,21 @@ def pooled(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def teacher_states(
-    teacher: BertModel, ids: Tensor, mask: Tensor, prefix: Sequence[int]
+    teacher: UrgencyLengthClassifier, ids: Tensor, mask: Tensor, prefix: Sequence[int]
 ) -> list[Tensor]:
     """Hidden states of every layer (texts, tokens, width), without those of the prefix."""
-    many = len(ids)
-    middle = torch.tensor(list(prefix), dtype=torch.long).expand(many, -1)
+    middle = torch.tensor(list(prefix), dtype=torch.long).expand(len(ids), -1)
     whole = torch.cat((ids[:, :1], middle, ids[:, 1:]), dim=1)
     seen = torch.cat((mask[:, :1], torch.ones_like(middle), mask[:, 1:]), dim=1)
     with torch.inference_mode():
-        output = teacher(whole, attention_mask=seen, output_hidden_states=True)
+        output = teacher.distilbert(whole, attention_mask=seen, output_hidden_states=True)
     kept = [0, *range(1 + len(prefix), whole.shape[1])]
     return [state[:, kept].clone() for state in output.hidden_states]
 
 
 def _distance(
     student: UrgencyLengthClassifier,
-    teacher: BertModel,
+    teacher: UrgencyLengthClassifier,
     ids: Tensor,
     mask: Tensor,
     prefix: Sequence[int],

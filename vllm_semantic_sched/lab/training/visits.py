@@ -13,8 +13,8 @@ from vllm_semantic_sched.sim.datasets import TriageVisit
 _VAGUE = re.compile(
     r"^(oth|other|illegible|inadequate|problems, complaints|symptoms, |pain, specified)", re.I
 )
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.I), form)
+_RULES = {
+    re.compile(pattern, re.I): form
     for pattern, form in (
         (r"^(.+) pain, ache.*$", r"\1 pain|an aching \1|pain in the \1"),
         (r"^Injury, other and unspecified, of (\w+)", r"an injured \1|a hurt \1|\1 injury"),
@@ -26,15 +26,14 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^Laceration/cut.*$", r"a cut|a laceration"),
         (r"^Contusion.*$", r"bruising"),
     )
-)
-_FINDINGS = (
-    (re.compile(r"^(.+?)(?: and \w+)? pain(?:, ache)?.*$", re.I), "pain"),
-    (
-        re.compile(r"^(?:Injury, other and unspecified, of|Sprain and strain of) (.+)$"),
-        "[injury|contusion|trauma]",
-    ),
-    (re.compile(r"^Fracture/dislocation of (.+)$"), "[fx|r/o fx|fracture]"),
-)
+}
+_FINDINGS = {
+    re.compile(r"^(.+?)(?: and \w+)? pain(?:, ache)?.*$", re.I): "pain",
+    re.compile(
+        r"^(?:Injury, other and unspecified, of|Sprain and strain of) (.+)$"
+    ): "[injury|contusion|trauma]",
+    re.compile(r"^Fracture/dislocation of (.+)$"): "[fx|r/o fx|fracture]",
+}
 
 
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:
@@ -71,7 +70,7 @@ def lay_term(reason: str, rng: random.Random) -> str | None:
         return rng.choice(everyday.split("|"))
     if _VAGUE.match(reason):
         return None
-    for pattern, form in _RULES:
+    for pattern, form in _RULES.items():
         if pattern.match(reason):
             chosen = rng.choice(form.split("|"))
             return pattern.sub(chosen, reason.lower())
@@ -84,7 +83,7 @@ def chart_term(reason: str, rng: random.Random) -> str | None:
     _, chart = reasons().get(reason, ("", ""))
     if chart:
         return choose(f"[{chart}]", rng)
-    for pattern, finding in _FINDINGS:
+    for pattern, finding in _FINDINGS.items():
         if match := pattern.match(reason):
             place = match.group(1).lower()
             form = f"[{place} {finding}|{finding}, {place}|{finding}, [Rt|Lt|both] {place}"

@@ -47,8 +47,7 @@ def chosen_pieces(
     kept.update(dict.fromkeys(by_frequency(labeled)[: size - len(kept)]))
     ranked = [by_frequency(sample) for sample in texts.values()]
     # The first choice of every language, then the second of every language, and so on.
-    ranks = heapq.merge(*([(rank, at) for rank, at in enumerate(one)] for one in ranked))
-    for _, at in ranks:
+    for _, at in heapq.merge(*map(enumerate, ranked)):
         if len(kept) >= size:
             break
         kept[at] = None
