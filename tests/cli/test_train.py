@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -20,10 +21,63 @@ def short(monkeypatch):
     monkeypatch.setattr(distil, "_LEAST_STEPS", 40)
 
 
-def run(*arguments):
+def parsed(*arguments):
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    return train.run(parser.parse_args([str(argument) for argument in arguments]))
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def run(*arguments):
+    return train.run(parsed(*arguments))
+
+
+def test_training_starts_from_the_shipped_model_unless_it_makes_a_new_one():
+    assert parsed("all", "--output", "m").base == "pretrained"
+    for kind in ("urgency", "instant"):
+        assert parsed(kind, "--output", "m").base == "shipped"
+    assert parsed("length", "--csv", "t.csv", "--output", "m").base == "shipped"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A stored network of the shipped one's form, with one small layer, and its instant reader."""
+    import numpy
+    import torch
+    from transformers import DistilBertConfig
+
+    from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
+    from vllm_semantic_sched.predict.instant import FeatureReader, InstantTable
+    from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
+    from vllm_semantic_sched.predict.weights import save_network
+
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=60_000,
+        dim=64,
+        hidden_dim=64,
+        n_layers=1,
+        n_heads=2,
+        num_labels=5,
+        length_bucket_edges=[50],
+        length_bucket_means=[10.0, 200.0],
+        window=128,
+    )
+    save_network(UrgencyLengthClassifier(config), SHIPPED_WEIGHTS, folder, "fp16")
+    rows = numpy.zeros((FeatureReader.load(SHIPPED_WEIGHTS).rows, 7), numpy.float32)
+    InstantTable(rows, rows[0], 5).save(folder)
+    return folder
+
+
+def shallow(packed):
+    """The pretrained encoder with four of its layers."""
+    state = {
+        name: value
+        for name, value in packed.state.items()
+        if not name.startswith("transformer.layer.") or int(name.split(".")[2]) < 4
+    }
+    packed.config.n_layers = 4
+    return replace(packed, state=state)
 
 
 def write_data(root):
@@ -55,15 +109,16 @@ def write_data(root):
 
 
 def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
-    from vllm_semantic_sched.lab.training import languages
+    from vllm_semantic_sched.lab.training import e5, languages, train
     from vllm_semantic_sched.predict.model import TextPredictor
 
     # The encoder learns each in the same way, from a large file of words.
     monkeypatch.setattr(languages, "LANGUAGES", ("en", "ja"))
+    monkeypatch.setattr(train, "read_encoder", lambda path: shallow(e5.read_encoder(path)))
     write_data(tmp_path / "data")
     options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
     options += ("--scale", 0.0005)
-    assert run("all", *options) == 0
+    assert run("all", *options, "--layers", 2) == 0
     assert "thresholds on the expected level" in capsys.readouterr().out
     predictor = TextPredictor.load(str(tmp_path / "model"))
     (prediction,) = predictor.predict(["hello"])
@@ -85,7 +140,7 @@ def write_csv(path, columns, rows):
     return path
 
 
-def test_levels_are_learned_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys):
+def test_levels_are_learned_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys, base):
     from vllm_semantic_sched.predict.model import TextPredictor
 
     rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]
@@ -95,7 +150,7 @@ def test_levels_are_learned_from_a_csv_with_the_labels_of_a_domain(tmp_path, cap
     other = [rows[0], ("nothing works", "P1"), ("thanks a lot", "P5")]
     tests = write_csv(tmp_path / "test.csv", ("text", "level"), other)
     arguments = ("--csv", table, "--domain", "incident", "--output", model, "--epochs", 15)
-    assert run("urgency", *arguments, "--test", tests) == 0
+    assert run("urgency", *arguments, "--test", tests, "--base", base) == 0
     down, thanks = TextPredictor.load(str(model)).predict(
         ["the whole site is down, case 999", "thank you for the nice help, case 999"]
     )
@@ -155,7 +210,7 @@ def server():
     httpd.server_close()
 
 
-def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
+def test_lengths_are_learned_from_a_server(tmp_path, server, capsys, base):
     from vllm_semantic_sched.lab.evaluation.metrics import expected_tokens
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -164,7 +219,7 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     model = tmp_path / "model"
     source = ("--from-server", server, "--prompts", tmp_path / "prompts.txt")
-    assert run("length", *source, "--output", model) == 0
+    assert run("length", *source, "--output", model, "--base", base) == 0
     said, error = capsys.readouterr()
     assert "unseen prompts: " in said and "1 prompts failed" in error
     assert "1 answers reached --max-tokens" in error
@@ -176,18 +231,18 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys):
         for one in predictor.predict(["explain matter 7 in depth", "say word 7"])
     )
     assert long > 2 * short
-    before = TextPredictor.load().predict(["she is not breathing"])[0].urgency
+    before = TextPredictor.load(str(base)).predict(["she is not breathing"])[0].urgency
     after = predictor.predict(["she is not breathing"])[0].urgency
     assert after == pytest.approx(before, abs=1e-4)
 
 
-def test_worse_lengths_leave_the_model_as_it_was(tmp_path, capsys):
+def test_worse_lengths_leave_the_model_as_it_was(tmp_path, capsys, base):
     model = tmp_path / "model"
     rows = [
         (f"{'explain' if n % 2 else 'say'} matter {n}", 300 if n % 2 else 10) for n in range(80)
     ]
     table = write_csv(tmp_path / "lengths.csv", ("text", "output_tokens"), rows)
-    assert run("length", "--csv", table, "--output", model) == 0
+    assert run("length", "--csv", table, "--output", model, "--base", base) == 0
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
     # The same prompts, and nothing in them says how long their answers are.
     even = [(text, 10 + 290 * (n // 2 % 2)) for n, (text, _) in enumerate(rows)]

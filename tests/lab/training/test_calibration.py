@@ -8,6 +8,7 @@ from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import quadratic_weighted_kappa
+from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.calibration import (
     average_for,
     best_temperature,
@@ -85,8 +86,9 @@ def test_weights_are_averaged_in_the_proportion_that_reads_best() -> None:
     trained, old = torch.tensor([0.0, 0.0, 4.0]), torch.tensor([4.0, 0.0, 0.0])
     before = {**network.state_dict(), "classifier.bias": old}
     pieces = PreTrainedTokenizerFast(tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"))
+    model = Model(network, WindowTokenizer(pieces), SHIPPED_WEIGHTS)
     for level, share in ((2, 0.0), (0, 0.5)):
         network.classifier.bias.data.copy_(trained)
         examples = [Example("a text", level), Example("no level", None, 7)]
-        assert average_for(network, before, WindowTokenizer(pieces), examples) == share
+        assert average_for(model, before, examples) == share
         assert network.classifier.bias.allclose((1 - share) * trained + share * old)

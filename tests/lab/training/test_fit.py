@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.fit import (
     Options,
     average,
@@ -53,11 +54,11 @@ def tiny(layers: int = 1) -> UrgencyLengthClassifier:
 EXAMPLES = [Example(f"text {number}", number % 5, number + 1) for number in range(40)]
 
 
-def tokenizer() -> WindowTokenizer:
-    shipped = PreTrainedTokenizerFast(
+def model(network: UrgencyLengthClassifier) -> Model:
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(SHIPPED_WEIGHTS / "tokenizer.json"), pad_token="<pad>"
     )
-    return WindowTokenizer(shipped)
+    return Model(network, WindowTokenizer(tokenizer), SHIPPED_WEIGHTS)
 
 
 def options(epochs: int, **others) -> Options:
@@ -67,7 +68,7 @@ def options(epochs: int, **others) -> Options:
 def test_lowest_layers_stay_if_frozen() -> None:
     network = tiny(layers=2)
     before = [layer.ffn.lin1.weight.clone() for layer in network.distilbert.transformer.layer]
-    fit(network, tokenizer(), lambda _: EXAMPLES, options(2), frozen=1)
+    fit(model(network), lambda _: EXAMPLES, options(2), frozen=1)
     after = [layer.ffn.lin1.weight for layer in network.distilbert.transformer.layer]
     assert after[0].equal(before[0])
     assert not after[1].equal(before[1])
@@ -76,8 +77,7 @@ def test_lowest_layers_stay_if_frozen() -> None:
 def test_every_step_is_reported() -> None:
     steps, rounds = [], []
     fit(
-        tiny(),
-        tokenizer(),
+        model(tiny()),
         lambda _: EXAMPLES,
         options(2, on_step=steps.append),
         after_round=lambda: rounds.append(len(steps)),
@@ -89,12 +89,12 @@ def test_every_step_is_reported() -> None:
 
 def test_answers_of_a_teacher_count_beside_the_labels() -> None:
     teacher, alone, taught = tiny(layers=2), tiny(), tiny()
-    fit(teacher, tokenizer(), lambda _: EXAMPLES, options(1))
+    fit(model(teacher), lambda _: EXAMPLES, options(1))
     before = teacher.classifier.weight.clone()
     torch.manual_seed(0)
-    fit(alone, tokenizer(), lambda _: EXAMPLES, options(1))
+    fit(model(alone), lambda _: EXAMPLES, options(1))
     torch.manual_seed(0)
-    fit(taught, tokenizer(), lambda _: EXAMPLES, options(1), teacher=teacher)
+    fit(model(taught), lambda _: EXAMPLES, options(1), teacher=teacher)
     assert not taught.classifier.weight.equal(alone.classifier.weight)
     assert teacher.classifier.weight.equal(before)
 

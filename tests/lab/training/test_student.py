@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 
+from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.e5 import PackedEncoder, Pieces, read_encoder
+from vllm_semantic_sched.lab.training.fit import Options
 from vllm_semantic_sched.lab.training.student import (
     align,
     pooled,
@@ -203,6 +205,7 @@ def test_student_learns_what_the_teacher_computes(tmp_path) -> None:
 
     before = distance()
     words = student.distilbert.embeddings.word_embeddings.weight.clone()
-    align(student, teacher, tokenizer, prefix, texts, seed=0, epochs=5)
+    options = Options(tmp_path, "unused", seed=0, epochs=0)
+    align(Model(student, tokenizer, tmp_path), teacher, texts, options, epochs=5)
     assert distance() < 0.7 * before
     assert torch.equal(student.distilbert.embeddings.word_embeddings.weight, words)

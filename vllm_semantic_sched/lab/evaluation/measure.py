@@ -107,21 +107,13 @@ def evaluate_predictor(
     guesser = model_guesser(predictor, advanced)
     texts = [example.text for example in test_set.examples]
     guess = guesser(texts)
-    others = [decision.model_copy(update={"rule": rule}) for rule in RULES if rule != decision.rule]
-    places, truth, rows = _leveled(test_set, guess)
-    decided = [decide_level(row, decision) for row in rows]
     report: dict[str, Any] = {
         "source": test_set.name,
         "description": BUILTIN_SETS.get(test_set.name, "Labeled texts from a file."),
         "model": model,
         "decision": decision.model_dump(mode="json"),
         **figures_of(test_set, guess, decision),
-        **{other.rule: _level_part(test_set, guess, other) for other in others},
-        "reliability": reliability(truth, rows) if truth else None,
-        "groups": {
-            name: group_figures([groups[place] for place in places], truth, decided)
-            for name, groups in (test_set.groups if truth else {}).items()
-        },
+        **_level_details(test_set, guess, decision),
         "baselines": {},
         "disagreements": None,
         "claims": None,
@@ -132,7 +124,8 @@ def evaluate_predictor(
         found = disagreements(test_set.examples, guess, beside[INSTANT], decision)
         report["disagreements"] = found
     lengths = [tokens for answers in _answers(test_set) for tokens in answers.values()]
-    for name, baseline in {**constant_baselines(truth, lengths), **baselines}.items():
+    levels = [one.level for one in test_set.examples if one.level is not None]
+    for name, baseline in {**constant_baselines(levels, lengths), **baselines}.items():
         beside[name] = baseline(texts)
     for name, other in beside.items():
         figures = figures_of(test_set, other, decision)
@@ -142,6 +135,21 @@ def evaluate_predictor(
         languages = test_set.groups.get("language")
         report["claims"] = claim_figures(test_set.examples, guesser, decision, languages)
     return Evaluation(report, _lengths(test_set, guess))
+
+
+def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
+    """Figures of the other rules, reliability, and figures by group."""
+    others = [decision.model_copy(update={"rule": rule}) for rule in RULES if rule != decision.rule]
+    places, truth, rows = _leveled(test_set, guess)
+    decided = [decide_level(row, decision) for row in rows]
+    return {
+        **{other.rule: _level_part(test_set, guess, other) for other in others},
+        "reliability": reliability(truth, rows) if truth else None,
+        "groups": {
+            name: group_figures([groups[place] for place in places], truth, decided)
+            for name, groups in (test_set.groups if truth else {}).items()
+        },
+    }
 
 
 def disagreements(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -13,15 +13,27 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.weights import load_network
+from vllm_semantic_sched.predict.weights import Precision, load_network, save_network
 
 _BUCKETS = 9
 
 
-def load_base(name: str) -> tuple[Path, UrgencyLengthClassifier, WindowTokenizer]:
-    """The folder (see `base_folder`), the network and the tokenizer that training starts from."""
+class Model(NamedTuple):
+    """A network in training, its tokenizer, and the folder with the tokenizer's files."""
+
+    network: UrgencyLengthClassifier
+    tokenizer: WindowTokenizer
+    folder: Path
+
+    def save(self, folder: Path, precision: Precision = "int8") -> None:
+        """Write the network and the tokenizer's files to `folder`."""
+        save_network(self.network, self.folder, folder, precision)
+
+
+def load_base(name: str) -> Model:
+    """The model that training starts from, see `base_folder`."""
     folder = base_folder(name)
-    return folder, load_network(folder), load_tokenizer(folder)
+    return Model(load_network(folder), load_tokenizer(folder), folder)
 
 
 def load_tokenizer(folder: Path) -> WindowTokenizer:

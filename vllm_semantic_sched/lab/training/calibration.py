@@ -13,12 +13,11 @@ from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
+from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.fit import autocast, average, length_bucket
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import expected_level
 from vllm_semantic_sched.predict.model import TextPredictor
-from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 
 THRESHOLDS_FILE = "thresholds.yaml"
 """In the folder of a trained model: a policy with the fitted `decision.thresholds`."""
@@ -34,9 +33,7 @@ _SHARES = (0.0, 0.1, 0.2, 0.3, 0.5)  # of the weights before training
 _TEXTS_PER_PASS = 64
 
 
-def calibrate(
-    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
-) -> None:
+def calibrate(model: Model, examples: Sequence[Example]) -> None:
     """Store in the configuration the temperature of each head that fits the labeled examples best;
     leaves that of a head without labels.
 
@@ -46,7 +43,8 @@ def calibrate(
     """
     if not examples:
         return
-    urgency, length = _logits(network, tokenizer, examples)
+    network = model.network
+    urgency, length = _logits(model, examples)
     levels = [one.level for one in examples]
     buckets = [length_bucket(one, network.config.length_bucket_edges) for one in examples]
     for name, logits, labels in (
@@ -59,18 +57,14 @@ def calibrate(
             setattr(network.config, name, best_temperature(logits[places], truth))
 
 
-def average_for(
-    network: UrgencyLengthClassifier,
-    weights: Mapping[str, Tensor],
-    tokenizer: WindowTokenizer,
-    examples: Sequence[Example],
-) -> float:
+def average_for(model: Model, weights: Mapping[str, Tensor], examples: Sequence[Example]) -> float:
     """Average the network with `weights`, another state of it, in the proportion that reads the
     labeled examples best, by the log loss of their levels.
 
     Returns:
         The share of `weights`.
     """
+    network = model.network
     leveled = [one for one in examples if one.level is not None]
     truth = torch.tensor([one.level for one in leveled])
     trained = {name: value.clone() for name, value in network.state_dict().items()}
@@ -78,7 +72,7 @@ def average_for(
     def loss(share: float) -> float:
         network.load_state_dict(trained)
         average(network, weights, share)
-        logits, _ = _logits(network, tokenizer, leveled)
+        logits, _ = _logits(model, leveled)
         return float(functional.cross_entropy(logits, truth))
 
     best = min(_SHARES, key=loss)
@@ -98,10 +92,9 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
     return min(_TEMPERATURES, key=error)
 
 
-def _logits(
-    network: UrgencyLengthClassifier, tokenizer: WindowTokenizer, examples: Sequence[Example]
-) -> tuple[Tensor, Tensor]:
+def _logits(model: Model, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Logits of both heads in evaluation mode: (texts, levels) and (texts, buckets)."""
+    network, tokenizer, _ = model
     network.eval()
     rows = tokenizer.encode([one.text for one in examples])
     with torch.inference_mode(), autocast():

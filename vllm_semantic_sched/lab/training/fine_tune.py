@@ -27,7 +27,7 @@ from vllm_semantic_sched.lab.training.mixture import domain_examples
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.weights import load_network, save_network
+from vllm_semantic_sched.predict.weights import load_network
 from vllm_semantic_sched.sim.datasets import split_of
 
 # In the folder of a fine-tuned model: the texts that it was and was not trained on.
@@ -189,7 +189,8 @@ def _fine_tune(
     """
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    folder, network, tokenizer = load_base(options.base)
+    model = load_base(options.base)
+    network, folder = model.network, model.folder
     same_heads = same_heads and has_heads(network)
     parts = _parts(examples, tests, calibrated=not same_heads)
     training: Sequence[Example] = parts.training
@@ -197,12 +198,12 @@ def _fine_tune(
     prepare(network, training)
     if has_heads(network):
         training = _with_predictions(training, folder, keep, options.threads)
-    fit(network, tokenizer, lambda _: training, options, encoder_rate=encoder_rate)
+    fit(model, lambda _: training, options, encoder_rate=encoder_rate)
     if same_heads:
         average(network, load_network(folder).state_dict())
     else:
-        calibrate(network, tokenizer, parts.validation)
-    save_network(network, folder, options.output, "fp16")
+        calibrate(model, parts.validation)
+    model.save(options.output, "fp16")
     if instant is not None and keep == "urgency":
         instant = renewed(instant, None, len(network.config.length_bucket_means))
     elif instant is not None and not same_heads:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.base import bucket_of
+from vllm_semantic_sched.lab.training.base import Model, bucket_of
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
-from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _BATCH = 32
 # On an accelerator: texts in a batch and rates, times these.
@@ -79,8 +78,7 @@ class Options:
 
 
 def fit(
-    network: UrgencyLengthClassifier,
-    tokenizer: WindowTokenizer,
+    model: Model,
     round_examples: Callable[[int], Sequence[Example]],
     options: Options,
     *,
@@ -89,7 +87,7 @@ def fit(
     teacher: UrgencyLengthClassifier | None = None,
     after_round: Callable[[], object] = lambda: None,
 ) -> None:
-    """Train `network` in place for the rounds of `options`, or until its minutes are over.
+    """Train the network in place for the rounds of `options`, or until its minutes are over.
 
     Args:
         round_examples: the examples of a round, given its number; as many in every round.
@@ -99,18 +97,18 @@ def fit(
         after_round: called after each complete round.
     """
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network, tokenizer, _ = model
     network.to(place).train()
     if teacher is not None:
         teacher.to(place).eval()
     size, rate = (_BATCH, 1.0) if place.type == "cpu" else (_BATCH * _LARGER, _FASTER)
     optimizer = _optimizer(network, encoder_rate * rate, frozen)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    started, step, edges = time.monotonic(), 0, network.config.length_bucket_edges
-    rounds = options.epochs
+    started, step, rounds = time.monotonic(), 0, options.epochs
     for epoch in range(rounds):
         examples = round_examples(epoch)
         per_round = -(-len(examples) // size)
-        for batch in _batches(examples, tokenizer, edges, size, options.seed + epoch):
+        for batch in _batches(examples, model, size, options.seed + epoch):
             spent = (time.monotonic() - started) / 60 / (options.minutes or math.inf)
             progress = max(step / (rounds * per_round), spent)
             if progress >= 1:
@@ -214,20 +212,17 @@ def batches_by_length(
 
 
 def _batches(
-    examples: Sequence[Example],
-    tokenizer: WindowTokenizer,
-    edges: Sequence[int],
-    size: int,
-    seed: int,
+    examples: Sequence[Example], model: Model, size: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Ids and mask (texts, tokens), level and length bucket (texts,) of each batch."""
-    rows = tokenizer.encode([example.text for example in examples])
+    edges = model.network.config.length_bucket_edges
+    rows = model.tokenizer.encode([example.text for example in examples])
     for batch in batches_by_length(rows, size, random.Random(seed)):
         chosen = [examples[at] for at in batch]
         levels = [_IGNORED if one.level is None else one.level for one in chosen]
         buckets = [length_bucket(one, edges) for one in chosen]
         lengths = [_IGNORED if bucket is None else bucket for bucket in buckets]
-        padded = tokenizer.pad([rows[at] for at in batch])
+        padded = model.tokenizer.pad([rows[at] for at in batch])
         yield *padded, torch.tensor(levels), torch.tensor(lengths)
 
 

@@ -19,13 +19,16 @@ from sklearn.linear_model import Ridge
 from sklearn.model_selection import KFold, cross_val_predict
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.base import bucket_of, load_base, set_length_buckets
+from vllm_semantic_sched.lab.training.base import (
+    Model,
+    bucket_of,
+    load_base,
+    set_length_buckets,
+)
 from vllm_semantic_sched.lab.training.fit import Options
 from vllm_semantic_sched.predict import WEIGHTS_FILES
 from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
-from vllm_semantic_sched.predict.weights import save_network
 
 _TEXTS_PER_PASS = 32
 _STRENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the regression's penalty; the best on unseen parts
@@ -56,20 +59,21 @@ def fit_length_head(
         on_texts: called with the number of texts read since the last call.
     """
     torch.set_num_threads(options.threads)
-    folder, network, tokenizer = load_base(options.base)
+    model = load_base(options.base)
+    network, folder = model.network, model.folder
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     texts = [one.text for one in training]
     lengths = [one.output_tokens or 1 for one in training]
     set_length_buckets(network, lengths, "linear")
     network.config.length_temperature = 1.0
     edges = network.config.length_bucket_edges
-    words, states = _network_features(network, tokenizer, texts, on_texts)
+    words, states = _network_features(model, texts, on_texts)
     scale = numpy.concatenate((_word_scale(words), _state_scale(states)))
     both = sparse.hstack((words, sparse.csr_matrix(states))).tocsr()
     _set_head(network, _fit(both, scale, lengths, edges, options.seed))
     # The encoder is as it was, so what it was stored in still holds it.
     int8 = (folder / WEIGHTS_FILES["int8"]).is_file()
-    save_network(network, folder, options.output, "int8" if int8 else "fp16")
+    model.save(options.output, "int8" if int8 else "fp16")
     if instant is None:
         return
     features = FeatureReader.load(folder)
@@ -79,12 +83,10 @@ def fit_length_head(
 
 
 def _network_features(
-    network: UrgencyLengthClassifier,
-    tokenizer: WindowTokenizer,
-    texts: Sequence[str],
-    on_texts: Callable[[int], object],
+    model: Model, texts: Sequence[str], on_texts: Callable[[int], object]
 ) -> tuple[Any, Floats]:
     """What the linear head reads of each text: a sparse (texts, wordpieces) and (texts, dim)."""
+    network, tokenizer, _ = model
     rows, means = tokenizer.encode(texts), numpy.empty((len(texts), network.config.dim))
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
     network.eval()

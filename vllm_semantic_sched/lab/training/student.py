@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_semantic_sched.lab.training.base import Model
+from vllm_semantic_sched.lab.training.e5 import QUERY_PREFIX
 from vllm_semantic_sched.lab.training.fit import (
+    Options,
     Step,
     autocast,
     batches_by_length,
     take_step,
 )
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 
 _BATCH = 48
+_EPOCHS = 2
 _RATE = 3e-4
 _WARMUP = 0.05
 _POOLED_WEIGHT = 2.0
@@ -49,26 +52,21 @@ def student_of(
 
 
 def align(
-    student: UrgencyLengthClassifier,
+    model: Model,
     teacher: UrgencyLengthClassifier,
-    tokenizer: WindowTokenizer,
-    prefix: Sequence[int],
     texts: Sequence[str],
-    *,
-    seed: int,
-    epochs: int,
-    on_step: Callable[[Step], object] = lambda step: None,
+    options: Options,
+    epochs: int = _EPOCHS,
 ) -> None:
-    """Train the student's layers, in place, to reproduce the teacher's hidden states.
-
-    Args:
-        prefix: token ids that the teacher sees after the first token and the student does not.
-    """
+    """Train the layers of the model, a student, in place to reproduce the teacher's hidden states.
+    The teacher sees `QUERY_PREFIX` before each text."""
+    student, tokenizer, _ = model
+    prefix = tokenizer.encode([QUERY_PREFIX])[0][1:-1]
     student.distilbert.embeddings.requires_grad_(False)
     weights = list(student.distilbert.transformer.parameters())
     optimizer = torch.optim.AdamW(weights, lr=_RATE, weight_decay=0.01, fused=True)
     rows = tokenizer.encode(texts)
-    rng = random.Random(seed)
+    rng = random.Random(options.seed)
     per_epoch = -(-len(rows) // _BATCH)
     student.train()
     for epoch in range(epochs):
@@ -81,7 +79,7 @@ def align(
             with autocast():
                 loss = _distance(student, teacher, ids, mask, prefix)
             take_step(optimizer, loss, weights)
-            on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
+            options.on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
     student.eval()
 
 
