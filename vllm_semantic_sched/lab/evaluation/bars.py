@@ -1,6 +1,7 @@
 """Bars that the figures of a report must reach, so that nobody ships a worse predictor unnoticed.
 
-A file of bars, by the name of the test set and the figure's place in its report.json:
+A file of bars, by the name of the test set and the figure's place in its report.json; a star stands
+for every key, and passes over groups whose texts do not define the figure:
 
     urgency:
       at_least:
@@ -9,8 +10,6 @@ A file of bars, by the name of the test set and the figure's place in its report
         groups.language.*.recall_of_0: 0.8
       at_most:
         ece: 0.05
-
-A star stands for every key. Figures that the texts of a group do not define are passed over there.
 """
 
 import math
@@ -32,11 +31,8 @@ class SetBars(Section):
 
 
 def read_bars(path: Path) -> dict[str, SetBars]:
-    """Read a file of bars, by test set.
-
-    Raises:
-        ValueError: it is not as described above; names the place and what is valid.
-    """
+    """Read a file of bars, by test set. ValueError if it is not as described above; names the place
+    and what is valid."""
     try:
         bars = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -47,11 +43,8 @@ def read_bars(path: Path) -> dict[str, SetBars]:
 
 
 def bars_missed(bars: Mapping[str, SetBars], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each figure that misses its bar.
-
-    Raises:
-        ValueError: a bar is about a test set or a figure that there is not.
-    """
+    """One line for each figure that misses its bar. ValueError for a bar about a test set or a
+    figure that does not exist."""
     lines = []
     for name, sides in bars.items():
         if name not in reports:
@@ -76,7 +69,7 @@ def _reached(value: float, bar: float, side: str) -> bool:
 
 
 def _found(report: Any, figure: str, place: str = "") -> Iterator[tuple[str, float | None]]:
-    """The figures at a path with stars, each with its path; None for one that is not defined."""
+    """The figures at a path with stars, each with its path; None for an undefined one."""
     if not figure:
         if report is None or isinstance(report, int | float):
             yield place, report

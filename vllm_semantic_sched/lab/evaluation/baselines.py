@@ -48,13 +48,11 @@ def constant_baselines(levels: Sequence[int], lengths: Sequence[int]) -> dict[st
 
 
 def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
-    """Linear models of TF-IDF of words and word pairs, fitted on `examples`.
+    """Linear models of TF-IDF of words and word pairs: logistic regression for the levels and ridge
+    regression on the logarithm of the tokens, each fitted to the examples with that label.
 
-    Logistic regression for the levels and ridge regression on the logarithm of the tokens, each
-    on the examples with that label. A baseline is left out if there are not two different levels,
-    or two lengths.
-
-    Raises ValueError if the texts hold no words.
+    A baseline is left out without two different levels, or two lengths. ValueError if the texts
+    hold no words.
     """
     leveled = [one for one in examples if one.level is not None]
     sized = [one for one in examples if one.output_tokens is not None]

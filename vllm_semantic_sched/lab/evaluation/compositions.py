@@ -4,8 +4,6 @@ A folder of YAML files, one for each language. A file with a mapping holds the p
 composed of (`CompositionParts`); a file with a list holds chats (`Conversation`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,19 +21,12 @@ _URGENT, _CALM = 1, 3
 
 
 class CompositionParts(Section):
-    """Parts of compositions in one language.
+    """Parts of compositions in one language."""
 
-    Attributes:
-        emergencies: messages of level 0.
-        tasks: everyday requests, level 4.
-        joiners: phrases that run on from one topic to the next.
-        framed: texts with an emergency that is not happening now, level 4.
-    """
-
-    emergencies: _Texts
-    tasks: _Texts
-    joiners: _Texts
-    framed: _Texts
+    emergencies: _Texts  # messages of level 0
+    tasks: _Texts  # everyday requests, level 4
+    joiners: _Texts  # phrases that run on from one topic to the next
+    framed: _Texts  # texts with an emergency that is not happening now, level 4
 
 
 class Conversation(Section):
@@ -50,11 +41,8 @@ class Conversation(Section):
 
 
 def read_composed_set(path: Path) -> LabeledSet:
-    """The compositions or the chats of a folder, with the groups `place` and `language`.
-
-    Raises:
-        ValueError: there is no file, or one is invalid; names it.
-    """
+    """The compositions or the chats of a folder, with the groups `place` and `language`; ValueError
+    with the name of an invalid file, or if there is none."""
     files = sorted(path.glob("*.yaml"))
     data = {file.stem: yaml.safe_load(file.read_text("utf-8")) for file in files}
     if not data:

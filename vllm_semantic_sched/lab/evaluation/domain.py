@@ -1,7 +1,6 @@
-"""Domains: what the urgency levels mean, which labels stand for them, and sentences of each.
+"""Domains: YAML files that say what the urgency levels mean, with labels and sentences of each.
 
-A domain is a YAML file; configs/domains holds the shipped ones. The shipped model was trained for
-the domain `emergency`; another domain trains a classifier for other levels.
+The shipped model knows the domain `emergency`; a classifier for other levels has to be trained.
 """
 
 import difflib
@@ -29,10 +28,8 @@ class Level(Section):
 
 
 class Domain(Section):
-    """A whole domain file. Level 0 is the most urgent.
-
-    The last level also takes everything that is no request for help.
-    """
+    """A whole domain file. Level 0 is the most urgent; the last one takes all that asks for no
+    help."""
 
     # At most five: the urgency head has no more outputs.
     levels: tuple[Level, ...] = Field(
@@ -98,10 +95,7 @@ class Domain(Section):
 
     def level_of(self, label: str) -> int:
         """The level that `label` stands for; case, spaces, hyphens and underscores do not matter.
-
-        Raises:
-            ValueError: the domain has no such label; the message lists those of each level.
-        """
+        ValueError with the labels of each level for any other label."""
         names = self._label_of_plain
         if (plain := _plain(label)) in names:
             return self.labels[names[plain]]
@@ -115,21 +109,15 @@ class Domain(Section):
 
 
 def load_domain(name_or_path: str | Path) -> Domain:
-    """Read a domain by the name of a shipped one (`emergency`, `incident`) or by path.
-
-    Raises:
-        PolicyError: the file is missing, is not YAML, or says something invalid.
-    """
+    """Read a domain by the name of a shipped one (`emergency`, `incident`) or by path; PolicyError
+    if the file is missing, is not YAML, or is invalid."""
     data, source = read_config(name_or_path, kind="domain")
     return parse_section(Domain, {} if data is None else data, source)
 
 
 def check_template(sentence: str, words: Collection[str]) -> None:
-    """Check a sentence with alternatives in brackets and words in braces.
-
-    Raises:
-        ValueError: the brackets do not match, or `words` lacks a `{word}` of the sentence.
-    """
+    """Check a sentence with alternatives in brackets and words in braces: ValueError if the
+    brackets do not match, or `words` lacks a `{word}`."""
     depth = 0
     for letter in sentence:
         depth += {"[": 1, "]": -1}.get(letter, 0)

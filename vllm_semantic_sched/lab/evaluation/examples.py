@@ -1,7 +1,5 @@
 """Labeled texts: reads them from CSV files and from the data folder."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import math
@@ -69,14 +67,11 @@ def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:
 
 
 def read_labeled_set(path: Path, domain: Domain | None = None) -> LabeledSet:
-    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind; or all
-    of a folder, one for each language, like `es.csv`.
+    """Read a CSV with the columns text, level and/or output_tokens, and optionally kind; or all of
+    a folder, one for each language, like `es.csv`. ValueError names file, line, column and what is
+    valid.
 
-    Args:
-        domain: what labels mean; None for levels by number and the emergency domain's names.
-
-    Raises:
-        ValueError: naming file, line, column and what is valid.
+    `domain`: what labels mean; None for levels by number and the emergency domain's names.
     """
     files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
     if not files:
@@ -101,11 +96,8 @@ def write_examples(examples: Sequence[Example], path: Path) -> None:
 
 
 def builtin_set(name: str, root: Path | None) -> LabeledSet:
-    """A test set out of the data folder, one of `BUILTIN_SETS`.
-
-    Raises:
-        DataNotFound: there is no data folder, or a file is missing in it.
-    """
+    """A test set out of the data folder, one of `BUILTIN_SETS`; DataNotFound if there is no data
+    folder, or a file is missing in it."""
     if root is None:
         raise DataNotFound(f"{name} needs the data folder: pass --data-root or set SEMSCHED_DATA")
     if name == "alpaca-eval":
@@ -144,19 +136,15 @@ def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | No
                 )
             for row in reader:
                 empty = False
-                yield _row(row, f"{path}, line {_first_line(reader, row)}", domain)
+                # The reader counts lines, and a text may span several: the row begins above it.
+                breaks = sum(value.count("\n") for value in row.values() if isinstance(value, str))
+                yield _row(row, f"{path}, line {reader.line_num - breaks}", domain)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error}") from error
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
     if empty:
         raise ValueError(f"{path} has no rows below its header")
-
-
-def _first_line(reader: csv.DictReader[str], row: Mapping[str, Any]) -> int:
-    """The line that the row begins at: the reader counts lines, and a text may span several."""
-    breaks = sum(value.count("\n") for value in row.values() if isinstance(value, str))
-    return reader.line_num - breaks
 
 
 def _row(

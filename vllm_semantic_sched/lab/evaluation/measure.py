@@ -29,7 +29,6 @@ INSTANT = "instant reader"
 
 _DISAGREEMENTS = 12  # listed in a report
 _EXCERPT = 100  # characters of a text in it
-
 _TEXTS_PER_CALL = 256
 
 RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
@@ -98,12 +97,8 @@ def evaluate_predictor(
     claims: bool = False,
     advanced: Advanced = lambda count: None,
 ) -> Evaluation:
-    """Figures of the predictor, and of each baseline, the constant ones included.
-
-    Args:
-        instant: the model's instant reader, reported beside it.
-        claims: read the texts once more with claims about their urgency.
-    """
+    """Figures of the predictor, of its instant reader and of each baseline, the constant ones
+    included. With `claims` the texts are read once more with claims about their urgency."""
     guesser = model_guesser(predictor, advanced)
     texts = [example.text for example in test_set.examples]
     guess = guesser(texts)
@@ -155,12 +150,9 @@ def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> di
 def disagreements(
     examples: Sequence[Example], network: Guess, instant: Guess, decision: Decision
 ) -> dict[str, Any]:
-    """How often the two readers decide on different levels.
-
-    Returns:
-        `share` of the texts, and `texts`: those with the largest differences, each with its `text`
-        (the beginning), `level` if labeled, and the levels by `network` and `instant`.
-    """
+    """How often the two readers decide on different levels: the `share` of the texts, and `texts`,
+    those with the largest differences, with the beginning of each `text`, its `level` if labeled,
+    and the levels by `network` and `instant`."""
     levels = (
         [decide_level(row, decision) for row in one.urgency or ()] for one in (network, instant)
     )
@@ -250,16 +242,10 @@ def claim_figures(
     decision: Decision,
     languages: Sequence[str] | None = None,
 ) -> dict[str, dict[str, float | None]]:
-    """How far a claim about the urgency alone changes the level (prompt injection).
-
-    Args:
-        languages: of each text, for a claim in that language.
-
-    Returns:
-        Per claim `calm_read_urgent`, the share of the texts of level 4 that are read as level 0
-        or 1, and `urgent_read_calm`, the share of those of level 0 that are read as 3 or 4; None
-        where there is no such text.
-    """
+    """How far a claim about the urgency alone changes the level (prompt injection). `languages`: of
+    each text, for a claim in that language. Per claim `calm_read_urgent`, the share of the texts of
+    level 4 that are read as level 0 or 1, and `urgent_read_calm`, the share of those of level 0
+    that are read as 3 or 4; None where there is no such text."""
     chosen = [place for place, one in enumerate(examples) if one.level in (0, 4)]
     forms = {NO_CLAIM: ["..."] * len(chosen)}
     forms |= {claim: [claim] * len(chosen) for claim in CLAIMS}

@@ -31,10 +31,8 @@ def confusion_matrix(truth: Sequence[int], guess: Sequence[int], levels: int) ->
 
 
 def quadratic_weighted_kappa(truth: Sequence[int], guess: Sequence[int]) -> float | None:
-    """Agreement beyond chance, weighted by squared distance (Cohen, 1968).
-
-    None if both are one and the same constant: then chance alone agrees fully.
-    """
+    """Agreement beyond chance, weighted by squared distance (Cohen, 1968); None if both are one and
+    the same constant: then chance alone agrees fully."""
     if len({*truth, *guess}) < 2:
         return None
     labels = list(range(max(*truth, *guess) + 1))
@@ -51,12 +49,9 @@ def area_under_curve(positive: Sequence[bool], scores: Sequence[float]) -> float
 def reliability(
     truth: Sequence[int], probabilities: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    """How often the most likely level is right, by the probability that it was given.
-
-    Returns:
-        One entry for each of 15 bins of equal width: `low` (inclusive) and `high`, `n`, and the
-        mean `confidence` and `accuracy` within, None where the bin is empty.
-    """
+    """How often the most likely level is right, by the probability that it was given: one entry for
+    each of 15 bins of equal width with its `low` (inclusive) and `high`, `n`, and the mean
+    `confidence` and `accuracy` within, None where the bin is empty."""
     members: list[list[tuple[float, bool]]] = [[] for _ in range(CALIBRATION_BINS)]
     for true, row in zip(truth, probabilities, strict=True):
         confidence = max(row)
@@ -79,53 +74,40 @@ def expected_calibration_error(
 ) -> float | None:
     """Mean gap between confidence and accuracy over the bins of `reliability`, each weighted by
     its members (Guo et al., 2017); 0 to 1, None without texts."""
-    gaps = [
-        part["n"] * abs(part["confidence"] - part["accuracy"])
-        for part in reliability(truth, probabilities)
-        if part["n"]
-    ]
+    bins = [part for part in reliability(truth, probabilities) if part["n"]]
+    gaps = [part["n"] * abs(part["confidence"] - part["accuracy"]) for part in bins]
     return sum(gaps) / len(truth) if truth else None
 
 
 def level_figures(
     truth: Sequence[int], probabilities: Sequence[Sequence[float]], decision: Decision
 ) -> dict[str, Any]:
-    """All figures for urgency levels.
-
-    Args:
-        truth: level of each text.
-        probabilities: per text, one probability per level.
-        decision: how the level is decided. `auc` and `ece` do not depend on it, and
-            `expected_cost` charges every rule the default `Decision`'s price, so that rules can
-            be compared.
-    """
+    """All figures for urgency levels, given the true level and the probability per level of each
+    text. `auc` and `ece` do not depend on the decision, and `expected_cost` charges every rule the
+    default `Decision`'s price, so that rules can be compared."""
     levels = len(probabilities[0]) if probabilities else 0
     decided = [decide_level(row, decision) for row in probabilities]
-    confusion = confusion_matrix(truth, decided, levels)
-    recall, precision = (
-        [_ratio(row[level], sum(row)) for level, row in enumerate(rows)]
-        for rows in (confusion, [*zip(*confusion, strict=True)])
-    )
-    urgent = [true <= LAST_URGENT_LEVEL for true in truth]
-    called = [level <= LAST_URGENT_LEVEL for level in decided]
-    caught = sum(true and call for true, call in zip(urgent, called, strict=True))
-    prices = Decision()
-    costs = [mistake_cost(true, level, prices) for true, level in zip(truth, decided, strict=True)]
+    pairs = list(zip(truth, decided, strict=True))
+    recall = [
+        mean([one == level for true, one in pairs if true == level]) for level in range(levels)
+    ]
+    last, prices = LAST_URGENT_LEVEL, Decision()
+    urgent_shares = [math.fsum(row[: last + 1]) for row in probabilities]
     return {
         "n_level": len(truth),
-        "accuracy": mean([true == level for true, level in zip(truth, decided, strict=True)]),
+        "accuracy": mean([true == level for true, level in pairs]),
         "balanced_accuracy": mean([share for share in recall if share is not None]),
         "quadratic_weighted_kappa": quadratic_weighted_kappa(truth, decided),
         "recall": recall,
-        "precision": precision,
-        "auc": area_under_curve(
-            urgent, [math.fsum(row[: LAST_URGENT_LEVEL + 1]) for row in probabilities]
-        ),
-        "urgent_recall": _ratio(caught, sum(urgent)),
-        "urgent_precision": _ratio(caught, sum(called)),
+        "precision": [
+            mean([true == level for true, one in pairs if one == level]) for level in range(levels)
+        ],
+        "auc": area_under_curve([true <= last for true in truth], urgent_shares),
+        "urgent_recall": mean([level <= last for true, level in pairs if true <= last]),
+        "urgent_precision": mean([true <= last for true, level in pairs if level <= last]),
         "ece": expected_calibration_error(truth, probabilities),
-        "expected_cost": mean(costs),
-        "confusion": confusion,
+        "expected_cost": mean([mistake_cost(true, level, prices) for true, level in pairs]),
+        "confusion": confusion_matrix(truth, decided, levels),
     }
 
 
@@ -176,13 +158,10 @@ def deciles(values: Sequence[float]) -> list[int]:
 
 
 def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str, Any]:
-    """All figures for output lengths, both in tokens.
-
-    `decile_accuracy` is the share of texts that lie in the same tenth of the true lengths as of
-    the predicted ones: it measures the order, not the scale.
-    """
+    """All figures for output lengths, both in tokens. `decile_accuracy` is the share of texts in
+    the same tenth of the true as of the predicted lengths: it measures the order, not the scale."""
     same = [true == guess for true, guess in zip(deciles(truth), deciles(predicted), strict=True)]
-    gaps = numpy.abs(numpy.asarray(truth, dtype=float) - numpy.asarray(predicted, dtype=float))
+    gaps = numpy.abs(numpy.asarray(truth, float) - numpy.asarray(predicted, float))
     return {
         "n_length": len(truth),
         "kendall_tau": kendall_tau(truth, predicted),
@@ -204,7 +183,3 @@ def likeliest(row: Sequence[float]) -> int:
 def mean(values: Sequence[float]) -> float | None:
     """The mean of the values, None without any."""
     return math.fsum(values) / len(values) if values else None
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

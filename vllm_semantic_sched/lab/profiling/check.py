@@ -1,7 +1,5 @@
 """Measures what preempting a request costs, and compares it with a profile's predictions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,8 +21,8 @@ MEDIAN_TARGET, P90_TARGET, CHOICE_TARGET = 0.15, 0.30, 0.95
 GOOD_CHOICE = 1.1
 """A choice is good if it takes at most this many times as long as the best plan."""
 
-# If copies are cheap compared with computing, every profile chooses well. Slower copies, in
-# prediction and measurement alike, show how well it would choose on other machines.
+# Where copies are cheap, every profile chooses well. Slower ones, predicted and measured alike,
+# show how well it would choose on other machines.
 SLOWDOWNS = tuple(round(10 ** (exponent / 10), 3) for exponent in range(41))
 
 
@@ -39,9 +37,9 @@ class Point(NamedTuple):
     predicted_swap: float
 
     def chooses_well(self, profile: EngineProfile, slowdown: float = 1.0) -> bool:
-        """Whether the policy's choice between recompute and swap is good (`GOOD_CHOICE`), by the
-        times until the next token, with copies `slowdown` times as slow. A prefill yields that
-        token at once, a load needs one more step."""
+        """Whether the policy chooses well between recompute and swap (`GOOD_CHOICE`) with copies
+        `slowdown` times as slow, by the time until the next token: a prefill yields it at once, a
+        load needs one more step."""
         job = Job("", 0, 0.0, self.prompt, self.generated, 0, LevelSource.DEFAULT)
         job.computed = self.prompt + self.generated
         room = HostRoom(block_size=1, blocks=job.computed)
@@ -52,9 +50,8 @@ class Point(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How good a profile is: median and 90th percentile of |predicted - measured| / measured by
-    kind, the share of points where the policy chooses well, and the smallest such share over all
-    `SLOWDOWNS`, with its slowdown."""
+    """Median and 90th percentile of |predicted - measured| / measured by kind, the share of points
+    where the policy chooses well, and the smallest such share over all `SLOWDOWNS`."""
 
     recompute: tuple[float, float]
     swap: tuple[float, float]
@@ -82,9 +79,8 @@ def measure_points(
     statistic: str,
     seed: int = 1,
 ) -> Iterator[list[Point] | None]:
-    """Measure preempted requests: the prefill of prompt and generated tokens in one pass, as vLLM
-    does after a preemption, and the copies of their KV. Yields None after each measurement, then
-    the points."""
+    """Measure the prefill of prompt and generated tokens in one pass, as vLLM does after a
+    preemption, and the copies of their KV. Yields None after each measurement, then the points."""
     totals = [sum(pair) for pair in lengths]
     seconds: list[list[float]] = [[] for _ in lengths]
     engine.run([lengths[0][0]], 4)

@@ -1,7 +1,5 @@
 """Fits the coefficients of a profile: positive, by relative errors, robust against outliers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,9 +33,8 @@ class LineFit(NamedTuple):
 
 
 def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
-    """Fit coefficients (a column of `features` each) so that the weighted sums approximate the
-    positive `seconds` (one per row). Returns the coefficients, all positive, and the relative error
-    of each point."""
+    """Fit positive coefficients (a column of `features` each) so that the weighted sums approximate
+    the positive `seconds` (one per row). Returns them and the relative error of each point."""
     features = np.asarray(features, float)
     # Relative errors: a short step counts as much as a long one.
     rows = features / np.asarray(seconds, float)[:, None]
@@ -69,9 +66,8 @@ def fit_steps(steps: Sequence[Step]) -> StepFit:
 
 
 def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
-    """A profile whose steps take as long as these in total, and how many times longer decode steps
-    took than by the robust fit, which hardly counts slow steps; `base` gives the costs of copies.
-    """
+    """A profile whose steps take as long as these in total, with the costs of copies of `base`; and
+    how many times longer decode steps took than by the robust fit, which discounts slow steps."""
     fit = fit_steps(steps)
     fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
     profile = base.model_copy(update=fields)
@@ -107,8 +103,8 @@ def _rounded(value: Any, digits: int = 4) -> float:
 
 
 def reduce_steps(runs: Sequence[Sequence[Step]], statistic: str) -> list[Step]:
-    """Reduce several runs of the same work to one: the median or fastest of each step. Runs with
-    other steps than the first are left out."""
+    """The median or fastest of each step over runs of the same work, without those runs that have
+    other steps than the first."""
     first = [step.batch for step in runs[0]]
     same = [run for run in runs if [step.batch for step in run] == first]
     return [

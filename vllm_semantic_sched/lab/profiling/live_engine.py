@@ -1,7 +1,5 @@
 """Runs a vLLM engine in this process, and times its steps and its copies of KV blocks."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -11,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +32,7 @@ class Step:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(NamedTuple):
     """Seconds of copies: a row per size, a column per repeat."""
 
     bytes_per_block: int
@@ -44,12 +41,10 @@ class Copies:
 
 
 class LiveEngine:
-    """vLLM's engine core, driven step by step with random prompts; `options` are a model and engine
-    options, as after `vllm serve` (BadOptions if vLLM rejects them).
+    """vLLM's engine core, in this process and under vLLM's own scheduler, driven step by step with
+    random prompts. `options` are those after `vllm serve` (BadOptions if vLLM rejects them).
 
-    The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and under vLLM's own
-    scheduler, so that times do not depend on a policy. `token_budget` is the most tokens in a step,
-    `kv_tokens` what fits into the KV cache.
+    `token_budget` is the most tokens in a step, `kv_tokens` what fits into the KV cache.
     """
 
     def __init__(self, options: Sequence[str], seed: int = 0) -> None:
@@ -62,11 +57,12 @@ class LiveEngine:
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._config: Any = self._engine.vllm_config
+        scheduler, limits = self._core.scheduler, self._config.scheduler_config
         self.max_model_len = int(self._config.model_config.max_model_len)
-        self.seats = int(self._config.scheduler_config.max_num_seqs)
-        self.token_budget = int(self._config.scheduler_config.max_num_batched_tokens)
-        self.block_size = int(self._core.scheduler.block_size)
-        blocks = int(self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.seats = int(limits.max_num_seqs)
+        self.token_budget = int(limits.max_num_batched_tokens)
+        self.block_size = int(scheduler.block_size)
+        blocks = int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self.kv_tokens = (blocks - 1) * self.block_size  # vLLM keeps one as its null block
         self._random = np.random.default_rng(seed)
         self._steps: list[Step] = []
@@ -130,16 +126,13 @@ class LiveEngine:
         return self._steps
 
     def copy(self, tokens: Sequence[int], repeats: int, seed: int = 0) -> Copies:
-        """Time copies of the KV of each number of tokens. With several workers, each time is
-        that of the slowest."""
+        """Time copies of the KV of each number of tokens; of several workers the slowest counts."""
         blocks = [-(-count // self.block_size) for count in tokens]
         job: Any = time_copies
         found: list[Copies] = self._engine.collective_rpc(job, args=(blocks, repeats, seed))
-        return Copies(
-            bytes_per_block=sum(part.bytes_per_block for part in found),
-            save=np.max([part.save for part in found], axis=0).tolist(),
-            load=np.max([part.load for part in found], axis=0).tolist(),
-        )
+        sizes, *times = zip(*found, strict=True)
+        save, load = (np.max(seconds, axis=0).tolist() for seconds in times)
+        return Copies(sum(sizes), save, load)
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
@@ -168,9 +161,9 @@ class LiveEngine:
 
 
 def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copies:
-    """Time saves of random KV blocks (`blocks`: how many at once) to host memory, by the backend
-    that preemption uses, and loads into the same blocks. The cache of an idle engine is unchanged
-    afterwards. Runs in the engine's worker."""
+    """In the engine's worker, time saves of random KV blocks (`blocks`: how many at once) to host
+    memory, by preemption's own backend, and loads into the same blocks; the cache of an idle engine
+    is unchanged afterwards."""
     import torch
 
     from vllm_semantic_sched.engine.kv.block_copy import block_regions, make_backend

@@ -1,7 +1,5 @@
 """Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -25,8 +23,8 @@ _CONTEXT_TOKENS = 16_384  # most tokens of all sequences of a decode batch toget
 
 
 class Grid(NamedTuple):
-    """Points to measure: prompt lengths, (sequences, tokens of each) of decode batches, and tokens
-    that are saved and loaded at once, in whole blocks."""
+    """Prompt lengths, (sequences, tokens of each) of decode batches, and tokens saved and loaded at
+    once, in whole blocks."""
 
     prefills: list[int]
     decodes: list[tuple[int, int]]
@@ -34,8 +32,8 @@ class Grid(NamedTuple):
 
 
 def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
-    """Prompts from 16 tokens to the longest that the engine takes, each twice as long as the one
-    before; batches each four times as large as the one before; both up to the limits given."""
+    """Prompts from 16 tokens to the longest, each twice as long as the one before; batches each
+    four times as large as the one before."""
     longest = min(engine.max_model_len, engine.kv_tokens, max_tokens or engine.max_model_len)
     seats = min(engine.seats, max_batch or engine.seats)
     room = min(engine.kv_tokens, max(_CONTEXT_TOKENS, longest))
@@ -52,8 +50,8 @@ def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None)
 
 
 def geometric_steps(first: int, last: int, factor: int) -> list[int]:
-    """Integers from `first` to `last`, each `factor` times the one before. The last step may be
-    larger: values within 20 % of `last` are left out."""
+    """Integers from `first` to `last`, each `factor` times the one before; those within 20 % of
+    `last` are left out."""
     values = [max(1, min(first, last))]
     while values[-1] * factor <= last / 1.2:
         values.append(values[-1] * factor)
@@ -61,8 +59,8 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
 
 
 class Measurements(NamedTuple):
-    """Reduced times: of all steps, of those that decode a full batch, and of saves and loads of
-    the grid's transfers."""
+    """Times of all steps, of those that decode a full batch, and of saves and loads of the grid's
+    transfers."""
 
     steps: list[Step]
     decode_steps: list[Step]

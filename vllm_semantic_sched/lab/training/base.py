@@ -42,11 +42,8 @@ def load_tokenizer(folder: Path) -> WindowTokenizer:
 
 
 def base_folder(name: str) -> Path:
-    """The folder of a stored network: `shipped`, or one that `semsched train` wrote.
-
-    Raises:
-        FileNotFoundError: it holds no network.
-    """
+    """The folder of a stored network: `shipped`, or one that `semsched train` wrote;
+    FileNotFoundError if it holds no network."""
     folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
     if weights_file(folder) is None:
         raise FileNotFoundError(
@@ -79,10 +76,8 @@ def set_level_names(network: UrgencyLengthClassifier, names: Sequence[str]) -> N
 
 
 def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:
-    """At most `count` buckets cut at quantiles of `lengths` in tokens (S3, Jin et al. 2023).
-
-    Raises ValueError if there are no lengths.
-    """
+    """At most `count` buckets cut at quantiles of `lengths` in tokens (S3, Jin et al. 2023);
+    ValueError without lengths."""
     if not lengths:
         raise ValueError("no lengths to make buckets of")
     ordered = sorted(lengths)

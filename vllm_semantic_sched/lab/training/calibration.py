@@ -34,12 +34,12 @@ _TEXTS_PER_PASS = 64
 
 
 def calibrate(model: Model, examples: Sequence[Example]) -> None:
-    """Store in the configuration the temperature of each head that fits the labeled examples best;
-    leaves that of a head without labels.
+    """Store in the configuration the temperature of each head that gives the labeled examples the
+    lowest calibration error; leaves that of a head without labels.
 
-    Best by the calibration error, on texts that people wrote: those that generators make are
-    easier, and a model calibrated on them is overconfident on all others. The few texts that are
-    surely misread would dominate the log loss, and make all others look less sure.
+    Fitted to texts that people wrote: generated ones are easier, and a model calibrated on them is
+    overconfident on all others. The few surely misread texts would dominate the log loss, and make
+    all others look less sure.
     """
     if not examples:
         return
@@ -59,11 +59,7 @@ def calibrate(model: Model, examples: Sequence[Example]) -> None:
 
 def average_for(model: Model, weights: Mapping[str, Tensor], examples: Sequence[Example]) -> float:
     """Average the network with `weights`, another state of it, in the proportion that reads the
-    labeled examples best, by the log loss of their levels.
-
-    Returns:
-        The share of `weights`.
-    """
+    labeled examples best, by the log loss of their levels. Returns the share of `weights`."""
     network = model.network
     leveled = [one for one in examples if one.level is not None]
     truth = torch.tensor([one.level for one in leveled])
@@ -140,10 +136,9 @@ def fitted_thresholds(
         enough = urgent_recall * (truth <= 1).sum()
         least = min(highest, max(1, int(numpy.searchsorted(found, enough)) + 1 - _STEPS))
     ranges = [(least if place == 1 else 1, highest) for place in range(last)]
-    rng = numpy.random.default_rng(0)
     many = int(table.sum())
     shares = table.ravel() / max(1, many)
-    resamples = rng.multinomial(many, shares, size=_RESAMPLES)
+    resamples = numpy.random.default_rng(0).multinomial(many, shares, size=_RESAMPLES)
     fits = [_best_cuts(counts.reshape(table.shape), fixed, ranges) for counts in resamples]
     return tuple(round(float(cut), 2) for cut in numpy.mean(fits, axis=0) / _STEPS)
 
@@ -151,13 +146,9 @@ def fitted_thresholds(
 def _best_cuts(
     table: IntArray, fixed: NDArray[numpy.float64], ranges: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Coordinate ascent from the middles between the levels.
-
-    Args:
-        table: texts by place of the expected level, in steps, and by true level.
-        fixed: other texts, by decided and by true level.
-        ranges: least and greatest distance of each threshold from the level before it, in steps.
-    """
+    """Coordinate ascent from the middles between the levels. `table`: texts by place of the
+    expected level, in steps, and by true level; `fixed`: other texts, by decided and by true level;
+    `ranges`: least and greatest distance of each threshold from the level before it, in steps."""
     below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
     levels = table.shape[1]
     truth = below[-1] + fixed.sum(axis=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,14 +43,13 @@ def collect_lengths(
         model: its served name; None for the first that the server lists.
         progress: called with the number of prompts done and to do.
 
-    Raises:
-        ValueError: there are no prompts, or the server answered none of them.
+    Raises ValueError if there are no prompts, or the server answered none of them.
     """
     wanted = list(dict.fromkeys(_read_prompts(prompts)))
     if not wanted:
         raise ValueError(f"{prompts} holds no prompts")
     table.parent.mkdir(parents=True, exist_ok=True)
-    known = _known(table)
+    known = set(_text_column(table)) if table.exists() and table.stat().st_size else set()
     texts = [text for text in wanted if text not in known]
     base = url.rstrip("/").removesuffix("/v1")
     collected = asyncio.run(_collect(base, model, max_tokens, texts, table, concurrency, progress))
@@ -62,22 +62,17 @@ def collect_lengths(
 
 
 def _read_prompts(path: Path) -> list[str]:
-    if path.suffix.lower() != ".csv":
-        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    csv_file = path.suffix.lower() == ".csv"
+    lines = _text_column(path) if csv_file else map(str.strip, path.read_text("utf-8").splitlines())
+    return [line for line in lines if line.strip()]
+
+
+def _text_column(path: Path) -> list[str]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if "text" not in (reader.fieldnames or []):
             raise ValueError(f"{path} needs the column text; it has {reader.fieldnames}")
-        return [row["text"] for row in reader if row["text"].strip()]
-
-
-def _known(table: Path) -> set[str]:
-    if not table.exists():
-        with table.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerow(("text", "output_tokens"))
-        return set()
-    with table.open(encoding="utf-8", newline="") as file:
-        return {row["text"] for row in csv.DictReader(file)}
+        return [row["text"] for row in reader]
 
 
 async def _collect(
@@ -93,19 +88,20 @@ async def _collect(
 
     collected = Collected()
     seats = asyncio.Semaphore(concurrency)
-    done = 0
+    done = itertools.count(1)
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
-    with table.open("a", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            try:
-                model = model or await _first_model(session, url)
-            except (aiohttp.ClientError, TimeoutError, LookupError) as error:
-                raise ValueError(f"{url} lists no models: {error!r}") from error
-            body = {"model": model, "max_tokens": max_tokens}
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        try:
+            model = model or await _first_model(session, url)
+        except (aiohttp.ClientError, TimeoutError, LookupError) as error:
+            raise ValueError(f"{url} lists no models: {error!r}") from error
+        body = {"model": model, "max_tokens": max_tokens}
+        with table.open("a", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file)
+            if not file.tell():
+                rows.writerow(("text", "output_tokens"))
 
             async def send(text: str) -> None:
-                nonlocal done
                 async with seats:
                     try:
                         tokens, finish = await _length(session, url, body, text)
@@ -116,8 +112,7 @@ async def _collect(
                         collected.cut += finish == "length"
                         rows.writerow((text, tokens))
                         file.flush()
-                done += 1
-                progress(done, len(texts))
+                progress(next(done), len(texts))
 
             await asyncio.gather(*(send(text) for text in texts))
     return collected

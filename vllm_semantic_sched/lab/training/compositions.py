@@ -1,16 +1,14 @@
 """Makes texts in which a message is one part among others, in every language.
 
-An emergency keeps its level before, after and between everyday tasks, with and without punctuation,
-inside a pasted block, and in any turn of a chat that it is not over in. A quoted, invented or
-finished one is level 4, and what a text claims about its own urgency changes nothing.
-texts/compositions holds the parts of each language.
+An emergency keeps its level before, after and between everyday tasks, in a pasted block, and in any
+turn of a chat until it is over. A quoted, invented or finished one is level 4, and what a text
+claims about its own urgency changes nothing. texts/compositions holds the parts of each language.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages
@@ -32,22 +30,16 @@ _ENDS = ".!?…。！？।؟ "
 
 @dataclass(frozen=True)
 class Composer:
-    """Draws compositions from the parts and messages of one split.
+    """Draws compositions from the parts and messages of one split."""
 
-    Attributes:
-        parts: by language.
-        written: messages by language and level.
-        prompts: everyday prompts in English.
-    """
-
-    parts: Mapping[str, Parts]
-    written: Mapping[str, Sequence[Sequence[str]]]
-    prompts: Sequence[str]
+    parts: Mapping[str, Parts]  # by language
+    written: Mapping[str, Sequence[Sequence[str]]]  # messages by language and level
+    prompts: Sequence[str]  # everyday ones in English
 
     @classmethod
     def of(
         cls, split: Split, written: Mapping[str, Sequence[Example]], prompts: Sequence[str]
-    ) -> Composer:
+    ) -> Self:
         """The composer of a split; four fifths of the parts belong to the training split."""
         return cls(
             {language: _in_split(parts, split) for language, parts in composition_parts().items()},

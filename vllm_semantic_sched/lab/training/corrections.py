@@ -1,7 +1,5 @@
 """Refits the decision to corrections, and says how many emergencies may be missed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,13 +42,9 @@ class Refit(NamedTuple):
 
 
 def refit(corrections: Sequence[Correction], decision: Decision) -> Refit:
-    """Fit `decision.thresholds` to corrections, all with as many levels.
-
-    Every correction is judged once by thresholds fitted without it (five folds).
-
-    Raises:
-        ValueError: there are fewer than `LEAST` corrections.
-    """
+    """Fit `decision.thresholds` to corrections, all with as many levels, and judge every correction
+    once by thresholds fitted without it (five folds). ValueError for fewer than `LEAST`
+    corrections."""
     if len(corrections) < LEAST:
         raise ValueError(f"{len(corrections)} corrections; a refit needs at least {LEAST}")
     shuffled = random.Random(0).sample(list(corrections), len(corrections))

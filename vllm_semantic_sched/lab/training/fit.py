@@ -1,13 +1,10 @@
 """The training loop: both heads together, on examples that may be drawn afresh every round.
 
-A text with only a level or only a length trains one of the heads. The word embeddings stay as
-pretrained, so that words that the training texts lack keep their place beside the others.
-
-Levels and length buckets are ordered, so a guess that is further off must cost more: the loss is
-cross-entropy plus the squared earth mover's distance between the cumulated distributions (Hou,
-Yu and Samaras, 2016). An urgency level is one person's opinion, and the next person's is often
-the level beside it: a tenth of each label goes there, or the heads would grow too sure of the texts
-that they see many times.
+The word embeddings stay as pretrained: words that the training texts lack keep their place beside
+the others. Levels and length buckets are ordered, so the loss is cross-entropy plus the squared
+earth mover's distance between the cumulated distributions (Hou, Yu and Samaras, 2016). An urgency
+level is one person's opinion, and the next person's is often the level beside it: a tenth of each
+label goes there, or the heads would become overconfident on texts that they see many times.
 """
 
 import math
@@ -30,7 +27,6 @@ _BATCH = 32
 # On an accelerator: texts in a batch and rates, times these.
 _LARGER, _FASTER = 16, 3.0
 ENCODER_RATE = 1.2e-4
-FINE_TUNING_RATE = 5e-5
 _HEAD_RATE = 1e-3
 # Rate of a layer over that of the layer above it: the lower ones hold what a word means in every
 # language, which labels that are mostly English must not disturb.
@@ -56,25 +52,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every training run.
+    """Options of every training run."""
 
-    Attributes:
-        output: folder for the trained model.
-        base: model to start from, see `base_folder`.
-        seed: of weights, texts and their order.
-        epochs: rounds over the texts.
-        minutes: time limit; None for no limit.
-        threads: number of threads that torch may use.
-        on_step: called after each training step.
-    """
-
-    output: Path
-    base: str
-    seed: int
-    epochs: int
-    minutes: float | None = None
-    threads: int = 1
-    on_step: Callable[[Step], object] = lambda step: None
+    output: Path  # folder for the trained model
+    base: str  # model to start from, see `base_folder`
+    seed: int  # of weights, texts and their order
+    epochs: int  # rounds over the texts
+    minutes: float | None = None  # time limit
+    threads: int = 1  # that torch may use
+    on_step: Callable[[Step], object] = lambda step: None  # called after each training step
 
 
 def fit(
@@ -153,16 +139,14 @@ def average(
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
-    """Mean over the labeled rows of (rows, classes); 0 if there is none.
-
-    Args:
-        beside: share of a label that goes to the classes beside it.
-    """
+    """Mean over the labeled rows of (rows, classes); 0 if there is none. `beside`: share of a label
+    that goes to the classes beside it."""
     known = labels != _IGNORED
     if not known.any():
         return logits.sum() * 0.0
     logits, labels = logits[known].float(), labels[known]
-    distance = ranked_probability_score(logits, labels)
+    own = functional.one_hot(labels, logits.shape[1])
+    distance = _earth_movers_distance(torch.softmax(logits, dim=1), own)
     targets = shared_with_neighbors(labels, logits.shape[1], beside) if beside else labels
     return functional.cross_entropy(logits, targets) + _DISTANCE_WEIGHT * distance
 
@@ -177,13 +161,9 @@ def shared_with_neighbors(labels: Tensor, classes: int, share: float) -> Tensor:
     return (1 - share) * own + share * beside / beside.sum(dim=1, keepdim=True)
 
 
-def ranked_probability_score(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the rows of (rows, classes) of the squared earth mover's distance between the
-    predicted distribution and the label."""
-    cumulated = torch.softmax(logits, dim=1).cumsum(dim=1)
-    classes = torch.arange(logits.shape[1], device=logits.device)
-    truth = (classes >= labels[:, None]).float()
-    return (cumulated - truth).square().sum(dim=1).mean()
+def _earth_movers_distance(own: Tensor, aim: Tensor) -> Tensor:
+    """Mean over the rows of the squared distance between distributions (rows, classes)."""
+    return (own.cumsum(dim=1) - aim.cumsum(dim=1)).square().sum(dim=1).mean()
 
 
 def _optimizer(
@@ -256,6 +236,6 @@ def taught_loss(logits: Tensor, answers: Tensor) -> Tensor:
     """Mean over the rows of (rows, classes) of the divergence from a teacher's distribution, plus
     the squared earth mover's distance to it. `answers`: the teacher's logits."""
     own, aim = (torch.log_softmax(one.float(), dim=1) for one in (logits, answers))
-    distance = (own.exp().cumsum(dim=1) - aim.exp().cumsum(dim=1)).square().sum(dim=1).mean()
+    distance = _earth_movers_distance(own.exp(), aim.exp())
     divergence = functional.kl_div(own, aim, reduction="batchmean", log_target=True)
     return divergence + _DISTANCE_WEIGHT * distance

@@ -4,8 +4,6 @@ Word frequencies come from PyPI's `wordfreq` (Speer, 2022; Apache-2.0, its data 
 sentences from the translations of Django's interface (BSD-3). None of it is stored in the package.
 """
 
-from __future__ import annotations
-
 import gettext
 import importlib.util
 import itertools
@@ -30,10 +28,8 @@ _PLACEHOLDER = re.compile(r"%\(\w+\)[sd]|%[sd]|\{\w*\}|<[^>]+>|&\w+;")
 
 def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
     """`count` texts of the language's most frequent words, drawn by frequency: not sentences, but
-    every word among others. Empty for a language without word frequencies.
-
-    Raises ImportError with the command to run if `wordfreq` is not installed.
-    """
+    every word among others. Empty for a language without word frequencies; ImportError with the
+    command to run if `wordfreq` is not installed."""
     try:
         import wordfreq
     except ImportError as error:
@@ -52,10 +48,8 @@ def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
 
 
 def interface_sentences(language: str) -> list[str]:
-    """Sentences of Django's interface in a language; empty if it has none.
-
-    Raises ImportError with the command to run if Django is not installed.
-    """
+    """Sentences of Django's interface in a language, if it has any; ImportError with the command to
+    run if Django is not installed."""
     found = importlib.util.find_spec("django")
     if found is None or not found.submodule_search_locations:
         raise ImportError(
@@ -76,11 +70,8 @@ def interface_sentences(language: str) -> list[str]:
 def unlabeled_texts(
     written: Mapping[str, Sequence[str]], per_language: int, rng: random.Random
 ) -> dict[str, list[str]]:
-    """About `per_language` texts of each language, shuffled.
-
-    Args:
-        written: by language, the messages that have a level; they count as text here.
-    """
+    """About `per_language` texts of each language, shuffled; `written` messages, by language, count
+    as text here."""
     texts = {}
     for language in LANGUAGES:
         own = [*written.get(language, ()), *interface_sentences(language)]

@@ -1,11 +1,10 @@
 """Fits the length head to output lengths, in seconds and without touching the rest of the network.
 
-A served model's own answers number hundreds or a few thousand, too few to train a network on, and
-their lengths hang on words ("list", "briefly") more than on meaning. So ridge regression predicts
-the logarithm of the length from the encoder's mean state and from the words: wide and deep (Cheng
-et al., "Wide & Deep Learning for Recommender Systems", 2016). Its score becomes logits of the
-length buckets by a discriminant with one common variance, fitted to texts that the regression had
-not seen. The instant reader gets a regression of its own, on its own words.
+A few hundred or thousand answers are too few to train a network on, and their lengths depend on
+words ("list", "briefly") more than on meaning. So ridge regression predicts the logarithm of the
+length from the encoder's mean state and the words (Cheng et al., "Wide & Deep Learning", 2016). A
+discriminant with one common variance, fitted to texts that the regression had not seen, turns its
+score into logits of the length buckets. The instant reader gets a regression on its own words.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,11 +52,8 @@ def fit_length_head(
     on_texts: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Write to `options.output` the base with a length head, also of its instant reader, that is
-    fitted to the `output_tokens` of the examples. Its levels stay as they are.
-
-    Args:
-        on_texts: called with the number of texts read since the last call.
-    """
+    fitted to the `output_tokens` of the examples. Its levels stay as they are. `on_texts` gets the
+    number of texts read since its last call."""
     torch.set_num_threads(options.threads)
     model = load_base(options.base)
     network, folder = model.network, model.folder
@@ -68,7 +64,8 @@ def fit_length_head(
     network.config.length_temperature = 1.0
     edges = network.config.length_bucket_edges
     words, states = _network_features(model, texts, on_texts)
-    scale = numpy.concatenate((_word_scale(words), _state_scale(states)))
+    spread = numpy.maximum(states.std(axis=0), 1e-6) * numpy.sqrt(states.shape[1])
+    scale = numpy.concatenate((_word_scale(words), 1 / spread))
     both = sparse.hstack((words, sparse.csr_matrix(states))).tocsr()
     _set_head(network, _fit(both, scale, lengths, edges, options.seed))
     # The encoder is as it was, so what it was stored in still holds it.
@@ -117,11 +114,6 @@ def _word_scale(bags: Any) -> Floats:
     scale = numpy.where(texts > 1, 1 + numpy.log((1 + bags.shape[0]) / (1 + texts)), 0.0)
     squares = bags.multiply(bags) @ numpy.square(scale)
     return numpy.asarray(scale / max(1e-9, float(numpy.sqrt(squares).mean())))
-
-
-def _state_scale(states: Floats) -> Floats:
-    spread = numpy.maximum(states.std(axis=0), 1e-6)
-    return numpy.asarray(1 / (spread * numpy.sqrt(states.shape[1])))
 
 
 def _fit(

@@ -18,6 +18,7 @@ from vllm_semantic_sched.lab.training.wording import (
 )
 
 _LINES_OF_CODE = 20
+_ALARMED = (0.35, 0.3, 0.2, 0.12, 0.08)  # by level; alarm occurs at every one, so it proves nothing
 
 
 def level_message(level: int, rng: random.Random) -> str:
@@ -95,13 +96,18 @@ def _modules() -> tuple[Path, ...]:
 
 def _told(sentence: str, rng: random.Random) -> str:
     """A whole message, seldom with an alarmed opening."""
-    draw = rng.random()
-    if draw < 0.05:
-        sentence = rng.choice(surroundings().openers_alarmed) + sentence
-    elif draw < 0.3:
-        sentence = rng.choice(surroundings().openers_calm) + sentence
+    sentence = _opened(sentence, 0.05, 0.25, rng)
     message = (capital(sentence) if rng.random() < 0.6 else sentence) + rng.choice(("", ".", "."))
     return f"{message} {rng.choice(surroundings().questions)}" if rng.random() < 0.2 else message
+
+
+def _opened(sentence: str, alarmed: float, calm: float, rng: random.Random) -> str:
+    """The sentence, in these shares of the cases with an alarmed or a calm opening."""
+    draw, texts = rng.random(), surroundings()
+    if draw < alarmed + calm:
+        openers = texts.openers_alarmed if draw < alarmed else texts.openers_calm
+        sentence = rng.choice(openers) + sentence
+    return sentence
 
 
 def _said(sentence: str, register: str, level: int, someone: Person, rng: random.Random) -> str:
@@ -115,9 +121,11 @@ def _said(sentence: str, register: str, level: int, someone: Person, rng: random
     # A negated symptom must not read as that symptom; negations come where they are natural.
     mild = level >= 2 and register != "scene"
     if mild and rng.random() < 0.12:
-        parts = [capital(_negated_first(sentence, rng)) + rng.choice(("", "."))]
+        negation = _unlike(surroundings().negations_first, sentence, rng)
+        parts = [capital(negation + sentence) + rng.choice(("", "."))]
     else:
-        parts = [_opened(sentence, level, rng)]
+        sentence = _opened(sentence, _ALARMED[level], 0.2, rng)
+        parts = [capital(sentence) + rng.choice(("", ".", ".", "!" if level < 2 else "."))]
     if register == "third" and level < 4 and rng.random() < 0.35:
         parts.append(capital(someone.fill(choose(rng.choice(surroundings().details), rng))))
     if register == "third" and level in (2, 3) and rng.random() < 0.35:
@@ -127,22 +135,6 @@ def _said(sentence: str, register: str, level: int, someone: Person, rng: random
     if rng.random() < 0.1:
         rng.shuffle(parts)
     return " ".join(parts)
-
-
-def _opened(sentence: str, level: int, rng: random.Random) -> str:
-    """The sentence with an opening; alarm occurs at every level, so it proves nothing."""
-    alarmed = (0.35, 0.3, 0.2, 0.12, 0.08)[level]
-    draw = rng.random()
-    if draw < alarmed:
-        sentence = rng.choice(surroundings().openers_alarmed) + sentence
-    elif draw < alarmed + 0.2:
-        sentence = rng.choice(surroundings().openers_calm) + sentence
-    end = rng.choice(("", ".", ".", "!" if level < 2 else "."))
-    return capital(sentence) + end
-
-
-def _negated_first(sentence: str, rng: random.Random) -> str:
-    return _unlike(surroundings().negations_first, sentence, rng) + sentence
 
 
 def _unlike(alternatives: Sequence[str], sentence: str, rng: random.Random) -> str:

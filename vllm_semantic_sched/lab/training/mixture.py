@@ -64,10 +64,8 @@ _HARMLESS_OF_DOMAIN = 0.4  # of a domain's last level: texts that ask for no hel
 
 @dataclass(frozen=True)
 class Sources:
-    """The records of one split, read once and rendered afresh every round.
-
-    `ktas` has all KTAS visits, whatever the split: they are few, so they serve for checks alone.
-    """
+    """The records of one split, read once and rendered afresh every round. `ktas` has all KTAS
+    visits, whatever the split: they are few, so they serve for checks alone."""
 
     visits: tuple[TriageVisit, ...]
     ktas: tuple[KtasVisit, ...]
@@ -161,11 +159,8 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
 
 
 def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
-    """`count` shuffled examples of a domain, of each level as many as of the others to within one.
-
-    Raises:
-        ValueError: the domain has neither `examples` nor `wordings`.
-    """
+    """`count` shuffled examples of a domain, of each level as many as of the others to within one;
+    ValueError if the domain has neither `examples` nor `wordings`."""
     if not domain.examples and not domain.wordings:
         raise ValueError(
             "the domain has no sentences to train from; give it `examples`, or train on labeled "

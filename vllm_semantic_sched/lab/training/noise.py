@@ -5,11 +5,10 @@ import unicodedata
 
 from vllm_semantic_sched.lab.training.wording import choose, surroundings
 
-# Shares of the messages and prompts that come late in a long text, after a claim, and after a
-# neutral opening.
-_LATE = 0.12
-_CLAIMS = 0.03
-_OPENED = 0.06
+# Shares of messages and prompts
+_LATE = 0.12  # late in a long text
+_CLAIMS = 0.03  # after a claim about their urgency, whatever it is
+_OPENED = 0.06  # after a neutral opening
 _WITHOUT_MARKS = 0.15
 _ACCENTS = range(0x300, 0x370)  # combining marks of Latin, Greek and Cyrillic letters
 
@@ -18,7 +17,7 @@ def noisy(text: str, rng: random.Random) -> str:
     """`text` unchanged, late in a longer one, after a claim or a neutral opening, or with noise."""
     if rng.random() < _LATE:
         text = after_background(text, rng)
-    if rng.random() < _CLAIMS:  # whatever its urgency is
+    if rng.random() < _CLAIMS:
         text = rng.choice(surroundings().claims) + text
     if rng.random() < _OPENED:
         text = rng.choice(surroundings().openers_neutral) + text

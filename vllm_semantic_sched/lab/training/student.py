@@ -1,12 +1,9 @@
 """Makes a DistilBERT of half the encoder's layers that computes nearly the same.
 
-The student starts from every second layer of the teacher, shares its embeddings, and learns to
-reproduce its hidden states, token by token, on text of all languages (as TinyBERT: Jiao et al.,
-2020). So a sentence in any language stays near its translations while the heads learn English
-triage.
+The student starts from every second layer of the teacher and learns to reproduce its hidden states,
+token by token, on text of all languages (as TinyBERT: Jiao et al., 2020). So a sentence in any
+language stays near its translations while the heads learn English triage.
 """
-
-from __future__ import annotations
 
 import copy
 import random

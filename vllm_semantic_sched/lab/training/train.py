@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
+from vllm_semantic_sched.lab.training import vocabulary
 from vllm_semantic_sched.lab.training.base import (
     Model,
     base_folder,
@@ -23,11 +24,6 @@ from vllm_semantic_sched.lab.training.fit import Options, fit
 from vllm_semantic_sched.lab.training.languages import unlabeled_texts
 from vllm_semantic_sched.lab.training.mixture import Sources, training_round, written_texts
 from vllm_semantic_sched.lab.training.student import STUDENT_LAYERS, align, student_of
-from vllm_semantic_sched.lab.training.vocabulary import (
-    chosen_pieces,
-    piece_tokenizer,
-    save_tokenizer,
-)
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.weights import load_network
 
@@ -94,12 +90,8 @@ def train_instant(
     base: str, output: Path, root: Path, scale: float, *, seed: int, threads: int
 ) -> None:
     """Train the instant reader of a stored network (see `base_folder`) on the texts of the first
-    round of `train_all`, and write its table to `output`.
-
-    Raises:
-        DataNotFound: a file is missing below `root`.
-        FileNotFoundError: the base is not a stored network.
-    """
+    round of `train_all`, and write its table to `output`. DataNotFound if a data file is
+    missing."""
     torch.set_num_threads(threads)
     folder = base_folder(base)
     texts = _first_round(Sources.read(root, "train"), seed, scale)
@@ -113,8 +105,9 @@ def _aligned_student(sources: Sources, options: Options, scale: float, layers: i
     packed = read_encoder(packed_file())
     labeled = _first_round(sources, options.seed, scale * _ALIGNED_SCALE)
     texts = unlabeled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
-    ids = chosen_pieces(packed.pieces, labeled, texts, _VOCABULARY)
-    save_tokenizer(piece_tokenizer(packed.pieces, ids), folder)
+    ids = vocabulary.chosen_pieces(packed.pieces, labeled, texts, _VOCABULARY)
+    tokenizer = vocabulary.piece_tokenizer(packed.pieces, ids)
+    vocabulary.save_tokenizer(tokenizer, folder)
     teacher = packed.with_vocabulary(ids)
     student = Model(student_of(teacher, layers), load_tokenizer(folder), folder)
     corpus = [*labeled, *itertools.chain.from_iterable(texts.values())]

@@ -1,8 +1,4 @@
-"""Turns coded emergency visits into messages that people could have sent.
-
-Everything is drawn from the random generator that is passed in; the level itself is never
-written into a message.
-"""
+"""Turns coded emergency visits into messages that people could have sent, without their level."""
 
 import random
 import re
@@ -54,9 +50,8 @@ def chart_note(visit: TriageVisit, rng: random.Random) -> str:
         return visit.text
     note = rng.choice((", ", ", ", " / ", "; ", " & ")).join(terms[: rng.choice((1, 1, 2, 3))])
     if visit.age is not None and rng.random() < 0.2:
-        note = rng.choice(
-            (f"{visit.age}{visit.sex[:1].upper()} {note}", f"{note}, {visit.age} yrs")
-        )
+        sex = visit.sex[:1].upper()
+        note = rng.choice((f"{visit.age}{sex} {note}", f"{note}, {visit.age} yrs"))
     if visit.pain is not None and rng.random() < 0.15:
         note = f"{note}, NRS {visit.pain}"
     case = rng.random()
@@ -87,11 +82,14 @@ def chart_term(reason: str, rng: random.Random) -> str | None:
         if match := pattern.match(reason):
             place = match.group(1).lower()
             form = f"[{place} {finding}|{finding}, {place}|{finding}, [Rt|Lt|both] {place}"
-            return choose(
-                f"{form}|[Rt|Lt|right|left] {place} {finding}|{place} {finding}, [Rt|Lt]]", rng
-            )
+            form += f"|[Rt|Lt|right|left] {place} {finding}|{place} {finding}, [Rt|Lt]]"
+            return choose(form, rng)
     term = lay_term(reason, rng)
-    return term and term.removeprefix("a ").removeprefix("an ")
+    return term and _bare(term)
+
+
+def _bare(term: str) -> str:
+    return term.removeprefix("a ").removeprefix("an ")
 
 
 def _listed(terms: list[str], rng: random.Random) -> str:
@@ -110,8 +108,7 @@ def _subject(visit: TriageVisit, rng: random.Random) -> Person:
         names = "my dad|my grandfather|my husband" if male else "my mom|my grandmother|my wife"
     else:
         names = "my brother|my husband|my friend" if male else "my sister|my wife|my friend"
-    alternatives = f"{names}|a {age}-year-old {visit.sex}".split("|")
-    return Person(rng.choice(alternatives), male)
+    return Person(rng.choice(f"{names}|a {age}-year-old {visit.sex}".split("|")), male)
 
 
 def _extras(visit: TriageVisit, who: str, rng: random.Random) -> list[str]:
@@ -119,16 +116,25 @@ def _extras(visit: TriageVisit, who: str, rng: random.Random) -> list[str]:
     facts: list[str] = []
     if who and visit.age is not None and rng.random() < 0.5:
         facts.append(f"{who} {visit.age}.")
-    if visit.pain is not None and rng.random() < 0.6:
-        facts.append(rng.choice((f"Pain is {visit.pain} out of 10.", f"Pain {visit.pain}/10.")))
-    if visit.injury == "injury/trauma" and rng.random() < 0.5:
-        facts.append(rng.choice(("It's from an injury.", "After an accident.", "Got hurt.")))
-    if visit.injury == "overdose/poisoning" and rng.random() < 0.8:
-        facts.append(rng.choice(("Possibly an overdose.", "Took something poisonous.")))
-    if visit.ambulance and rng.random() < 0.6:
-        facts.append(rng.choice(("An ambulance is bringing us in.", "Came by ambulance.")))
+    for known, share, texts in (
+        (
+            visit.pain is not None,
+            0.6,
+            (f"Pain is {visit.pain} out of 10.", f"Pain {visit.pain}/10."),
+        ),
+        (visit.injury == "injury/trauma", 0.5, _INJURED),
+        (visit.injury == "overdose/poisoning", 0.8, _POISONED),
+        (visit.ambulance, 0.6, _BROUGHT),
+    ):
+        if known and rng.random() < share:
+            facts.append(rng.choice(texts))
     rng.shuffle(facts)
     return facts
+
+
+_INJURED = ("It's from an injury.", "After an accident.", "Got hurt.")
+_POISONED = ("Possibly an overdose.", "Took something poisonous.")
+_BROUGHT = ("An ambulance is bringing us in.", "Came by ambulance.")
 
 
 def _relative(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
@@ -163,9 +169,8 @@ def _nurse(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
 
 
 def _terse(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
-    bare = [term.removeprefix("a ").removeprefix("an ") for term in terms]
     age = f" {visit.age}{visit.sex[:1]}" if visit.age is not None and rng.random() < 0.5 else ""
-    return (rng.choice((", ", " and ", " ")).join(bare) + age).lower()
+    return (rng.choice((", ", " and ", " ")).join(map(_bare, terms)) + age).lower()
 
 
 def _asking(sentences: list[str], rng: random.Random) -> str:

@@ -3,8 +3,6 @@
 Texts are lowercased, so that capitals need no pieces of their own and shouting reads like speech.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections import Counter
@@ -25,12 +23,8 @@ def chosen_pieces(
     """Ids of the `size` pieces to keep, the special ones first.
 
     Every single character stays, so that no word of a known script is unknown, and every piece of
-    the labeled texts. The other places go to the languages in equal shares, each taking its most
-    frequent pieces.
-
-    Args:
-        labeled: texts that the heads learn from.
-        texts: by language.
+    the `labeled` texts. The other places go to the languages of `texts` in equal shares, each
+    taking its most frequent pieces.
     """
     kept = dict.fromkeys(pieces.special)
     for at, text in enumerate(pieces.texts):

@@ -1,7 +1,5 @@
 """Reads the example texts in `texts/` and fills in their alternatives and persons."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import random
@@ -19,6 +17,7 @@ from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse
 _TEXTS = Path(__file__).with_name("texts")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _PERSON_NAMES = ("who", "he", "him", "his")
+_AGES = {"{age}": (3, 90), "{young}": (1, 12), "{old}": (55, 92)}
 
 _Texts = Annotated[tuple[str, ...], Field(min_length=1)]
 _Turn = Annotated[str, Field(pattern=r"(?s)^[0-4] .")]
@@ -78,31 +77,18 @@ class Surroundings(Section):
 
 
 class Parts(Section):
-    """Parts of compositions in one language (texts/compositions).
+    """Parts of compositions in one language (texts/compositions)."""
 
-    Attributes:
-        tasks: everyday requests to an assistant.
-        joiners: phrases that run on from one topic to the next.
-        frames: texts in which an emergency in place of {matter} is not happening now.
-        over: user turns that end an emergency.
-        answers: user turns within one that say nothing by themselves.
-        assistant: an assistant's turns within one.
-        small_talk: everyday user turns.
-        replies: an assistant's answers to these.
-        systems: system prompts.
-        chats: the user's turns of whole chats, oldest first, each after its level and a space.
-    """
-
-    tasks: _Texts
-    joiners: _Texts
-    frames: _Texts
-    over: _Texts
-    answers: _Texts
-    assistant: _Texts
-    small_talk: _Texts
-    replies: _Texts
-    systems: _Texts
-    chats: tuple[tuple[_Turn, ...], ...]
+    tasks: _Texts  # everyday requests to an assistant
+    joiners: _Texts  # phrases that run on from one topic to the next
+    frames: _Texts  # texts in which an emergency in place of {matter} is not happening now
+    over: _Texts  # user turns that end an emergency
+    answers: _Texts  # user turns within one that say nothing by themselves
+    assistant: _Texts  # an assistant's turns within one
+    small_talk: _Texts  # everyday user turns
+    replies: _Texts  # an assistant's answers to these
+    systems: _Texts  # system prompts
+    chats: tuple[tuple[_Turn, ...], ...]  # user turns, oldest first, each after its level and " "
 
 
 class Person(NamedTuple):
@@ -145,23 +131,18 @@ def surroundings() -> Surroundings:
 
 @functools.cache
 def reasons() -> Mapping[str, tuple[str, str]]:
-    """Everyday words and chart shorthand for the survey's coded reasons for a visit.
-
-    Both are alternatives joined by `|`, and empty where the file has none.
-    """
-    with (_TEXTS / "reasons.csv").open(encoding="utf-8", newline="") as file:
-        return {row["reason"]: (row["everyday"], row["chart"]) for row in csv.DictReader(file)}
+    """Everyday words and chart shorthand for the survey's coded reasons for a visit: alternatives
+    joined by `|`, empty where the file has none."""
+    rows = _rows(_TEXTS / "reasons.csv")
+    return {row["reason"]: (row["everyday"], row["chart"]) for row in rows}
 
 
 @functools.cache
 def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
     """Text and urgency level of the messages that were written one by one, by ISO 639-1 code of
     their language."""
-    rows = {}
-    for path in sorted((_TEXTS / "written").glob("*.csv")):
-        with path.open(encoding="utf-8", newline="") as file:
-            rows[path.stem] = [(row["text"], int(row["level"])) for row in csv.DictReader(file)]
-    return rows
+    paths = sorted((_TEXTS / "written").glob("*.csv"))
+    return {path.stem: [(row["text"], int(row["level"])) for row in _rows(path)] for path in paths}
 
 
 @functools.cache
@@ -185,9 +166,8 @@ def person(rng: random.Random) -> Person:
     """Someone at random, with an age in some cases."""
     male = rng.random() < 0.5
     name = rng.choice(surroundings().men if male else surroundings().women)
-    name = name.replace("{age}", str(rng.randint(3, 90)))
-    name = name.replace("{young}", str(rng.randint(1, 12)))
-    name = name.replace("{old}", str(rng.randint(55, 92)))
+    for age, (least, most) in _AGES.items():
+        name = name.replace(age, str(rng.randint(least, most)))
     return Person(name, male)
 
 
@@ -197,12 +177,8 @@ def capital(sentence: str) -> str:
 
 
 def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) -> _File:
-    """Read and validate a YAML file of texts.
-
-    Raises:
-        PolicyError: a key is unknown or missing, a list is empty, brackets do not match, or a
-            placeholder has no meaning; names the file and the text.
-    """
+    """Read and validate a YAML file of texts. PolicyError with the file and the text if a key is
+    unknown or missing, a list is empty, brackets do not match, or a placeholder has no meaning."""
     data = _parsed(path)
     texts = parse_section(section, data, path.name)
     try:
@@ -211,6 +187,11 @@ def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) 
     except ValueError as error:
         raise PolicyError(f"{path.name}: {error}") from error
     return texts
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _parsed(path: Path) -> Any:
