@@ -82,7 +82,9 @@ def measure(
         sequences, length, output_tokens = points[place]
         runs[place].append(engine.run([length] * sequences, output_tokens))
         yield None
-    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
+    prefills: list[Step] = []
+    decodes: list[Step] = []
+    mixed: list[Step] = []
     for (sequences, _, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
         if output_tokens == 1:
