@@ -1,4 +1,5 @@
-"""The command `semsched`, one subcommand per job."""
+"""The command `semsched`, one subcommand per job. The module of each has `add_arguments`, which
+declares its options, and `run`, which runs it and returns the exit status."""
 
 from __future__ import annotations
 
@@ -30,11 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     arguments = parse(argv)
     try:
-        status: int = arguments.run(arguments)
+        return int(arguments.run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return status
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

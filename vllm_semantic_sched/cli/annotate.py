@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import argparse
 
-from vllm_semantic_sched.cli.arguments import fail, positive
+from vllm_semantic_sched.cli.arguments import failing, positive
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched annotate`."""
     add = parser.add_argument
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=positive, default=8090, help="port to listen on (default: %(default)s)")
 
 
+@failing("annotate", ImportError, OSError, ValueError)
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted; 1 if policy, model or address cannot be used."""
-    try:
-        from aiohttp import web
+    from aiohttp import web
 
-        from vllm_semantic_sched.fleet.annotate.annotator import Annotator
-        from vllm_semantic_sched.fleet.annotate.server import make_app
+    from vllm_semantic_sched.fleet.annotate.annotator import Annotator
+    from vllm_semantic_sched.fleet.annotate.server import make_app
 
-        app = make_app(Annotator.load(args.policy))
-        web.run_app(app, host=args.host, port=args.port)
-    except (ImportError, OSError, ValueError) as error:
-        return fail("annotate", error)
+    web.run_app(make_app(Annotator.load(args.policy)), host=args.host, port=args.port)
     return 0

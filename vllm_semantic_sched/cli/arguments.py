@@ -1,14 +1,18 @@
-"""Arguments and checks that several commands share."""
+"""Arguments, checks and exit statuses that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from vllm_semantic_sched.policy.facts.section import PolicyError
+
+Run = Callable[[argparse.Namespace], int]
+"""Runs a command and returns its exit status."""
 
 
 class BadOption(ValueError):
@@ -19,6 +23,40 @@ def fail(command: str, problem: object, status: int = 1) -> int:
     """Print why a command fails; returns its exit status."""
     print(f"semsched {command}: {problem}", file=sys.stderr)
     return status
+
+
+def failing(command: str, *errors: type[Exception], status: int = 1) -> Callable[[Run], Run]:
+    """Decorate a command: any of these errors ends it with a message and this exit status."""
+
+    def decorate(run: Run) -> Run:
+        @functools.wraps(run)
+        def guarded(args: argparse.Namespace) -> int:
+            try:
+                return run(args)
+            except errors as error:
+                return fail(command, error, status)
+
+        return guarded
+
+    return decorate
+
+
+def simulating(command: str) -> Callable[[Run], Run]:
+    """Decorate a command that simulates: exit status 2 if the scenario, a trace or an option is
+    invalid, 1 if a file cannot be read or written."""
+
+    def decorate(run: Run) -> Run:
+        @functools.wraps(run)
+        def guarded(args: argparse.Namespace) -> int:
+            from vllm_semantic_sched.sim.engine import RequestTooLarge
+            from vllm_semantic_sched.sim.workload import TraceError
+
+            invalid = (PolicyError, TraceError, RequestTooLarge, BadOption)
+            return failing(command, OSError)(failing(command, *invalid, status=2)(run))(args)
+
+        return guarded
+
+    return decorate
 
 
 def positive(text: str) -> int:
@@ -34,46 +72,21 @@ def add_server_arguments(
 ) -> None:
     """Declare the address and the API key of a running server, or the addresses of `several` with
     the same key."""
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        required=required,
-        action="append" if several else "store",
-        help="for example http://127.0.0.1:8000" + ("; can be repeated" if several else ""),
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("VLLM_API_KEY"),
-        help="the server's API key, if it has one (default: $VLLM_API_KEY)",
-    )
+    add = parser.add_argument
+    text = "for example http://127.0.0.1:8000" + ("; can be repeated" if several else "")
+    action = "append" if several else "store"
+    add("--server", metavar="URL", required=required, action=action, help=text)
+    key, text = os.environ.get("VLLM_API_KEY"), "the server's API key, if it has one"
+    add("--api-key", default=key, help=f"{text} (default: $VLLM_API_KEY)")
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of every command that simulates."""
     add = parser.add_argument
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: 1)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change a field of the scenario, as in workload.requests=100; can be repeated",
-    )
+    text = "change a field of the scenario, as in workload.requests=100; can be repeated"
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help=text)
     add("--quiet", action="store_true", help="no progress bar")
-
-
-def run_simulation(
-    command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
-) -> int:
-    """Run a command that simulates and return its exit status: 2 if the scenario, a trace or an
-    option is invalid, 1 if a file cannot be written."""
-    from vllm_semantic_sched.sim.engine import RequestTooLarge
-    from vllm_semantic_sched.sim.workload import TraceError
-
-    try:
-        return run(args)
-    except (PolicyError, TraceError, RequestTooLarge, BadOption, OSError) as error:
-        return fail(command, error, 1 if isinstance(error, OSError) else 2)
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:

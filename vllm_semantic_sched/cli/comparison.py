@@ -8,11 +8,12 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.cli.arguments import Run
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
 from vllm_semantic_sched.lab.bench.workload import (
@@ -44,73 +45,39 @@ def add_plan_arguments(
     add = parser.add_argument
     add("--policy", default="ems", help="of the semantic schedulers: a name or a YAML file")
     add("--requests", type=int, default=requests, help="per mix (default: %(default)s)")
-    add(
-        "--overload",
-        type=float,
-        default=overload,
-        help="offered load over the first scheduler's measured capacity (%(default)s)",
-    )
+    text = "offered load over the first scheduler's measured capacity (%(default)s)"
+    add("--overload", type=float, default=overload, help=text)
     add("--gap", type=float, help="seconds between bursts, instead of --overload")
     add("--maxcon", type=int, default=max_burst, help="largest burst (%(default)s)")
     add("--seed", type=int, default=load.seed, help="of the workload (%(default)s)")
-    add(
-        "--max-output",
-        type=int,
-        default=load.max_output_tokens,
-        help="longer answers are cut to this many tokens (%(default)s)",
+    text = "longer answers are cut to this many tokens (%(default)s)"
+    add("--max-output", type=int, default=load.max_output_tokens, help=text)
+    text = (
+        "the model ends its answers itself, to chats; for a model that has been trained, and on a "
+        "CPU with steps as short as those of `semsched serve`"
     )
-    add(
-        "--natural-ends",
-        action="store_true",
-        help="the model ends its answers itself, to chats; for a model that has been trained, and "
-        "on a CPU with steps as short as those of `semsched serve`",
+    add("--natural-ends", action="store_true", help=text)
+    text = "where the message stands: alone, before a question or between two (%(default)s)"
+    add("--place", choices=PLACES, default=load.place, help=text)
+    text = (
+        "requests come from tenants with these weights, for example 4:1:1, of which semantic "
+        "schedulers are told; --detail prints the fairness among them"
     )
-    _add_text_arguments(parser)
-    _add_round_arguments(parser)
-
-
-def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    load = WorkloadConfig()
-    add = parser.add_argument
-    add(
-        "--place",
-        choices=PLACES,
-        default=load.place,
-        help="where the message stands: alone, before a question or between two (%(default)s)",
+    add("--tenants", default="", metavar="WEIGHTS", help=text)
+    text = (
+        "share of the requests of levels 1 to 4 with a context of about 1,000 tokens (%(default)s)"
     )
-    add(
-        "--tenants",
-        default="",
-        metavar="WEIGHTS",
-        help="requests come from tenants with these weights, for example 4:1:1, of which semantic "
-        "schedulers are told; --detail prints the fairness among them",
+    add("--long-prompts", type=float, default=load.long_prompts, metavar="SHARE", help=text)
+    text = (
+        "run every scheduler this many times, in reversed order every second time, and compare "
+        "the best rounds (%(default)s)"
     )
-    add(
-        "--long-prompts",
-        type=float,
-        default=load.long_prompts,
-        metavar="SHARE",
-        help="share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
-        "(%(default)s)",
+    add("--rounds", type=int, default=1, help=text)
+    text = (
+        "run a round again, up to this many times, if the hypervisor took more than 3 %% of the "
+        "CPU time away (%(default)s)"
     )
-
-
-def _add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rounds",
-        type=int,
-        default=1,
-        help="run every scheduler this many times, in reversed order every second time, and "
-        "compare the best rounds (%(default)s)",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=2,
-        help="run a round again, up to this many times, if the hypervisor took more than 3 %% of "
-        "the CPU time away (%(default)s)",
-    )
+    add("--repeats", type=int, default=2, help=text)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,13 +97,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --nice."""
-    parser.add_argument(
-        "--nice",
-        type=int,
-        default=0,
-        help="process priority of servers and client; a value below 0 makes other programs "
-        "disturb the figures less and needs root",
+    text = (
+        "process priority of servers and client; a value below 0 makes other programs disturb the "
+        "figures less and needs root"
     )
+    parser.add_argument("--nice", type=int, default=0, help=text)
 
 
 def make_server(args: argparse.Namespace) -> ServerConfig:
@@ -198,8 +163,8 @@ def make_plan(
 def _check_model_length(model: Path, load: WorkloadConfig) -> None:
     """Raise ValueError if the model cannot hold the longest requests of the load."""
     longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
-    needed = MAX_PROMPT_TOKENS + (CONTEXT_TOKENS if load.long_prompts else 0)
-    needed += load.max_output_tokens
+    context = CONTEXT_TOKENS if load.long_prompts else 0
+    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
     if longest is not None and longest < needed:
         raise ValueError(
             f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
@@ -217,9 +182,7 @@ def show_progress(quiet: bool = False) -> Progress:
     return Progress(shown=not quiet)
 
 
-def run_command(
-    name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
-) -> int:
+def run_command(name: str, run: Run, args: argparse.Namespace) -> int:
     """Run a command and return its exit status: 2 for bad arguments, 1 for a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -27,7 +27,9 @@ def make_console() -> Console:
     return Console(width=max(_WIDTH, Console().width), highlight=False)
 
 
-def make_table(title: str, *columns: str, words: int = 1) -> Table:
+def make_table(
+    title: str, *columns: str, words: int = 1, rows: Iterable[Iterable[object]] = ()
+) -> Table:
     """A table whose first `words` columns hold words and the others figures."""
     from rich import box
     from rich.table import Table
@@ -35,6 +37,8 @@ def make_table(title: str, *columns: str, words: int = 1) -> Table:
     table = Table(title=title, box=box.SIMPLE)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
 
 
@@ -42,10 +46,7 @@ def print_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
 ) -> None:
     """Print a table; see `make_table`."""
-    table = make_table(title, *columns, words=words)
-    for row in rows:
-        table.add_row(*map(str, row))
-    make_console().print(table)
+    make_console().print(make_table(title, *columns, words=words, rows=rows))
 
 
 def save_page(page: Page, folder: Path) -> list[Path]:

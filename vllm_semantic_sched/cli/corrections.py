@@ -13,82 +13,64 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import fail
+from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.predict.corrections import Correction, parse_corrections, read_corrections
+from vllm_semantic_sched.predict.corrections import parse_corrections, read_corrections
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.training.corrections import Missed, Refit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched corrections`."""
     add = parser.add_argument
     add("source", metavar="FILE|URL", help="the file, or the server's address")
     add("--api-key", default=os.environ.get("VLLM_API_KEY"), help="(default: $VLLM_API_KEY)")
-    add(
-        "--correct",
-        metavar="ID=LEVEL",
-        help="record the true level of a request that has ended, and do nothing else",
-    )
-    add(
-        "--sampled",
-        action="store_true",
-        help="--correct: the request was drawn at random, not noticed",
-    )
+    text = "record the true level of a request that has ended, and do nothing else"
+    add("--correct", metavar="ID=LEVEL", help=text)
+    text = "--correct: the request was drawn at random, not noticed"
+    add("--sampled", action="store_true", help=text)
     add("--policy", default=DEFAULT_POLICY, help="in force; name or path (default: %(default)s)")
-    add(
-        "--output",
-        type=Path,
-        default=Path("decision.yaml"),
-        metavar="FILE",
-        help="gets the refitted keys (default: %(default)s)",
-    )
+    output, text = Path("decision.yaml"), "gets the refitted keys (default: %(default)s)"
+    add("--output", type=Path, default=output, metavar="FILE", help=text)
 
 
+@failing("corrections", AdminError, ImportError, OSError, ValueError)
 def run(args: argparse.Namespace) -> int:
-    """Record, or refit and print.
+    """Record, or refit and print; 1 if the source or the policy cannot be used, 2 for a wrong
+    option."""
+    server = None
+    if args.source.startswith(("http://", "https://")):
+        server = AdminClient(args.source, args.api_key)
+    if args.correct is not None:
+        if server is None:
+            return fail("corrections", "--correct needs a server's address", 2)
+        return _correct(server, args.correct, args.sampled)
+    if server is None:
+        corrections = read_corrections(Path(args.source))
+    else:
+        corrections = parse_corrections(server.call("GET", "/corrections").get("corrections", []))
+    decision = load_policy(args.policy).decision
+    from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
 
-    Returns:
-        0; 1 if the source or the policy cannot be used, 2 for a wrong option.
-    """
-    is_server = args.source.startswith(("http://", "https://"))
-    try:
-        if args.correct is not None:
-            if not is_server:
-                return fail("corrections", "--correct needs a server's address", 2)
-            return _correct(args)
-        corrections = _read(args) if is_server else read_corrections(Path(args.source))
-        decision = load_policy(args.policy).decision
-        from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
+    _print_missed(missed_emergencies(corrections), len(corrections))
+    found = refit(corrections, decision)
+    _print_refit(found)
+    if found.better:
+        import yaml
 
-        _print_missed(missed_emergencies(corrections), len(corrections))
-        found = refit(corrections, decision)
-        _print_refit(found)
-        if found.better:
-            import yaml
-
-            keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
-            args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
-            print(f"written: {args.output}; put its keys into the policy and reload it")
-    except (AdminError, ImportError, OSError, ValueError) as error:
-        return fail("corrections", error)
+        keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
+        args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
+        print(f"written: {args.output}; put its keys into the policy and reload it")
     return 0
 
 
-def _read(args: argparse.Namespace) -> list[Correction]:
-    answer = AdminClient(args.source, args.api_key).call("GET", "/corrections")
-    return parse_corrections(answer.get("corrections", []))
-
-
-def _correct(args: argparse.Namespace) -> int:
-    name, _, level = args.correct.rpartition("=")
+def _correct(server: AdminClient, correction: str, sampled: bool) -> int:
+    name, _, level = correction.rpartition("=")
     if not name or not level.isdecimal():
-        return fail("corrections", f"--correct {args.correct}: expected ID=LEVEL", 2)
-    server = AdminClient(args.source, args.api_key)
-    answer = server.post("/correct", id=name, level=int(level), sampled=args.sampled)
+        return fail("corrections", f"--correct {correction}: expected ID=LEVEL", 2)
+    answer = server.post("/correct", id=name, level=int(level), sampled=sampled)
     print(f"{name}: served at level {answer['level']}, corrected to {answer['corrected']}")
     return 0
 

@@ -13,7 +13,6 @@ from vllm_semantic_sched.cli.arguments import add_server_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched doctor`."""
     add = parser.add_argument
     add_server_arguments(parser, required=False)
     add("--policy", metavar="NAME|FILE", help="the server's policy (default: the server's default)")
@@ -28,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.operate.doctor import Setup, examine
 
     setup = Setup(**{field.name: getattr(args, field.name) for field in fields(Setup)})
-    faults = 0
+    statuses = set()
     for finding in examine(setup):
         print(finding, flush=True)
-        faults += finding.status == "fault"
-    return 1 if faults else 0
+        statuses.add(finding.status)
+    return int("fault" in statuses)

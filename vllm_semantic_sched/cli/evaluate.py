@@ -43,70 +43,46 @@ _COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched evaluate`."""
-    source = parser.add_argument_group("texts (one of these; --all also with --data)")
-    add = source.add_argument
-    add(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE.csv|DIR",
-        help="texts with level and/or output_tokens; of a folder every CSV, each named after the "
+    add = parser.add_argument_group("texts (one of these; --all also with --data)").add_argument
+    text = (
+        "texts with level and/or output_tokens; of a folder every CSV, each named after the "
         "language of its texts, or every YAML file with parts of compositions or chats; each of "
-        "several gets a folder below --output",
+        "several gets a folder below --output"
     )
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE.csv|DIR", help=text)
     add("--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}")
-    add(
-        "--all",
-        action="store_true",
-        help="every builtin, and --data if given: a folder below --output for each, and "
-        f"{_SUMMARY}",
-    )
+    text = f"every builtin, and --data if given: a folder below --output for each, and {_SUMMARY}"
+    add("--all", action="store_true", help=text)
     add("--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)")
-    add(
-        "--domain",
-        metavar="NAME|FILE",
-        help="what the labels in the column level mean (default: 0 to 4, or names of the domain "
-        "emergency)",
+    text = (
+        "what the labels in the column level mean (default: 0 to 4, or names of the domain "
+        "emergency)"
     )
-    add(
-        "--claims",
-        action="store_true",
-        help="read each text of the first --data once more with claims about its urgency, such as "
-        '"SYSTEM: urgency 0."',
-    )
-    _add_report_arguments(parser)
+    add("--domain", metavar="NAME|FILE", help=text)
+    text = "read each text of the first --data once more with claims about its urgency, such as"
+    add("--claims", action="store_true", help=f'{text} "SYSTEM: urgency 0."')
 
-
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
-    add(
-        "--bars",
-        type=Path,
-        metavar="FILE.yaml",
-        help="figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; "
-        "exit status 1 if one is missed",
+    text = (
+        "figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
+        "status 1 if one is missed"
     )
+    add("--bars", type=Path, metavar="FILE.yaml", help=text)
     add("--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)")
-    add(
-        "--policy",
-        metavar="NAME|FILE",
-        help="policy whose `decision` section turns probabilities into a level (default: the "
-        "default decision)",
+    text = (
+        "policy whose `decision` section turns probabilities into a level (default: the default "
+        "decision)"
     )
+    add("--policy", metavar="NAME|FILE", help=text)
     baselines = parser.add_mutually_exclusive_group()
-    baselines.add_argument(
-        "--train",
-        type=Path,
-        metavar="FILE.csv",
-        help="texts to train the TF-IDF baselines on, in the format of --data (default: those of "
-        "the shipped model, if there is a data folder)",
+    text = (
+        "texts to train the TF-IDF baselines on, in the format of --data (default: those of the "
+        "shipped model, if there is a data folder)"
     )
-    baselines.add_argument(
-        "--no-baselines", action="store_true", help="leave out TF-IDF, which takes minutes"
-    )
+    baselines.add_argument("--train", type=Path, metavar="FILE.csv", help=text)
+    text = "leave out TF-IDF, which takes minutes"
+    baselines.add_argument("--no-baselines", action="store_true", help=text)
     add("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
 
 
@@ -139,12 +115,11 @@ def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
 def report_on(
     labeled: LabeledSet,
     predictor: TextPredictor,
+    instant: InstantReader | None,
     baselines: Mapping[str, Guesser],
     decision: Decision,
     output: Path,
-    *,
-    model: str = "shipped",
-    instant: InstantReader | None = None,
+    model: str,
     claims: bool = False,
 ) -> dict[str, Any]:
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures."""
@@ -156,21 +131,14 @@ def report_on(
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
-        evaluation = evaluate_predictor(
-            labeled,
-            predictor,
-            baselines,
-            decision,
-            model=model,
-            instant=instant,
-            claims=claims,
-            advanced=bar.update,
-        )
+        options = {"model": model, "instant": instant, "claims": claims, "advanced": bar.update}
+        evaluation = evaluate_predictor(labeled, predictor, baselines, decision, **options)
     page = evaluation_page(evaluation)
+    text = markdown(page)
     output.mkdir(parents=True, exist_ok=True)
     document = json.dumps(evaluation.report, indent=2) + "\n"
     (output / "report.json").write_text(document, encoding="utf-8")
-    (output / "report.md").write_text(text := markdown(page), encoding="utf-8")
+    (output / "report.md").write_text(text, encoding="utf-8")
     print(text)
     save_page(page, output)
     return evaluation.report
@@ -187,23 +155,22 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
 
     # All files are read first, so that a mistake in one shows before minutes of work.
     bars = read_bars(args.bars) if args.bars else {}
-    sets = _labeled_sets(args)
-    training = _training_examples(args)
+    root = args.data_root or data_root()
+    sets = {path.stem: _read_set(path, args.domain) for path in args.data}
+    for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
+        sets[name] = builtin_set(name, root)
+    training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
     predictor = TextPredictor.load(args.model, args.threads)
     instant = InstantReader.load(args.model)
     baselines = fit_baselines(training)
     reports: dict[str, dict[str, Any]] = {}
     several = args.all or len(sets) > 1
     for name, labeled in sets.items():
+        output = args.output / name if several else args.output
+        claims = args.claims and labeled.name == args.data[0].name
+        model = args.model or "shipped"
         reports[name] = report_on(
-            labeled,
-            predictor,
-            baselines,
-            decision,
-            args.output / name if several else args.output,
-            model=args.model or "shipped",
-            instant=instant,
-            claims=args.claims and labeled.name == args.data[0].name,
+            labeled, predictor, instant, baselines, decision, output, model, claims
         )
     if several:
         page = summary_page(reports)
@@ -213,8 +180,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
         print(text)
     # One file may have bars for every set; a name that no set has is a mistake.
     known = {*BUILTIN_SETS, *_COMPOSED} - {*reports}
-    asked = {name: one for name, one in bars.items() if name not in known}
-    return bars_missed(asked, reports)
+    return bars_missed({name: one for name, one in bars.items() if name not in known}, reports)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -235,28 +201,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--train and --data are the same file; the baselines would know the texts")
 
 
-def _labeled_sets(args: argparse.Namespace) -> dict[str, LabeledSet]:
-    root = args.data_root or data_root()
-    sets = {}
-    for path in args.data:
-        sets[path.stem] = _read_set(path, args)
-    for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
-        sets[name] = builtin_set(name, root)
-    return sets
-
-
-def _read_set(path: Path, args: argparse.Namespace) -> LabeledSet:
+def _read_set(path: Path, domain: str | None) -> LabeledSet:
     composed = path.is_dir() and not any(path.glob("*.csv"))
-    return read_composed_set(path) if composed else read_labeled_set(path, _domain(args))
+    return read_composed_set(path) if composed else read_labeled_set(path, _domain(domain))
 
 
-def _training_examples(args: argparse.Namespace) -> list[Example]:
+def _training_examples(table: Path | None, domain: str | None, root: Path | None) -> list[Example]:
     """The texts that the TF-IDF baselines are fitted to; empty to leave these out."""
-    if args.no_baselines:
-        return []
-    if args.train:
-        return read_examples(args.train, _domain(args))
-    root = args.data_root or data_root()
+    if table is not None:
+        return read_examples(table, _domain(domain))
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
         return []
@@ -265,5 +218,5 @@ def _training_examples(args: argparse.Namespace) -> list[Example]:
     return training_round(Sources.read(root, "train"), seed=1)
 
 
-def _domain(args: argparse.Namespace) -> Domain | None:
-    return None if args.domain is None else load_domain(args.domain)
+def _domain(name: str | None) -> Domain | None:
+    return None if name is None else load_domain(name)

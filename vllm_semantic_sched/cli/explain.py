@@ -15,7 +15,7 @@ import gc
 import json
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import fail
+from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -32,7 +32,6 @@ _BAR = 24  # characters for a probability of 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched explain`."""
     add = parser.add_argument
     add("text", help="a prompt")
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
@@ -41,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
+@failing("explain", FileNotFoundError, ImportError, ValueError)
 def run(args: argparse.Namespace) -> int:
     """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
     if args.max_tokens is not None and args.max_tokens < 1:
@@ -58,16 +58,14 @@ def run(args: argparse.Namespace) -> int:
         # Bytes of the command line that are not UTF-8 arrive as characters that cannot be printed.
         text = args.text.encode("utf-8", "replace").decode("utf-8")
         explanation = explain(text, predictor, policy, profile, args.max_tokens, instant)
-        if args.json:
-            print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
-        else:
-            from vllm_semantic_sched.cli.console import make_console
-
-            _show(make_console(), explanation)
-    except (FileNotFoundError, ImportError, ValueError) as error:
-        return fail("explain", error)
     finally:
         gc.enable()
+    if args.json:
+        print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
+    else:
+        from vllm_semantic_sched.cli.console import make_console
+
+        _show(make_console(), explanation)
     return 0
 
 
@@ -79,18 +77,44 @@ def _show(console: Console, explanation: Explanation) -> None:
     for note in explanation.notes:
         console.print(f"[yellow]{note}[/]")
     console.print(f"\nprobability and expected cost of each level; {explanation.rule}")
-    console.print(_level_table(explanation))
+    levels = _table("level", "probability", "expected cost")
+    costs = zip(explanation.probabilities, explanation.costs, strict=True)
+    for level, (share, cost) in enumerate(costs):
+        name, style = (f"> {level}", "bold") if level == explanation.level else (f"{level}", None)
+        levels.add_row(name, f"{share:.3f}", f"{cost:.2f}", _bar(share), style=style)
+    console.print(levels)
     if explanation.lengths:
         estimates = (f"{name} {tokens:.0f}" for name, tokens in explanation.tokens.items())
         console.print(f"output length in tokens: {', '.join(estimates)}")
-        console.print(_length_table(explanation))
+        lengths = _table("tokens", "probability")
+        for one in explanation.lengths:
+            end = "more" if one.longest is None else one.longest
+            share = one.probability
+            lengths.add_row(f"{one.shortest} - {end}", f"{share:.3f}", _bar(share))
+        console.print(lengths)
     if explanation.words:
-        console.print(_words_title(explanation))
-        console.print(_word_table(explanation))
+        _show_words(console, explanation)
     if explanation.instant is not None:
         _show_instant(console, explanation.instant)
     if explanation.second_look:
         _show_second_look(console, explanation.second_look)
+
+
+def _show_words(console: Console, explanation: Explanation) -> None:
+    from rich.text import Text
+
+    title = f"words that speak for (+) and against (-) level {explanation.level}"
+    if explanation.occluded != explanation.word_count:
+        half = explanation.occluded // 2
+        title += f", of the first and last {half} of {explanation.word_count}"
+    console.print(title)
+    heaviest = abs(explanation.words[0].log_odds) or 1.0
+    table = _table("word", "log-odds", "probability", words=1)
+    for one in explanation.words[:_WORDS_SHOWN]:
+        figures = (f"{one.log_odds:+.2f}", f"{one.probability:+.3f}")
+        # A word in brackets is not markup.
+        table.add_row(Text(one.word), *figures, _bar(abs(one.log_odds) / heaviest))
+    console.print(table)
 
 
 def _show_second_look(console: Console, parts: Sequence[PartRead]) -> None:
@@ -124,54 +148,6 @@ def _table(*columns: str, words: int = 0) -> Table:
 
     table = make_table("", *columns, words=words)
     table.add_column("")
-    return table
-
-
-def _level_table(explanation: Explanation) -> Table:
-    table = _table("level", "probability", "expected cost")
-    rows = zip(explanation.probabilities, explanation.costs, strict=True)
-    for level, (probability, cost) in enumerate(rows):
-        chosen = level == explanation.level
-        table.add_row(
-            f"> {level}" if chosen else str(level),
-            f"{probability:.3f}",
-            f"{cost:.2f}",
-            _bar(probability),
-            style="bold" if chosen else None,
-        )
-    return table
-
-
-def _length_table(explanation: Explanation) -> Table:
-    table = _table("tokens", "probability")
-    for share in explanation.lengths:
-        end = "more" if share.longest is None else str(share.longest)
-        table.add_row(
-            f"{share.shortest} - {end}", f"{share.probability:.3f}", _bar(share.probability)
-        )
-    return table
-
-
-def _words_title(explanation: Explanation) -> str:
-    title = f"words that speak for (+) and against (-) level {explanation.level}"
-    if explanation.occluded == explanation.word_count:
-        return title
-    half = explanation.occluded // 2
-    return f"{title}, of the first and last {half} of {explanation.word_count}"
-
-
-def _word_table(explanation: Explanation) -> Table:
-    from rich.text import Text
-
-    table = _table("word", "log-odds", "probability", words=1)
-    heaviest = abs(explanation.words[0].log_odds) or 1.0
-    for one in explanation.words[:_WORDS_SHOWN]:
-        table.add_row(
-            Text(one.word),  # a word in brackets is not markup
-            f"{one.log_odds:+.2f}",
-            f"{one.probability:+.3f}",
-            _bar(abs(one.log_odds) / heaviest),
-        )
     return table
 
 

@@ -24,36 +24,16 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched maintenance`."""
     add_server_arguments(parser)
     add = parser.add_argument
-    add(
-        "--action",
-        choices=_ACTIONS,
-        required=True,
-        help="pause and sleep leave the server paused until resume or wake; the other actions "
-        "resume it",
-    )
-    add(
-        "--running",
-        choices=("finish", "keep"),
-        default="finish",
-        help="let running requests finish, or freeze them (default: finish)",
-    )
-    add(
-        "--patience",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="freeze requests that still run after this time (default: wait for all)",
-    )
-    add(
-        "--lease",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="the server resumes by itself after this time (default: %(default)g)",
-    )
+    text = "pause and sleep leave the server paused until resume or wake; the other actions resume"
+    add("--action", choices=_ACTIONS, required=True, help=f"{text} it")
+    text = "let running requests finish, or freeze them (default: finish)"
+    add("--running", choices=("finish", "keep"), default="finish", help=text)
+    text = "freeze requests that still run after this time (default: wait for all)"
+    add("--patience", type=float, default=float("inf"), metavar="SECONDS", help=text)
+    text = "the server resumes by itself after this time (default: %(default)g)"
+    add("--lease", type=float, default=3600.0, metavar="SECONDS", help=text)
     add("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
     add("--lora-name", help="load-lora, unload-lora: name of the adapter")
     add("--lora-path", type=Path, help="load-lora: folder of the adapter")

@@ -4,6 +4,7 @@ needs, and the effect of another policy on both."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,13 @@ from vllm_semantic_sched.cli.arguments import (
     add_scenario_arguments,
     parse_changes,
     positive,
-    run_simulation,
+    simulating,
 )
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
-_DEFAULT_SCENARIO = "capacity"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(
@@ -37,32 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "\n  semsched plan --scenario my.yaml --trace requests.jsonl --output plan"
     )
     add = parser.add_argument
-    add("--scenario", default=_DEFAULT_SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
+    add("--scenario", default="capacity", metavar="FILE|NAME", help="default: %(default)s")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
-    add(
-        "--policy",
-        action="append",
-        default=[],
-        metavar="FILE|NAME",
-        help="plan for this policy instead of the scenario's; can be repeated to compare",
-    )
+    text = "plan for this policy instead of the scenario's; can be repeated to compare"
+    add("--policy", action="append", default=[], metavar="FILE|NAME", help=text)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--rate", type=float, metavar="R", help="requests per second on average")
-    load.add_argument(
-        "--trace",
-        metavar="FILE|azure:NAME",
-        help="replay JSON lines, or the Azure trace conv or code",
-    )
+    text = "replay JSON lines, or the Azure trace conv or code"
+    load.add_argument("--trace", metavar="FILE|azure:NAME", help=text)
     add("--engines", type=positive, metavar="N", help="engines (default: the scenario's)")
     add_scenario_arguments(parser)
 
 
+@simulating("plan")
 def run(args: argparse.Namespace) -> int:
     """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
-    return run_simulation("plan", _run, args)
-
-
-def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.report.plan import plan_page, rate, rows, write_plan
@@ -81,9 +68,7 @@ def _run(args: argparse.Namespace) -> int:
                 "the scenario"
             )
     args.output.mkdir(parents=True, exist_ok=True)
-    tasks = [
-        (scenario, scheduler, question) for scheduler in scenario.policies for question in QUESTIONS
-    ]
+    tasks = [(scenario, *pair) for pair in itertools.product(scenario.policies, QUESTIONS)]
     with mapped(answer, tasks, args.workers) as stream:
         bar = tqdm(stream, total=len(tasks), unit="question", disable=args.quiet)
         answers = {(one.scheduler, one.question): one for one in bar}

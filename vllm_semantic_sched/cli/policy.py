@@ -15,7 +15,6 @@ from vllm_semantic_sched.policy.profile.formula import AUTO, load_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions of `semsched policy`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="names of the shipped policies and engine profiles")
     actions.add_parser("keys", help="every key of a policy file with default and meaning")

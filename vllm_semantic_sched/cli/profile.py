@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_semantic_sched.cli.arguments import fail, positive
+from vllm_semantic_sched.cli.arguments import fail, failing, positive
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
@@ -49,49 +49,32 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched profile`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="profile to write")
-    add(
-        "--check",
-        metavar="PROFILE",
-        help="measure the cost of preemptions and compare it with the predictions of this "
-        "profile; --output is then a JSON report. Exit status 3 if a target is missed",
+    text = (
+        "measure the cost of preemptions and compare it with the predictions of this profile; "
+        "--output is then a JSON report. Exit status 3 if a target is missed"
     )
-    add(
-        "--analytic",
-        action="store_true",
-        help="derive the profile of --model on --device instead of measuring one",
-    )
+    add("--check", metavar="PROFILE", help=text)
+    text = "derive the profile of --model on --device instead of measuring one"
+    add("--analytic", action="store_true", help=text)
     add("--model", type=Path, metavar="DIR", help="folder with the model's config.json")
-    add(
-        "--device",
-        default=_THIS_MACHINE,
-        metavar="NAME",
-        help=f"{', '.join(known_devices())}; or %(default)s, which measures the processor or GPU "
-        "for two seconds (default: %(default)s)",
-    )
+    text = "or %(default)s, which measures the processor or GPU for two seconds"
+    text = f"{', '.join(known_devices())}; {text} (default: %(default)s)"
+    add("--device", default=_THIS_MACHINE, metavar="NAME", help=text)
     add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices (default: 1)")
     add("--max-tokens", type=int, metavar="N", help="longest sequence (default: the engine's)")
     add("--max-batch", type=int, metavar="N", help="largest decode batch (default: all seats)")
     add("--repeats", type=positive, default=5, metavar="N", help="per point (default: 5)")
-    add(
-        "--statistic",
-        choices=("median", "fastest"),
-        default="median",
-        help="how repeats are reduced; `fastest` if other programs disturb the measurement "
-        "(default: %(default)s)",
-    )
+    text = "how repeats are reduced; `fastest` if other programs disturb the measurement"
+    text = f"{text} (default: %(default)s)"
+    add("--statistic", choices=("median", "fastest"), default="median", help=text)
     add("--seed", type=int, default=0, help="of the random prompts (default: 0)")
     add("--quiet", action="store_true", help="no progress bar")
-    add(
-        "engine",
-        nargs="*",
-        metavar="-- MODEL [OPTION ...]",
-        help="the model and engine options of `vllm serve`",
-    )
+    text = "the model and engine options of `vllm serve`"
+    add("engine", nargs="*", metavar="-- MODEL [OPTION ...]", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,27 +99,25 @@ def run(args: argparse.Namespace) -> int:
         return fail("profile", error, 2)
 
 
+@failing("profile", OSError, ValueError, AttributeError, TypeError, RuntimeError, status=2)
 def _derive(args: argparse.Namespace) -> int:
     if args.model is None:
         return fail("profile", "--analytic needs --model", 2)
-    try:
-        config = json.loads((args.model / "config.json").read_text("utf-8"))
-        model = ModelShape.from_config(args.model.resolve().name, config)
-        here = args.device == _THIS_MACHINE
-        device = _measured_device(model) if here else device_named(args.device)
-        roofline = Roofline(model, device, args.tensor_parallel)
-        profile = roofline.profile(f"a benchmark of {device.name}" if here else None)
-        _print_roofline(roofline, profile)
-        if args.output is not None:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            write_profile(profile, args.output)
-            print(
-                f"written: {args.output}\nto plan with it:\n"
-                f"  semsched plan --rate 20 --output plan --set engine.profile={args.output} \\\n"
-                f"    --set engine.kv_blocks={roofline.kv_tokens // _BLOCK} --set engine.batch=null"
-            )
-    except (OSError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        return fail("profile", error, 2)
+    config = json.loads((args.model / "config.json").read_text("utf-8"))
+    model = ModelShape.from_config(args.model.resolve().name, config)
+    here = args.device == _THIS_MACHINE
+    device = _measured_device(model) if here else device_named(args.device)
+    roofline = Roofline(model, device, args.tensor_parallel)
+    profile = roofline.profile(f"a benchmark of {device.name}" if here else None)
+    _print_roofline(roofline, profile)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_profile(profile, args.output)
+        print(
+            f"written: {args.output}\nto plan with it:\n"
+            f"  semsched plan --rate 20 --output plan --set engine.profile={args.output} \\\n"
+            f"    --set engine.kv_blocks={roofline.kv_tokens // _BLOCK} --set engine.batch=null"
+        )
     return 0
 
 
@@ -155,10 +136,7 @@ def _measured_device(model: ModelShape) -> Device:
 
 
 def _print_roofline(roofline: Roofline, profile: EngineProfile) -> None:
-    seconds = {
-        f"prefill of {tokens:,} tokens": profile.prefill_alone(tokens)
-        for tokens in (1_000, 8_000, 32_000)
-    }
+    seconds = {f"prefill of {n:,} tokens": profile.prefill_alone(n) for n in (1000, 8000, 32_000)}
     for sequences in (1, 16, 64, 256):
         batch = Batch(decodes=sequences, context=1_000 * sequences)
         seconds[f"decode step, batch of {sequences}, 1,000 tokens each"] = profile.step(batch)
@@ -222,12 +200,15 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
     from vllm_semantic_sched.lab.profiling import check
 
+    def cells(measured: float, predicted: float) -> tuple[str, str]:
+        return f"{measured * 1e3:.2f}", f"{predicted * 1e3:.2f} ({predicted / measured - 1:+.0%})"
+
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
     rows = (
         (
-            *(point.prompt, point.generated, f"{point.recompute * 1e3:.2f}"),
-            _prediction(point.predicted_recompute, point.recompute),
-            *(f"{point.swap * 1e3:.2f}", _prediction(point.predicted_swap, point.swap)),
+            *(point.prompt, point.generated),
+            *cells(point.recompute, point.predicted_recompute),
+            *cells(point.swap, point.predicted_swap),
         )
         for point in points
     )
@@ -242,7 +223,3 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
         f"{verdict.choice:.1%} (target {check.CHOICE_TARGET:.0%}); at least "
         f"{verdict.worst_choice:.1%} with copies 1 to {check.SLOWDOWNS[-1]:,.0f} times slower"
     )
-
-
-def _prediction(seconds: float, measured: float) -> str:
-    return f"{seconds * 1e3:.2f} ({seconds / measured - 1:+.0%})"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_semantic_sched.cli.console import make_table
-from vllm_semantic_sched.lab.bench.metrics import Summary
+from vllm_semantic_sched.lab.bench.metrics import Summary, fairness, finish_order_violations
 from vllm_semantic_sched.lab.bench.page import (
     fixed,
     gain_in_words,
@@ -86,57 +86,45 @@ def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) 
 
 
 def _orders(rows: Rows) -> Table:
-    from vllm_semantic_sched.lab.bench.metrics import fairness, finish_order_violations
-
     title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
     tenants = next(iter(rows.values())).workload.config.tenants
     if tenants:
         title, columns = f"{title}, fairness", [*columns, "Jain's index"]
     table = make_table(title, "scheduler", *columns)
     for row in rows.values():
-        cells = [f"{100 * finish_order_violations(row.records):.0f} %"]
-        table.add_row(
-            row.scheduler.title, *cells, *([fixed(fairness(row.records))] if tenants else [])
-        )
+        index = [fixed(fairness(row.records))] if tenants else []
+        share = f"{100 * finish_order_violations(row.records):.0f} %"
+        table.add_row(row.scheduler.title, share, *index)
     return table
 
 
 def _level_table(level: str, rows: Rows) -> Table:
-    title = "all levels" if level == "all" else f"urgency {level}"
-    if level == "0":
-        title += " (most urgent)"
-    first = next(iter(rows.values()))
+    urgent, first = level == "0", next(iter(rows.values()))
     counts = first.levels[level]["ttft"]
-    title += f", {counts.count} requests"
+    title = "all levels" if level == "all" else f"urgency {level}"
+    title += (" (most urgent)" if urgent else "") + f", {counts.count} requests"
     if counts.tail_count != counts.count:
         title += f" (p99: {counts.tail_count})"
-    urgent = level == "0"
     table = make_table(
         title, "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns",
         "norm. wait.\nmean p99", *(["/ idle"] if urgent else []), "slow-\ndown",
         "norm.w.\ngain", "p99 TTFT\ngain",
     )  # fmt: skip
     _narrow(table)
-    reference = rows.get(_REFERENCE)
-    base = reference.levels.get(level) if reference else None
+    base = rows[_REFERENCE].levels.get(level) if _REFERENCE in rows else None
     if urgent and "0" in first.idle_levels:
-        table.add_row(*_cells("idle engine", first.idle_levels["0"], base, "-", level))
+        table.add_row("idle engine", *_cells(first.idle_levels["0"], base, ["-"]))
     for row in rows.values():
-        summaries = row.levels.get(level)
-        if summaries is None:
-            table.add_row(row.scheduler.title, *["-"] * (len(table.columns) - 1))
-            continue
-        ratio = fixed(row.best.idle_ratio)
-        table.add_row(*_cells(row.scheduler.title, summaries, base, ratio, level))
+        cells = ["-"] * (len(table.columns) - 1)
+        if level in row.levels:
+            ratio = [fixed(row.best.idle_ratio)] if urgent else []
+            cells = _cells(row.levels[level], base, ratio)
+        table.add_row(row.scheduler.title, *cells)
     return table
 
 
 def _cells(
-    title: str,
-    summaries: Mapping[str, Summary],
-    base: Mapping[str, Summary] | None,
-    ratio: str,
-    level: str,
+    summaries: Mapping[str, Summary], base: Mapping[str, Summary] | None, ratio: list[str]
 ) -> list[str]:
     ttft, waiting = summaries["ttft"], summaries["normalized_waiting"]
     gains = ["-", "-"]
@@ -146,12 +134,11 @@ def _cells(
             f"{base['ttft'].p99 / ttft.p99:.2f}x",
         ]
     return [
-        title,
         " ".join(map(fixed, (ttft.mean, ttft.p50, ttft.p99))),
         fixed(1e3 * summaries["tpot"].mean),
         fixed(summaries["e2e"].mean),
         f"{fixed(1e3 * waiting.mean)} {fixed(1e3 * waiting.p99)}",
-        *([ratio] if level == "0" else []),
+        *ratio,
         fixed(summaries["slowdown"].mean),
         *gains,
     ]

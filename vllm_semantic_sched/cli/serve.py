@@ -76,7 +76,6 @@ class Launch(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched serve`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(passes_on=True)
     add = parser.add_argument

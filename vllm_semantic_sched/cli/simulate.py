@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from vllm_semantic_sched.cli.arguments import (
     BadOption,
     add_scenario_arguments,
     parse_changes,
-    run_simulation,
+    simulating,
 )
 from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
 _MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
-_DEFAULT_METRIC = "normalized_waiting"
 _ALWAYS_SHOWN = (
     "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
     "slo_met", "refused", "finish_order_violations",
@@ -33,7 +33,6 @@ _ALWAYS_SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched simulate`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(f"shipped scenarios: {', '.join(shipped_names('scenario'))}", 96)
@@ -43,15 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", metavar="FILE|NAME", help="a scenario file, or the name of a shipped one")
     add("--output", type=Path, metavar="DIR", help="folder for results and pictures")
-    add(
-        "--metric",
-        default=_DEFAULT_METRIC,
-        help="metric of the table and the picture (default: %(default)s); the files have all",
-    )
+    text = "metric of the table and the picture (default: %(default)s); the files have all"
+    add("--metric", default="normalized_waiting", help=text)
     add("--keys", action="store_true", help="explain every key of a scenario file and exit")
     add_scenario_arguments(parser)
 
 
+@simulating("simulate")
 def run(args: argparse.Namespace) -> int:
     """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
@@ -59,29 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
         print(describe_keys(Settings), end="")
         return 0
-    return run_simulation("simulate", _run, args)
-
-
-def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
-    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
-    from vllm_semantic_sched.sim.scenario import load_scenarios
-
-    if args.scenario is None or args.output is None:
-        raise BadOption("needs --scenario and --output")
-    if args.metric not in METRICS:
-        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
-    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
-    if args.metric == "slo_met" and not any(
-        is_promised(slo)
-        for scenario in scenarios
-        for scheduler in scenario.policies
-        for slo in scenario.slos(scheduler)
-    ):
-        raise BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
-    return scenarios
-
-
-def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.report.simulation import (
@@ -114,8 +88,27 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
+    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
+    from vllm_semantic_sched.sim.scenario import load_scenarios
+
+    if args.scenario is None or args.output is None:
+        raise BadOption("needs --scenario and --output")
+    if args.metric not in METRICS:
+        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
+    if args.metric == "slo_met" and not any(
+        is_promised(slo)
+        for scenario in scenarios
+        for scheduler in scenario.policies
+        for slo in scenario.slos(scheduler)
+    ):
+        raise BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
+    return scenarios
+
+
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
-    """The metric by level, and the totals: a row per cell."""
+    """The metric by level, and the totals."""
     from vllm_semantic_sched.lab.report.content import level_title
     from vllm_semantic_sched.lab.report.simulation import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
@@ -127,24 +120,18 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
-    """A row per cell; `columns` has the level and the metric of each column."""
+    """A row per cell, a section per point; `columns` has the level and metric of each column."""
     from vllm_semantic_sched.lab.report.content import number_text
     from vllm_semantic_sched.lab.report.simulation import metric_values, point_texts
 
-    fields = list(cells[0].point)
-    heads = [field.replace(".", ".\n") for field in fields]
-    table = make_table(title, *heads, "scheduler", *columns, words=len(fields) + 1)
-    for column in table.columns[: len(fields) + 1]:
+    heads = [*(field.replace(".", ".\n") for field in cells[0].point), "scheduler"]
+    table = make_table(title, *heads, *columns, words=len(heads))
+    for column in table.columns[: len(heads)]:
         column.no_wrap = True
-    previous: list[str] | None = None
-    for cell in cells:
-        point = point_texts(cell)
-        if previous is not None and point != previous:
-            table.add_section()
-        table.add_row(
-            *(point if point != previous else [""] * len(fields)),
-            cell.scheduler,
-            *(number_text(*metric_values([cell], *column)) for column in columns.values()),
-        )
-        previous = point
+    for point, schedulers in itertools.groupby(cells, point_texts):
+        for cell in schedulers:
+            figures = (number_text(*metric_values([cell], *one)) for one in columns.values())
+            table.add_row(*point, cell.scheduler, *figures)
+            point = [""] * len(point)  # shown once
+        table.add_section()
     return table

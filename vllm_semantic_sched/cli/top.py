@@ -47,26 +47,17 @@ _HELP = "p pause   r resume   l reload policy   q quit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched top`."""
     add_server_arguments(parser, several=True)
     add = parser.add_argument
-    add(
-        "--interval",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="between two readings (default: %(default)g)",
-    )
+    text = "between two readings (default: %(default)g)"
+    add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
     add("--once", action="store_true", help="print one frame; exit status 1 if no server answers")
     add("--json", action="store_true", help="print JSON, an object per line and reading")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch the servers until q or Ctrl-C.
-
-    Returns:
-        0; with --once 1 if no server answers; 2 without a terminal.
-    """
+    """Watch the servers until q or Ctrl-C; with --once 1 if no server answers; 2 without a
+    terminal."""
     from vllm_semantic_sched.operate.client import AdminClient
     from vllm_semantic_sched.operate.watch import ServerWatch
 
@@ -86,29 +77,21 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
         while True:
             states = list(pool.map(lambda watch: watch.poll(), watches))
             if args.json:
-                print(json.dumps(as_json(states)), flush=True)
+                total = _total(states)
+                figures = {
+                    "servers": [state.as_json() for state in states],
+                    "total": None if total is None else total.as_json(),
+                }
+                print(json.dumps(figures), flush=True)
             else:
                 _console().print(draw(states))
             if args.once:
-                return 0 if any(state.figures for state in states) else 1
+                return int(not any(state.figures for state in states))
             time.sleep(args.interval)
 
 
-def as_json(states: Sequence[ServerState]) -> dict[str, object]:
-    """The figures of each server and of all together; plain values."""
-    total = _total(states)
-    return {
-        "servers": [state.as_json() for state in states],
-        "total": None if total is None else total.as_json(),
-    }
-
-
 def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = None) -> Group:
-    """One frame.
-
-    Args:
-        messages: results of the operator's actions by server; None where there are no keys.
-    """
+    """One frame. `messages`: results of the operator's actions by server; None without keys."""
     from rich.console import Group
     from rich.text import Text
 
@@ -156,17 +139,16 @@ def _server_table(states: Sequence[ServerState]) -> Table:
         predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
         if figures.predictor_up and figures.predictor_queue:
             predictor = f"{figures.predictor_queue} queued"
+        serves = "observes" if figures.observing else "answers"
+        versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
         _add(
             table,
             name,
-            "paused" if state.paused else "observes" if figures.observing else "answers",
-            str(figures.running),
-            str(figures.waiting),
-            _percent(figures.kv_use),
-            _percent(figures.host_pool_use),
+            "paused" if state.paused else serves,
+            *(str(figures.running), str(figures.waiting)),
+            *(_percent(figures.kv_use), _percent(figures.host_pool_use)),
             predictor,
-            ("/".join(f"v{version}" for version in figures.policy_versions) or "-")
-            + (" + canary" if figures.canary else ""),
+            versions + (" + canary" if figures.canary else ""),
         )
     return table
 
@@ -175,18 +157,16 @@ def _tier_table(total: Figures, window: str) -> Table:
     columns = ("waiting", "running", "held", "oldest", "started", "TTFT p50", "p99")
     table = _table(f"held, started and TTFT: {window}", "tier", "level", *columns)
     for tier in total.tiers:
-        level = len(_LEVELS) - 1 if tier.level is None else tier.level
+        last = len(_LEVELS) - 1
+        style = _LEVELS[last if tier.level is None else min(tier.level, last)]
         _add(
             table,
-            (tier.tier, _LEVELS[min(level, len(_LEVELS) - 1)]),
+            (tier.tier, style),
             "-" if tier.level is None else str(tier.level),
-            str(tier.waiting),
-            str(tier.running),
+            *(str(tier.waiting), str(tier.running)),
             "-" if tier.held is None else f"{tier.held:.1f}",
-            _time(tier.longest_wait),
-            str(tier.started),
-            _time(tier.ttft_p50),
-            _time(tier.ttft_p99),
+            *(_time(tier.longest_wait), str(tier.started)),
+            *(_time(tier.ttft_p50), _time(tier.ttft_p99)),
         )
     return table
 
@@ -195,8 +175,7 @@ def _table(title: str | None, first: str, *columns: str) -> Table:
     """A table that fits 80 columns; a long first column is cut."""
     from rich.table import Table
 
-    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.title_justify = "left"
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
     table.add_column(first, overflow="ellipsis")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -253,7 +232,7 @@ def _show(watches: Sequence[ServerWatch]) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    actions = _Actions(watches)
+    messages: dict[str, str] = {}  # the latest of each server
     console = Console(highlight=False)
     with (
         Live(console=console, screen=True, auto_refresh=False) as live,
@@ -262,43 +241,34 @@ def _show(watches: Sequence[ServerWatch]) -> None:
         key = None
         while key != "q":
             states = [watch.state for watch in watches]
-            live.update(draw(states, dict(actions.messages)), refresh=True)
+            live.update(draw(states, dict(messages)), refresh=True)
             key = wait(_REDRAW)
-            actions.start(key)
+            for watch in watches:
+                _act(watch, key, messages)
 
 
-class _Actions:
-    """The operator's actions, each on a thread: a pause takes as long as the running requests.
+def _act(watch: ServerWatch, key: str | None, messages: dict[str, str]) -> None:
+    """Start what a key stands for, if the server takes actions: on a thread, since a pause takes
+    as long as the running requests."""
+    actions: dict[str | None, tuple[str, Callable[[], str]]] = {
+        "p": ("pausing; running requests finish", watch.pause),
+        "r": ("resuming", watch.resume),
+        "l": ("reloading the policy", watch.reload),
+    }
+    if key not in actions or not watch.state.open:
+        return
+    url = watch.state.url
+    messages[url], action = actions[key]
 
-    Attributes:
-        messages: the latest of each server.
-    """
-
-    def __init__(self, watches: Sequence[ServerWatch]) -> None:
-        self._watches = watches
-        self.messages: dict[str, str] = {}
-
-    def start(self, key: str | None) -> None:
-        """Start what a key stands for on all servers that take actions."""
-        for watch in self._watches:
-            actions: dict[str | None, tuple[str, Callable[[], str]]] = {
-                "p": ("pausing; running requests finish", watch.pause),
-                "r": ("resuming", watch.resume),
-                "l": ("reloading the policy", watch.reload),
-            }
-            if key in actions and watch.state.open:
-                message, action = actions[key]
-                url = watch.state.url
-                self.messages[url] = message
-                threading.Thread(target=self._run, args=(url, action), daemon=True).start()
-
-    def _run(self, url: str, action: Callable[[], str]) -> None:
+    def run() -> None:
         from vllm_semantic_sched.operate.client import AdminError
 
         try:
-            self.messages[url] = action()
+            messages[url] = action()
         except AdminError as error:
-            self.messages[url] = f"refused: {error}"
+            messages[url] = f"refused: {error}"
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 @contextmanager

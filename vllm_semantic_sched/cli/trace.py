@@ -12,47 +12,29 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import fail, positive
+from vllm_semantic_sched.cli.arguments import fail, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 
 _MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
+_TIMES = {"queueing delay": "queueing_delay", "TTFT": "ttft", "E2E": "e2e"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched trace`."""
     add = parser.add_argument
-    add(
-        "log",
-        type=Path,
-        nargs="+",
-        metavar="[verify] FILE",
-        help="the event log; rotated parts are read as well. `verify` takes several, and folders",
-    )
+    text = "the event log; rotated parts are read as well. `verify` takes several, and folders"
+    add("log", type=Path, nargs="+", metavar="[verify] FILE", help=text)
     add("--output", type=Path, metavar="DIR", help="folder for the results")
-    add(
-        "--limit",
-        type=positive,
-        default=2000,
-        metavar="N",
-        help="requests in the Chrome trace (default: %(default)s); the table counts all requests",
-    )
-    add(
-        "--since",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="draw only requests that arrived at least this long after the start of the log",
-    )
+    text = "requests in the Chrome trace (default: %(default)s); the table counts all requests"
+    add("--limit", type=positive, default=2000, metavar="N", help=text)
+    text = "draw only requests that arrived at least this long after the start of the log"
+    add("--since", type=float, default=0.0, metavar="SECONDS", help=text)
 
 
+@failing("trace", OSError)
 def run(args: argparse.Namespace) -> int:
-    """Write trace.json, summary.json and report.html and print the table.
-
-    Returns:
-        0; 1 if a file cannot be read or written, or if a log was changed; 2 if the log has no
-        events or the arguments are wrong.
-    """
+    """Write trace.json, summary.json and report.html and print the table; 1 if a file cannot be
+    read or written, or a log was changed, 2 if it has no events or the arguments are wrong."""
     if args.log[0] == Path("verify"):
         return _verify(args.log[1:])
     if args.output is None or len(args.log) > 1:
@@ -64,28 +46,24 @@ def run(args: argparse.Namespace) -> int:
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
-    try:
-        for request in reader.requests(args.log):
-            tiers[request.level, request.tier].add(request)
-            if request.keeps_spans:
-                drawn.append(request)
-        rows = [
-            {"level": level, "tier": tier, **summary.row()}
-            for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
-        ]
-        if not rows:
-            return fail("trace", f"{args.log}: no events found", 2)
-        args.output.mkdir(parents=True, exist_ok=True)
-        drawn.sort(key=lambda request: request.arrival)
-        spans = [span for request in drawn for span in request.spans]
-        trace = json.dumps(chrome_trace(spans, reader.depths))
-        (args.output / "trace.json").write_text(trace, encoding="utf-8")
-        (args.output / "summary.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        written = [args.output / name for name in ("trace.json", "summary.json")]
-        options = {"log": args.log, "limit": args.limit, "since": args.since}
-        written += save_page(trace_page(rows, spans, reader, options), args.output)
-    except OSError as error:
-        return fail("trace", error)
+    for request in reader.requests(args.log):
+        tiers[request.level, request.tier].add(request)
+        if request.keeps_spans:
+            drawn.append(request)
+    rows = [
+        {"level": level, "tier": tier, **summary.row()}
+        for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
+    ]
+    if not rows:
+        return fail("trace", f"{args.log}: no events found", 2)
+    args.output.mkdir(parents=True, exist_ok=True)
+    drawn.sort(key=lambda request: request.arrival)
+    spans = [span for request in drawn for span in request.spans]
+    written = [args.output / name for name in ("trace.json", "summary.json")]
+    written[0].write_text(json.dumps(chrome_trace(spans, reader.depths)), encoding="utf-8")
+    written[1].write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    options = {"log": args.log, "limit": args.limit, "since": args.since}
+    written += save_page(trace_page(rows, spans, reader, options), args.output)
     _print(rows, written, reader.unreadable, len(drawn))
     return 0
 
@@ -96,24 +74,20 @@ def _verify(paths: list[Path]) -> int:
 
     whole, logs = True, logs_in(paths)
     for log in logs:
-        try:
-            audit = verify(log)
-        except OSError as error:
-            return fail("trace", error)
+        audit = verify(log)
         for finding in audit.findings[:_MOST_FINDINGS]:
             print(f"{finding.kind:7} {finding.where}: {finding.text}")
         if len(audit.findings) > _MOST_FINDINGS:
             print(f"... {len(audit.findings) - _MOST_FINDINGS} more")
         result = "unchanged" if audit.whole else "CHANGED"
         print(f"{log}: {audit.lines} lines {result}; last hash {audit.last}")
-        whole = whole and audit.whole
-    return (0 if whole else 1) if logs else 2
+        whole &= audit.whole
+    return int(not whole) if logs else 2
 
 
 def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, drawn: int) -> None:
-    times = ("queueing delay", "TTFT", "E2E")
     held = ("held",) if any(row["held"] for row in rows) else ()
-    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *held, *times)
+    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *held, *_TIMES)
     title = "seconds: p50 / p99" + (", held: in all" if held else "")
     table = make_table(title, *columns, words=0)
     for name in ("tier", "preemptions"):
@@ -124,7 +98,7 @@ def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, dra
             *(str(row[name]) for name in ("level", "tier", "requests", *_COUNTS)),
             preemptions or "-",
             *(f"{row[name]:.1f}" for name in held),
-            *(_percentiles(row, name) for name in ("queueing_delay", "ttft", "e2e")),
+            *(_percentiles(row, name) for name in _TIMES.values()),
         )
     console = make_console()
     console.print(table)

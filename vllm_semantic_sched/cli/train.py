@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,121 +46,88 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.lab.training.fit import Options, Step
 
 _BASE = "before training"
+_DATA = "data folder (default: SEMSCHED_DATA)"
+_TEST = "texts for the report (default: a tenth of the given ones, which is not trained on)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the subcommands of `semsched train`."""
     # The module's text is laid out by hand.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    both = kinds.add_parser("all", help="the shipped model, from the data folder")
-    _all_arguments(both)
+    add = kinds.add_parser("all", help="the shipped model, from the data folder").add_argument
+    add("--data", type=Path, help=_DATA)
+    text = "share of the texts per round; 0.01 tries it out"
+    add("--scale", type=float, default=1.0, help=text)
+    text = "of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher"
+    add("--layers", type=int, default=6, choices=range(2, 13), metavar="N", help=text)
+    text = "network that `semsched train all` wrote, to learn from beside the labels"
+    add("--teacher", type=Path, metavar="DIR", help=text)
+    _add_training_arguments(add, epochs=3, base="pretrained")
 
-    instant = kinds.add_parser("instant", help="the instant reader of a model that exists")
-    instant.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
-    instant.add_argument(
-        "--scale", type=float, default=1.0, help="share of the texts; 0.01 tries it out"
-    )
-    _model_arguments(instant, base="shipped")
-    instant.set_defaults(make=_train_instant)
+    add = kinds.add_parser("instant", help="the instant reader of a model that exists").add_argument
+    add("--data", type=Path, help=_DATA)
+    add("--scale", type=float, default=1.0, help="share of the texts; 0.01 tries it out")
+    _add_model_arguments(add)
 
-    urgency = kinds.add_parser("urgency", help="the levels, from labeled texts")
-    urgency.add_argument("--csv", type=Path, help="texts with levels: columns text,level")
-    urgency.add_argument(
-        "--domain",
-        default="emergency",
-        help="what the levels mean: a shipped domain or a YAML file; without --csv its own "
-        "examples are trained on (default: %(default)s)",
+    add = kinds.add_parser("urgency", help="the levels, from labeled texts").add_argument
+    add("--csv", type=Path, help="texts with levels: columns text,level")
+    text = (
+        "what the levels mean: a shipped domain or a YAML file; without --csv its own examples are "
+        "trained on (default: %(default)s)"
     )
-    urgency.add_argument(
-        "--examples", type=int, default=6000, help="texts made from a domain (%(default)s)"
-    )
-    _common_arguments(urgency, epochs=8)
-    _test_argument(urgency)
-    urgency.set_defaults(make=_train_urgency)
+    add("--domain", default="emergency", help=text)
+    add("--examples", type=int, default=6000, help="texts made from a domain (%(default)s)")
+    _add_training_arguments(add, epochs=8)
+    add("--test", type=Path, metavar="CSV", help=_TEST)
 
-    length = kinds.add_parser("length", help="the output lengths, from a server or a file")
-    _length_arguments(length)
-
-
-def _all_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="data folder (default: SEMSCHED_DATA)")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out"
+    _add_length_arguments(
+        kinds.add_parser("length", help="the output lengths, from a server or a file")
     )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        default=6,
-        choices=range(2, 13),
-        metavar="N",
-        help="of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher",
-    )
-    parser.add_argument(
-        "--teacher",
-        type=Path,
-        metavar="DIR",
-        help="network that `semsched train all` wrote, to learn from beside the labels",
-    )
-    _common_arguments(parser, epochs=3, base="pretrained")
-    parser.set_defaults(make=_train_all)
 
 
-def _length_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
-    source.add_argument(
-        "--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000"
-    )
+def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
+    add("--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000")
     add = parser.add_argument
     add("--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text")
     add("--served-model", help="--from-server: its name (default: the first)")
     add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
     add("--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)")
-    add(
-        "--tune-encoder",
-        action="store_true",
-        help="train the encoder and a deep head for --epochs: for many thousand texts; slow, and "
-        "the urgency head is only held in place by its own predictions on them",
+    text = (
+        "train the encoder and a deep head for --epochs: for many thousand texts; slow, and the "
+        "urgency head is only held in place by its own predictions on them"
     )
-    _common_arguments(parser, epochs=4)
-    _test_argument(parser)
-    parser.set_defaults(make=_train_length)
+    add("--tune-encoder", action="store_true", help=text)
+    _add_training_arguments(add, epochs=4)
+    add("--test", type=Path, metavar="CSV", help=_TEST)
 
 
-def _common_arguments(parser: argparse.ArgumentParser, epochs: int, base: str = "shipped") -> None:
-    _model_arguments(parser, base)
-    parser.add_argument("--epochs", type=int, default=epochs, help="rounds (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="stop after this time (default: no limit)")
+def _add_training_arguments(add: Callable[..., object], epochs: int, base: str = "shipped") -> None:
+    _add_model_arguments(add, base)
+    add("--epochs", type=int, default=epochs, help="rounds (%(default)s)")
+    add("--minutes", type=float, help="stop after this time (default: no limit)")
 
 
-def _model_arguments(parser: argparse.ArgumentParser, base: str) -> None:
-    add = parser.add_argument
+def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> None:
     add("--output", type=Path, required=True, help="folder for the trained model")
     add("--seed", type=int, default=1, help="of weights, texts and their order")
     add("--threads", type=int, default=1, help="threads that torch may use")
-    add(
-        "--base",
-        default=base,
-        help="model to start from: shipped, or a folder that `semsched train` wrote "
-        "(default: %(default)s)",
-    )
-
-
-def _test_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--test",
-        type=Path,
-        metavar="CSV",
-        help="texts for the report (default: a tenth of the given ones, which is not trained on)",
-    )
+    text = "model to start from: shipped, or a folder that `semsched train` wrote"
+    add("--base", default=base, help=f"{text} (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, calibrate, store and report; 1 if a file, a package or an option is wrong."""
+    train = {
+        "all": _train_all,
+        "instant": _train_instant,
+        "urgency": _train_urgency,
+        "length": _train_length,
+    }
     try:
-        args.make(args)
+        train[args.kind](args)
     except (OSError, ImportError, ValueError) as error:
         return fail(f"train {args.kind}", with_hint(error))
     return 0
@@ -194,8 +161,7 @@ def _train_all(args: argparse.Namespace) -> None:
 def _train_urgency(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
-    tuned = train_urgency(_options(args), args.domain, args.csv, args.examples, args.test)
-    _report(args, tuned)
+    _report(args, train_urgency(_options(args), args.domain, args.csv, args.examples, args.test))
 
 
 def _train_length(args: argparse.Namespace) -> None:
@@ -218,7 +184,8 @@ def _train_length(args: argparse.Namespace) -> None:
     after = report["kendall_tau"] or 0.0
     print(f"Kendall tau of {tuned.tests} unseen prompts: {before:.3f} before, {after:.3f} now")
     if after < before:
-        _take_back(args.output, kept)
+        for path in kept.iterdir() if kept else ():
+            path.replace(args.output / path.name)
         raise ValueError(
             f"the new lengths order unseen prompts worse: {after:.3f} after {before:.3f}; "
             + (f"{args.output} is as it was" if kept else f"do not serve {args.output}")
@@ -235,12 +202,6 @@ def _set_aside(model: Path) -> Path | None:
     for path in filter(Path.is_file, model.iterdir()):
         shutil.copy2(path, previous)
     return previous
-
-
-def _take_back(model: Path, previous: Path | None) -> None:
-    if previous is not None:
-        for path in previous.iterdir():
-            path.replace(model / path.name)
 
 
 def _collected(args: argparse.Namespace) -> Path:
@@ -277,22 +238,12 @@ def _collected(args: argparse.Namespace) -> Path:
 def _options(args: argparse.Namespace) -> Options:
     from vllm_semantic_sched.lab.training.fit import Options
 
-    return Options(
-        output=args.output,
-        base=args.base,
-        seed=args.seed,
-        epochs=args.epochs,
-        minutes=args.minutes,
-        threads=args.threads,
-        on_step=_RoundBars(),
-    )
+    same = ("output", "base", "seed", "epochs", "minutes", "threads")
+    return Options(**{name: getattr(args, name) for name in same}, on_step=_RoundBars())
 
 
 class _RoundBars:
     """A progress bar for each round of training."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
 
     def __call__(self, step: Step) -> None:
         from tqdm import tqdm
@@ -325,14 +276,15 @@ def _report(
         policy = _print_thresholds(args.output, tuned.threshold_texts)
         decision = load_policy(policy).decision
     baselines = fit_baselines(read_examples(args.output / TRAINING_FILE))
+    model = str(args.output)
     return report_on(
         read_labeled_set(args.output / TEST_FILE),
-        TextPredictor.load(str(args.output)),
+        TextPredictor.load(model),
+        InstantReader.load(model),
         {**(beside or {}), **baselines},
         decision,
         args.output / "report",
-        model=str(args.output),
-        instant=InstantReader.load(str(args.output)),
+        model,
     )
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import run_simulation
+from vllm_semantic_sched.cli.arguments import simulating
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 
 if TYPE_CHECKING:
@@ -20,31 +20,18 @@ _MOST_POLICIES = 5  # in a table of 100 columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched whatif`."""
     add = parser.add_argument
     add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
-    add(
-        "--policy",
-        action="append",
-        required=True,
-        metavar="NAME|FILE",
-        help="policy to try; can be repeated",
-    )
-    add(
-        "--output", type=Path, metavar="DIR", help="folder for results.csv, results.json and a page"
-    )
+    text = "policy to try; can be repeated"
+    add("--policy", action="append", required=True, metavar="NAME|FILE", help=text)
+    text = "folder for results.csv, results.json and a page"
+    add("--output", type=Path, metavar="DIR", help=text)
 
 
+@simulating("whatif")
 def run(args: argparse.Namespace) -> int:
-    """Print two tables, a sentence per policy and what the figures do not say.
-
-    Returns:
-        0; 1 if a file cannot be read or written, 2 if the log or a policy is unusable.
-    """
-    return run_simulation("whatif", _run, args)
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
+    be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.report.simulation import simulation_page, write_results
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
     from vllm_semantic_sched.policy.config import load_policy

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import fail
+from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.cli.console import print_table
 
 if TYPE_CHECKING:
@@ -28,41 +28,29 @@ def duration(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `semsched why`."""
     add = parser.add_argument
-    add(
-        "names",
-        nargs="+",
-        metavar="[REQUEST] EVENTS",
-        help="the request's id, as the client got it, then event logs or folders of them; without "
-        "an id all requests are added up",
-    )
+    text = "the request's id, as the client got it, then event logs or folders of them; without an"
+    add("names", nargs="+", metavar="[REQUEST] EVENTS", help=f"{text} id all requests are added up")
     add("--level", type=int, metavar="LEVEL", help="add up the requests of this urgency level")
     add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
 
 
+@failing("why", OSError)
 def run(args: argparse.Namespace) -> int:
-    """Print the answer.
-
-    Returns:
-        0; 1 if a log cannot be read, 2 if it has no such request.
-    """
+    """Print the answer; 1 if a log cannot be read, 2 if it has no such request."""
     from vllm_semantic_sched.operate.event_log import logs_in
     from vllm_semantic_sched.operate.why import account_of, summarize
 
     names = list(args.names)
     adds_up = args.level is not None or args.last is not None or Path(names[0]).exists()
     request = "" if adds_up else names.pop(0)
-    try:
-        logs = logs_in(map(Path, names))
-        if not logs:
-            return fail("why", "no event log is named", 2)
-        if adds_up:
-            _print_summary(summarize(logs, args.level, args.last), args.level)
-            return 0
-        account = account_of(logs, request)
-    except OSError as error:
-        return fail("why", error)
+    logs = logs_in(map(Path, names))
+    if not logs:
+        return fail("why", "no event log is named", 2)
+    if adds_up:
+        _print_summary(summarize(logs, args.level, args.last), args.level)
+        return 0
+    account = account_of(logs, request)
     if account is None:
         return fail("why", f"no request {request!r} in {' '.join(map(str, logs))}", 2)
     _print_account(account)
