@@ -1,8 +1,6 @@
 """The command `semsched`, one subcommand per job. The module of each has `add_arguments`, which
 declares its options, and `run`, which runs it and returns the exit status."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

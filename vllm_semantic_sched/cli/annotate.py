@@ -6,8 +6,6 @@ the headers and body fields for LiteLLM, llm-d, Dynamo and SMG. It keeps no stat
 instant reader alone. It has no authentication: keep it on the gateway's own network.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from vllm_semantic_sched.cli.arguments import failing, positive

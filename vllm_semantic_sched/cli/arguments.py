@@ -1,13 +1,13 @@
 """Arguments, checks and exit statuses that several commands share."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import yaml
 
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
@@ -91,8 +91,6 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:
     """Fields and values of the options `--set FIELD=VALUE`; BadOption if one has another form."""
-    import yaml
-
     changes = {}
     for setting in settings:
         field, equals, value = setting.partition("=")

@@ -35,9 +35,6 @@ def run(args: argparse.Namespace) -> int:
     return comparison.run_command("semsched bench", _COMMANDS[args.bench_command][1], args)
 
 
-# bench run
-
-
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
     comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
@@ -145,9 +142,6 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     return comparison.print_problems(console, [f"{failed} requests failed"] if failed else [])
 
 
-# bench overhead
-
-
 def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
@@ -252,9 +246,6 @@ def _cell(figure: Mapping[str, float]) -> str:
     return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
 
 
-# bench simulator
-
-
 def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     sizes, text = [10_000, 100_000], "sizes of the runs (default: 10000 100000)"
@@ -274,9 +265,6 @@ def _run_simulator(args: argparse.Namespace) -> int:
         rows.append((*counts, f"{speed.microseconds:.0f}", ratio, f"{speed.mebibytes:.0f}"))
     print_table("Simulator, one process", columns, rows, words=0)
     return 0
-
-
-# bench make-model
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

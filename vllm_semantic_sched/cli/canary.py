@@ -5,15 +5,15 @@ sessions stay with their engines. It is rolled back when it breaks a promise of 
 tiers. The server drives this by itself; it ends after --lease whatever becomes of this command.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments, failing
 from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.report.content import number_text
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.policy.canary import compare, of_plain
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.overload.slo import MEASURES
@@ -74,9 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_table(engines: list[dict[str, Any]]) -> None:
-    from vllm_semantic_sched.lab.report.content import number_text
-    from vllm_semantic_sched.policy.canary import compare, of_plain
-
     words = ("tier", "measure")
     figures = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
     rows = (

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import Run
 from vllm_semantic_sched.cli.serve import short_steps
+from vllm_semantic_sched.lab.bench import workload
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
-from vllm_semantic_sched.lab.bench.workload import (
-    CONTEXT_TOKENS,
-    MAX_PROMPT_TOKENS,
-    PLACES,
-    WorkloadConfig,
-    make_workload,
-    parse_mix,
-    parse_tenants,
-)
+from vllm_semantic_sched.lab.bench.workload import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,14 +26,12 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.compare import RunPlan
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
-# Options
-
 
 def add_plan_arguments(
     parser: argparse.ArgumentParser, requests: int, max_burst: int, overload: float
 ) -> None:
     """Declare the options of `make_plan`, with these defaults."""
-    load = WorkloadConfig()
+    load = workload.WorkloadConfig()
     add_server_arguments(parser)
     add = parser.add_argument
     add("--policy", default="ems", help="of the semantic schedulers: a name or a YAML file")
@@ -58,7 +49,7 @@ def add_plan_arguments(
     )
     add("--natural-ends", action="store_true", help=text)
     text = "where the message stands: alone, before a question or between two (%(default)s)"
-    add("--place", choices=PLACES, default=load.place, help=text)
+    add("--place", choices=workload.PLACES, default=load.place, help=text)
     text = (
         "requests come from tenants with these weights, for example 4:1:1, of which semantic "
         "schedulers are told; --detail prints the fairness among them"
@@ -125,8 +116,8 @@ def make_plan(
     from vllm_semantic_sched.lab.bench.compare import RunPlan, end_token
 
     for mix in mixes:
-        parse_mix(mix)
-    load = WorkloadConfig(
+        workload.parse_mix(mix)
+    load = workload.WorkloadConfig(
         requests=args.requests,
         gap=args.gap or 0.0,
         max_burst=args.maxcon,
@@ -135,7 +126,7 @@ def make_plan(
         long_prompts=args.long_prompts,
         natural=args.natural_ends,
         place=args.place,
-        tenants=parse_tenants(args.tenants),
+        tenants=workload.parse_tenants(args.tenants),
     )
     if load.natural and schedulers[0].kind == "semantic-known":
         raise ValueError(
@@ -151,7 +142,7 @@ def make_plan(
     return RunPlan(
         server=server,
         schedulers=schedulers,
-        workloads=[make_workload(replace(load, mix=mix)) for mix in mixes],
+        workloads=[workload.make_workload(replace(load, mix=mix)) for mix in mixes],
         output=args.output,
         overload=None if args.gap else args.overload,
         eos_token=end_token(args.model),
@@ -160,7 +151,7 @@ def make_plan(
     )
 
 
-def _check_model_length(model: Path, load: WorkloadConfig) -> None:
+def _check_model_length(model: Path, load: workload.WorkloadConfig) -> None:
     """Raise ValueError if the model cannot hold the longest requests of the load."""
     longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
     context = CONTEXT_TOKENS if load.long_prompts else 0
@@ -170,9 +161,6 @@ def _check_model_length(model: Path, load: WorkloadConfig) -> None:
             f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
             "`bench make-model --size small`, or choose a shorter --max-output"
         )
-
-
-# Progress and exit status
 
 
 def show_progress(quiet: bool = False) -> Progress:

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
@@ -58,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
     found = refit(corrections, decision)
     _print_refit(found)
     if found.better:
-        import yaml
-
         keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
         args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
         print(f"written: {args.output}; put its keys into the policy and reload it")

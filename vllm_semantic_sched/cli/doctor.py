@@ -4,8 +4,6 @@ Run it in the server's environment. Each check prints a line: ok, warning or fau
 and what to do. Without --server, no server should be running yet.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 

@@ -18,17 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.arguments import fail
 from vllm_semantic_sched.cli.console import save_page
+from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
-from vllm_semantic_sched.lab.evaluation.examples import (
-    BUILTIN_SETS,
-    Example,
-    LabeledSet,
-    builtin_set,
-    read_examples,
-    read_labeled_set,
-)
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.sim.datasets import data_root
@@ -50,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several gets a folder below --output"
     )
     add("--data", type=Path, nargs="+", default=[], metavar="FILE.csv|DIR", help=text)
-    add("--builtin", choices=BUILTIN_SETS, metavar="NAME", help=f"one of {', '.join(BUILTIN_SETS)}")
+    text = f"one of {', '.join(examples.BUILTIN_SETS)}"
+    add("--builtin", choices=examples.BUILTIN_SETS, metavar="NAME", help=text)
     text = f"every builtin, and --data if given: a folder below --output for each, and {_SUMMARY}"
     add("--all", action="store_true", help=text)
     add("--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)")
@@ -103,7 +97,7 @@ def with_hint(error: Exception) -> str:
     return str(error)
 
 
-def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
+def fit_baselines(training: Sequence[examples.Example]) -> Mapping[str, Guesser]:
     """The TF-IDF baselines, fitted to `training`; prints that this takes time."""
     from vllm_semantic_sched.lab.evaluation.baselines import tfidf_baselines
 
@@ -113,7 +107,7 @@ def fit_baselines(training: Sequence[Example]) -> Mapping[str, Guesser]:
 
 
 def report_on(
-    labeled: LabeledSet,
+    labeled: examples.LabeledSet,
     predictor: TextPredictor,
     instant: InstantReader | None,
     baselines: Mapping[str, Guesser],
@@ -157,8 +151,8 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
     bars = read_bars(args.bars) if args.bars else {}
     root = args.data_root or data_root()
     sets = {path.stem: _read_set(path, args.domain) for path in args.data}
-    for name in BUILTIN_SETS if args.all else filter(None, [args.builtin]):
-        sets[name] = builtin_set(name, root)
+    for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
+        sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
     predictor = TextPredictor.load(args.model, args.threads)
     instant = InstantReader.load(args.model)
@@ -179,7 +173,7 @@ def _evaluate(args: argparse.Namespace) -> list[str]:
         save_page(page, args.output)
         print(text)
     # One file may have bars for every set; a name that no set has is a mistake.
-    known = {*BUILTIN_SETS, *_COMPOSED} - {*reports}
+    known = {*examples.BUILTIN_SETS, *_COMPOSED} - {*reports}
     return bars_missed({name: one for name, one in bars.items() if name not in known}, reports)
 
 
@@ -193,7 +187,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--builtin cannot be combined with --data or --all")
     names = [path.stem for path in args.data]
     for path in args.data:
-        if names.count(path.stem) > 1 or (args.all and path.stem in BUILTIN_SETS):
+        if names.count(path.stem) > 1 or (args.all and path.stem in examples.BUILTIN_SETS):
             raise ValueError(
                 f"{path}: its report would replace that of another set {path.stem}; rename the file"
             )
@@ -201,15 +195,18 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--train and --data are the same file; the baselines would know the texts")
 
 
-def _read_set(path: Path, domain: str | None) -> LabeledSet:
-    composed = path.is_dir() and not any(path.glob("*.csv"))
-    return read_composed_set(path) if composed else read_labeled_set(path, _domain(domain))
+def _read_set(path: Path, domain: str | None) -> examples.LabeledSet:
+    if path.is_dir() and not any(path.glob("*.csv")):
+        return read_composed_set(path)
+    return examples.read_labeled_set(path, _domain(domain))
 
 
-def _training_examples(table: Path | None, domain: str | None, root: Path | None) -> list[Example]:
+def _training_examples(
+    table: Path | None, domain: str | None, root: Path | None
+) -> list[examples.Example]:
     """The texts that the TF-IDF baselines are fitted to; empty to leave these out."""
     if table is not None:
-        return read_examples(table, _domain(domain))
+        return examples.read_examples(table, _domain(domain))
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
         return []

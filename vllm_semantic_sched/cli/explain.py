@@ -13,17 +13,17 @@ import argparse
 import dataclasses
 import gc
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import fail, failing
+from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.predict.explain import Explanation, InstantPart, PartRead, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
     from rich.table import Table
 
@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
     else:
-        from vllm_semantic_sched.cli.console import make_console
-
         _show(make_console(), explanation)
     return 0
 
@@ -144,8 +142,6 @@ def _show_instant(console: Console, part: InstantPart) -> None:
 
 def _table(*columns: str, words: int = 0) -> Table:
     """A table of these columns and one for bars."""
-    from vllm_semantic_sched.cli.console import make_table
-
     table = make_table("", *columns, words=words)
     table.add_column("")
     return table

@@ -5,8 +5,6 @@ change is made and the server resumes. Requests that wait, and those that arrive
 in the queue.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

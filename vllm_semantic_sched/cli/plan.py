@@ -9,13 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import (
-    BadOption,
-    add_scenario_arguments,
-    parse_changes,
-    positive,
-    simulating,
-)
+from vllm_semantic_sched.cli import arguments
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
@@ -43,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", type=float, metavar="R", help="requests per second on average")
     text = "replay JSON lines, or the Azure trace conv or code"
     load.add_argument("--trace", metavar="FILE|azure:NAME", help=text)
-    add("--engines", type=positive, metavar="N", help="engines (default: the scenario's)")
-    add_scenario_arguments(parser)
+    add("--engines", type=arguments.positive, metavar="N", help="engines (default: the scenario's)")
+    arguments.add_scenario_arguments(parser)
 
 
-@simulating("plan")
+@arguments.simulating("plan")
 def run(args: argparse.Namespace) -> int:
     """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     from tqdm import tqdm
@@ -58,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.sim.runner import mapped
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
-    scenario, *others = load_scenarios(args.scenario, _load(args) | parse_changes(args.set))
+    scenario, *others = load_scenarios(args.scenario, _changes(args))
     if others:
-        raise BadOption(f"--scenario {args.scenario}: a plan needs a scenario without a sweep")
+        problem = "a plan needs a scenario without a sweep"
+        raise arguments.BadOption(f"--scenario {args.scenario}: {problem}")
     for scheduler in scenario.policies:
         if not any(map(is_promised, scenario.slos(scheduler))):
-            raise BadOption(
+            raise arguments.BadOption(
                 f"{scheduler} promises nothing to any level: set `slo` in its tiers, or `slos` in "
                 "the scenario"
             )
@@ -85,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace) -> dict[str, Any]:
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if args.policy:
         changes["schedulers"] = {Path(name).stem: {"policy": name} for name in args.policy}
@@ -97,4 +92,4 @@ def _load(args: argparse.Namespace) -> dict[str, Any]:
         changes |= {"workload.arrivals": arrivals, "workload.path": path}
     if args.engines is not None:
         changes["engine.replicas"] = args.engines
-    return changes
+    return changes | arguments.parse_changes(args.set)

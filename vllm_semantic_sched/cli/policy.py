@@ -1,7 +1,5 @@
 """List, explain and check policies, and make a running server reload its policy."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

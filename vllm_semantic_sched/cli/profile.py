@@ -18,16 +18,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import psutil
+
 from vllm_semantic_sched.cli.arguments import fail, failing, positive
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.profile import formula
 from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
-from vllm_semantic_sched.policy.profile.formula import (
-    Batch,
-    EngineProfile,
-    load_profile,
-    write_profile,
-)
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 from vllm_semantic_sched.policy.profile.roofline import Roofline
 
@@ -90,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         if args.check is not None:
-            load_profile(args.check)  # fails before minutes of work, not after
+            formula.load_profile(args.check)  # fails before minutes of work, not after
         if args.output is not None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
         with closing(LiveEngine(args.engine, args.seed)) as engine:
@@ -112,7 +109,7 @@ def _derive(args: argparse.Namespace) -> int:
     _print_roofline(roofline, profile)
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_profile(profile, args.output)
+        formula.write_profile(profile, args.output)
         print(
             f"written: {args.output}\nto plan with it:\n"
             f"  semsched plan --rate 20 --output plan --set engine.profile={args.output} \\\n"
@@ -122,7 +119,6 @@ def _derive(args: argparse.Namespace) -> int:
 
 
 def _measured_device(model: ModelShape) -> Device:
-    import psutil
     import torch
 
     from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
@@ -135,10 +131,10 @@ def _measured_device(model: ModelShape) -> Device:
     return measure_device("cpu", "this processor", dtype, model, memory)
 
 
-def _print_roofline(roofline: Roofline, profile: EngineProfile) -> None:
+def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
     seconds = {f"prefill of {n:,} tokens": profile.prefill_alone(n) for n in (1000, 8000, 32_000)}
     for sequences in (1, 16, 64, 256):
-        batch = Batch(decodes=sequences, context=1_000 * sequences)
+        batch = formula.Batch(decodes=sequences, context=1_000 * sequences)
         seconds[f"decode step, batch of {sequences}, 1,000 tokens each"] = profile.step(batch)
     seconds["save or load the KV of 1,000 tokens"] = profile.load(1_000)
     print(f"{profile.model} on {profile.hardware}, {profile.source}")
@@ -155,7 +151,7 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
     stream = measure(engine, grid, args.repeats, args.statistic, args.seed)
     found = _with_progress(stream, points, args.quiet)
     profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
-    write_profile(profile, args.output)
+    formula.write_profile(profile, args.output)
     for kind, residual in profile.residuals.items():
         print(
             f"{kind}: error median {residual.median:.1%}, p90 {residual.p90:.1%}, "
@@ -168,7 +164,7 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
     from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
 
-    profile = load_profile(args.check)
+    profile = formula.load_profile(args.check)
     longest = min(engine.max_model_len - 1, engine.kv_tokens, args.max_tokens or sys.maxsize)
     beyond = profile.beyond_range(longest)
     if beyond is not None:

@@ -8,15 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_semantic_sched.cli.console import make_table
+from vllm_semantic_sched.lab.bench import page
 from vllm_semantic_sched.lab.bench.metrics import Summary, fairness, finish_order_violations
-from vllm_semantic_sched.lab.bench.page import (
-    fixed,
-    gain_in_words,
-    mean_waiting,
-    rounds_table,
-    targets_table,
-    totals_table,
-)
 from vllm_semantic_sched.lab.bench.results import Rows
 from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.report import content
@@ -38,17 +31,13 @@ def print_summary(console: Console, mix: str, rows: Rows) -> None:
         "all levels:\nms per token", "output\ntokens/s",
     )  # fmt: skip
     for row in rows.values():
-        table.add_row(
-            row.scheduler.title,
-            fixed(row.p99_ttft()),
-            fixed(row.best.idle_ratio),
-            fixed(1e3 * mean_waiting(row.best.values, "all")),
-            f"{row.best.tokens_per_second:.0f}",
-        )
+        waiting = page.fixed(1e3 * page.mean_waiting(row.best.values, "all"))
+        urgent = (page.fixed(row.p99_ttft()), page.fixed(row.best.idle_ratio))
+        table.add_row(row.scheduler.title, *urgent, waiting, f"{row.best.tokens_per_second:.0f}")
     table.caption = "time per token: from arrival to the last token, waiting included"
     console.print()
     console.print(table)
-    console.print(gain_in_words(rows), soft_wrap=True)
+    console.print(page.gain_in_words(rows), soft_wrap=True)
 
 
 def print_mix(console: Console, mix: str, rows: Rows) -> None:
@@ -57,8 +46,8 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
     first = next(iter(rows.values()))
     console.print()
     console.rule(f"mix {mix}: {len(first.workload.requests)} requests")
-    _print(console, rounds_table(mix, rows))
-    _print(console, totals_table(mix, rows))
+    _print(console, page.rounds_table(mix, rows))
+    _print(console, page.totals_table(mix, rows))
     console.print(_orders(rows))
     for level in first.levels:
         console.print(_level_table(level, rows))
@@ -72,7 +61,7 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
 
 def print_targets(console: Console, targets: Iterable[Target]) -> None:
     """Print each target with the measured value."""
-    _print(console, targets_table(targets), _TARGET_WIDTH)
+    _print(console, page.targets_table(targets), _TARGET_WIDTH)
 
 
 def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) -> None:
@@ -92,7 +81,7 @@ def _orders(rows: Rows) -> Table:
         title, columns = f"{title}, fairness", [*columns, "Jain's index"]
     table = make_table(title, "scheduler", *columns)
     for row in rows.values():
-        index = [fixed(fairness(row.records))] if tenants else []
+        index = [page.fixed(fairness(row.records))] if tenants else []
         share = f"{100 * finish_order_violations(row.records):.0f} %"
         table.add_row(row.scheduler.title, share, *index)
     return table
@@ -117,7 +106,7 @@ def _level_table(level: str, rows: Rows) -> Table:
     for row in rows.values():
         cells = ["-"] * (len(table.columns) - 1)
         if level in row.levels:
-            ratio = [fixed(row.best.idle_ratio)] if urgent else []
+            ratio = [page.fixed(row.best.idle_ratio)] if urgent else []
             cells = _cells(row.levels[level], base, ratio)
         table.add_row(row.scheduler.title, *cells)
     return table
@@ -134,26 +123,26 @@ def _cells(
             f"{base['ttft'].p99 / ttft.p99:.2f}x",
         ]
     return [
-        " ".join(map(fixed, (ttft.mean, ttft.p50, ttft.p99))),
-        fixed(1e3 * summaries["tpot"].mean),
-        fixed(summaries["e2e"].mean),
-        f"{fixed(1e3 * waiting.mean)} {fixed(1e3 * waiting.p99)}",
+        " ".join(map(page.fixed, (ttft.mean, ttft.p50, ttft.p99))),
+        page.fixed(1e3 * summaries["tpot"].mean),
+        page.fixed(summaries["e2e"].mean),
+        f"{page.fixed(1e3 * waiting.mean)} {page.fixed(1e3 * waiting.p99)}",
         *ratio,
-        fixed(summaries["slowdown"].mean),
+        page.fixed(summaries["slowdown"].mean),
         *gains,
     ]
 
 
 def _print_misread(console: Console, rows: Rows) -> None:
     for row in rows.values():
-        misread = {record.index: record for record in row.misread}
         if not row.scheduler.reads_text:
             continue
+        misread = {record.index: record.read_level for record in row.misread}
         console.print(f"{row.scheduler.title}: {len(misread)} of urgency 0 read as less urgent")
-        for index, record in misread.items():
+        for index, level in misread.items():
             text = row.workload.requests[index].text
             shown = text if len(text) <= _TEXT_WIDTH else text[: _TEXT_WIDTH - 3] + "..."
-            console.print(f"  read as {record.read_level}: {shown}", markup=False, soft_wrap=True)
+            console.print(f"  read as {level}: {shown}", markup=False, soft_wrap=True)
 
 
 def _narrow(table: Table, width: int = _TITLE_WIDTH) -> None:

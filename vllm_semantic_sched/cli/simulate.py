@@ -9,13 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import (
-    BadOption,
-    add_scenario_arguments,
-    parse_changes,
-    simulating,
-)
+from vllm_semantic_sched.cli import arguments
 from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
+from vllm_semantic_sched.lab.report.content import level_title, number_text
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
 if TYPE_CHECKING:
@@ -45,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "metric of the table and the picture (default: %(default)s); the files have all"
     add("--metric", default="normalized_waiting", help=text)
     add("--keys", action="store_true", help="explain every key of a scenario file and exit")
-    add_scenario_arguments(parser)
+    arguments.add_scenario_arguments(parser)
 
 
-@simulating("simulate")
+@arguments.simulating("simulate")
 def run(args: argparse.Namespace) -> int:
     """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
@@ -93,23 +89,22 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
     if args.scenario is None or args.output is None:
-        raise BadOption("needs --scenario and --output")
+        raise arguments.BadOption("needs --scenario and --output")
     if args.metric not in METRICS:
-        raise BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
-    scenarios = load_scenarios(args.scenario, parse_changes(args.set))
+        raise arguments.BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+    scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
     if args.metric == "slo_met" and not any(
         is_promised(slo)
         for scenario in scenarios
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)
     ):
-        raise BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
+        raise arguments.BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
     return scenarios
 
 
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
     """The metric by level, and the totals."""
-    from vllm_semantic_sched.lab.report.content import level_title
     from vllm_semantic_sched.lab.report.simulation import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
 
@@ -121,7 +116,6 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell, a section per point; `columns` has the level and metric of each column."""
-    from vllm_semantic_sched.lab.report.content import number_text
     from vllm_semantic_sched.lab.report.simulation import metric_values, point_texts
 
     heads = [*(field.replace(".", ".\n") for field in cells[0].point), "scheduler"]

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
+from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -58,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Watch the servers until q or Ctrl-C; with --once 1 if no server answers; 2 without a
     terminal."""
-    from vllm_semantic_sched.operate.client import AdminClient
     from vllm_semantic_sched.operate.watch import ServerWatch
 
     watches = [ServerWatch(AdminClient(url, args.api_key)) for url in args.server]
@@ -218,9 +218,6 @@ def _console() -> Console:
     return Console(width=width, force_terminal=terminal, highlight=False)
 
 
-# The live view
-
-
 def _keep_reading(watch: ServerWatch, interval: float) -> None:
     while True:
         watch.poll()
@@ -261,8 +258,6 @@ def _act(watch: ServerWatch, key: str | None, messages: dict[str, str]) -> None:
     messages[url], action = actions[key]
 
     def run() -> None:
-        from vllm_semantic_sched.operate.client import AdminError
-
         try:
             messages[url] = action()
         except AdminError as error:

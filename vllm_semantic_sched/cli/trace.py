@@ -3,8 +3,6 @@
 `semsched trace verify EVENTS` checks whether a line was changed, removed or moved.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict
@@ -14,6 +12,9 @@ from typing import Any
 
 from vllm_semantic_sched.cli.arguments import fail, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
+from vllm_semantic_sched.sim.spans import chrome_trace
 
 _MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
@@ -41,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
         return fail("trace", "name one log and --output DIR, or `verify`", 2)
     (args.log,) = args.log
     from vllm_semantic_sched.lab.report.trace import trace_page
-    from vllm_semantic_sched.operate.event_log import LogReader, TierSummary
-    from vllm_semantic_sched.sim.spans import chrome_trace
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
@@ -69,9 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(paths: list[Path]) -> int:
-    from vllm_semantic_sched.operate.audit import verify
-    from vllm_semantic_sched.operate.event_log import logs_in
-
     whole, logs = True, logs_in(paths)
     for log in logs:
         audit = verify(log)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import simulating
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
+from vllm_semantic_sched.lab.report.content import number_text
+from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.whatif import WhatIf
@@ -34,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.report.simulation import simulation_page, write_results
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
-    from vllm_semantic_sched.policy.config import load_policy
 
     policies = {Path(name).stem: load_policy(name) for name in args.policy[:_MOST_POLICIES]}
     console = make_console()
@@ -59,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(answer: WhatIf, metric: str, title: str) -> None:
     """A row per level, a column per cell."""
-    from vllm_semantic_sched.lab.report.content import number_text
     from vllm_semantic_sched.lab.report.simulation import level_names, metric_values
     from vllm_semantic_sched.sim.metrics import METRICS
 

@@ -1,18 +1,14 @@
 """Say why a request waited, or the requests of a level, from the event log."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.cli.console import print_table
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.operate.why import Account, Summary
+from vllm_semantic_sched.operate import why
+from vllm_semantic_sched.operate.event_log import logs_in
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _WIDTH = 100
@@ -38,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @failing("why", OSError)
 def run(args: argparse.Namespace) -> int:
     """Print the answer; 1 if a log cannot be read, 2 if it has no such request."""
-    from vllm_semantic_sched.operate.event_log import logs_in
-    from vllm_semantic_sched.operate.why import account_of, summarize
-
     names = list(args.names)
     adds_up = args.level is not None or args.last is not None or Path(names[0]).exists()
     request = "" if adds_up else names.pop(0)
@@ -48,20 +41,18 @@ def run(args: argparse.Namespace) -> int:
     if not logs:
         return fail("why", "no event log is named", 2)
     if adds_up:
-        _print_summary(summarize(logs, args.level, args.last), args.level)
+        _print_summary(why.summarize(logs, args.level, args.last), args.level)
         return 0
-    account = account_of(logs, request)
+    account = why.account_of(logs, request)
     if account is None:
         return fail("why", f"no request {request!r} in {' '.join(map(str, logs))}", 2)
     _print_account(account)
     return 0
 
 
-def _print_account(account: Account) -> None:
-    from vllm_semantic_sched.operate.why import sentence, timeline
-
-    events = timeline(account)
-    print(textwrap.fill(sentence(account), _WIDTH))
+def _print_account(account: why.Account) -> None:
+    events = why.timeline(account)
+    print(textwrap.fill(why.sentence(account), _WIDTH))
     print()
     if len(events) > _MOST_LINES:
         half, left_out = _MOST_LINES // 2, len(events) - _MOST_LINES
@@ -71,7 +62,7 @@ def _print_account(account: Account) -> None:
     print(f"\npolicy {account.last.get('policy', 'unknown')}")
 
 
-def _print_summary(summary: Summary, level: int | None) -> None:
+def _print_summary(summary: why.Summary, level: int | None) -> None:
     total = summary.seconds.total()
     of_level = "" if level is None else f" of level {level}"
     print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")
