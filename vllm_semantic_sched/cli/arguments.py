@@ -73,8 +73,8 @@ def add_server_arguments(
     text = "for example http://127.0.0.1:8000" + ("; can be repeated" if several else "")
     action = "append" if several else "store"
     add("--server", metavar="URL", required=required, action=action, help=text)
-    key, text = os.environ.get("VLLM_API_KEY"), "the server's API key, if it has one"
-    add("--api-key", default=key, help=f"{text} (default: $VLLM_API_KEY)")
+    text = "the server's API key, if it has one (default: $VLLM_API_KEY)"
+    add("--api-key", default=os.environ.get("VLLM_API_KEY"), help=text)
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:

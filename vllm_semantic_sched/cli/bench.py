@@ -120,11 +120,11 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
     server, progress = comparison.make_server(args), comparison.show_progress(args.quiet)
     rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
-    means_by_name = engines.summary(rounds).items()
+    summary = engines.summary(rounds)
     print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
         ("engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
-        ((name, *map("{:.3f}".format, means.values())) for name, means in means_by_name),
+        ((name, *map("{:.3f}".format, means.values())) for name, means in summary.items()),
     )
     console = make_console()
     console.print(
@@ -194,13 +194,9 @@ def _print_overhead(
     steps, arrivals = [], []
     for (name, size), parts in figures.items():
         case, stock = (_title(name), f"{size:,}"), figures[_STOCK, size]
-        steps.append(
-            (
-                *(*case, _cell(parts["schedule"]), _ratio(parts, stock, "schedule")),
-                _ratio(parts, figures[name, sizes[0]], "schedule"),
-                *(_cell(parts["update"]), _ratio(parts, stock, "schedule", "update")),
-            )
-        )
+        ratios = [_ratio(parts, one, "schedule") for one in (stock, figures[name, sizes[0]])]
+        step = _ratio(parts, stock, "schedule", "update")
+        steps.append((*case, _cell(parts["schedule"]), *ratios, _cell(parts["update"]), step))
         prepare = "-" if name == _STOCK else _cell(parts["prepare"])
         arrivals.append((*case, _cell(parts["arrival"]), _ratio(parts, stock, "arrival"), prepare))
     print_table(
@@ -242,8 +238,8 @@ def _cell(figure: Mapping[str, float]) -> str:
 
 def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    sizes, text = [10_000, 100_000], "sizes of the runs (default: 10000 100000)"
-    add("--requests", type=int, nargs="+", default=sizes, metavar="N", help=text)
+    text = "sizes of the runs (default: 10000 100000)"
+    add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
     add("--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
 
 

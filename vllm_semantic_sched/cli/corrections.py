@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "--correct: the request was drawn at random, not noticed"
     add("--sampled", action="store_true", help=text)
     add("--policy", default=DEFAULT_POLICY, help="in force; name or path (default: %(default)s)")
-    output, text = Path("decision.yaml"), "gets the refitted keys (default: %(default)s)"
-    add("--output", type=Path, default=output, metavar="FILE", help=text)
+    text = "gets the refitted keys (default: %(default)s)"
+    add("--output", type=Path, default=Path("decision.yaml"), metavar="FILE", help=text)
 
 
 @failing("corrections", AdminError, ImportError, OSError, ValueError)

@@ -24,8 +24,10 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add = parser.add_argument
-    text = "pause and sleep leave the server paused until resume or wake; the other actions resume"
-    add("--action", choices=_ACTIONS, required=True, help=f"{text} it")
+    text = (
+        "pause and sleep leave the server paused until resume or wake; the other actions resume it"
+    )
+    add("--action", choices=_ACTIONS, required=True, help=text)
     text = "let running requests finish, or freeze them (default: finish)"
     add("--running", choices=("finish", "keep"), default="finish", help=text)
     text = "freeze requests that still run after this time (default: wait for all)"

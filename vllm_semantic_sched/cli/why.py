@@ -25,8 +25,11 @@ def duration(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "the request's id, as the client got it, then event logs or folders of them; without an"
-    add("names", nargs="+", metavar="[REQUEST] EVENTS", help=f"{text} id all requests are added up")
+    text = (
+        "the request's id, as the client got it, then event logs or folders of them; without an id "
+        "all requests are added up"
+    )
+    add("names", nargs="+", metavar="[REQUEST] EVENTS", help=text)
     add("--level", type=int, metavar="LEVEL", help="add up the requests of this urgency level")
     add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
 
