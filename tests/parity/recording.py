@@ -12,7 +12,7 @@ from vllm_semantic_sched.engine.vllm_api import is_ready, tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
-from vllm_semantic_sched.policy.order.stage import StageLimits
+from vllm_semantic_sched.policy.view import StageLimits
 from vllm_semantic_sched.predict.second_look import SecondLooks
 
 BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))

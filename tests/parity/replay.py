@@ -12,10 +12,10 @@ from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPl
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.view import StageLimits
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine

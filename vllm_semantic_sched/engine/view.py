@@ -22,8 +22,8 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.waits import Cause
-from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+from vllm_semantic_sched.policy.view import StageLimits
 
 # More requests than that are put into order by sorting all.
 _FEW = 4

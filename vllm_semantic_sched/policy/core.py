@@ -1,7 +1,5 @@
-"""State of all jobs and the decisions about them, for the engine and the simulator.
-
-`step.py` has the order of the decisions in a scheduling step.
-"""
+"""State of all jobs and the decisions about them, for the engine and the simulator. `step.py` has
+the order of the decisions in a scheduling step."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from vllm_semantic_sched.policy.estimates.decision import level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
-from vllm_semantic_sched.policy.eviction.victims import VictimEligibility
+from vllm_semantic_sched.policy.eviction.victims import Eviction
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
@@ -41,11 +39,9 @@ from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
-# A job preempted again before it has this many new tokens counts as thrashing.
-_THRASH_TOKENS = 16
-
-# Jobs re-ranked per step after a change of policy: about a millisecond of work. A queue of 10,000
-# is in its new order after 100 steps.
+_THRASH_TOKENS = 16  # a job preempted again before it has so many new tokens is thrashing
+# After a change of policy: about a millisecond of work. A queue of 10,000 is in its new order after
+# 100 steps.
 _RERANKED_PER_STEP = 100
 
 
@@ -58,12 +54,6 @@ class SchedulingCore:
         clock: seconds, for the times of the lifecycle; decisions do not read it.
         on_error: told, inside the except block, which part of a step or which listener failed; the
             others go on. None: errors are raised.
-
-    Attributes:
-        worth: worth of a second of a request by level, see `decision.level_worth`.
-        version: changes whenever a job comes, goes, moves or gets another rank.
-        overload: ends requests; None until the engine's capacity is known, and where the policy
-            ends none and nobody asks for its accounts.
     """
 
     def __init__(
@@ -78,18 +68,18 @@ class SchedulingCore:
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(policy.protect)
-        self.worth = level_worth(policy)
+        self.worth = level_worth(policy)  # of a second of a request, by level
         self.seating = Seating(policy, self.estimates)
         self.waiting = self.seating.waiting
         self.running = RunningSet(step_seconds=profile.gamma2)
-        self.eviction = VictimEligibility(
-            policy, self.running, self.seating, self.estimates.rank_seconds
-        )
+        self.eviction = Eviction(policy, self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
         self.levels = Levels(policy, self.seating, self.lifecycle)
+        # Ends requests; None until the engine's capacity is known, and where the policy ends none
+        # and nobody asks for its accounts.
         self.overload: OverloadControl | None = None
         self.on_error = on_error
-        self.version = 0
+        self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
         self._rank_only = QueueRules(policy)
         self._sequence = itertools.count()
         self._outdated: list[Job] = []  # ranked by the previous policy
@@ -162,10 +152,7 @@ class SchedulingCore:
 
     def record_why(self, journal: Journal, clock: Callable[[], float] | None = None) -> None:
         """Record from now on why requests wait and what decided; before the first request.
-
-        Args:
-            clock: seconds, which pass during pauses as well; None: the policy's clock.
-        """
+        `clock`: seconds, which pass during pauses as well; None: the policy's clock."""
         waits = WaitLedger(
             clock or self.lifecycle.clock, self.policy.levels, lambda: self.seating.has_limits
         )
@@ -177,7 +164,7 @@ class SchedulingCore:
         return WaitingQueue(self._rank_only)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
-        """See `policy.estimates.hints.read_hints`."""
+        """See `estimates.hints.read_hints`."""
         return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
 
     def draft(
@@ -200,7 +187,7 @@ class SchedulingCore:
         if stated.longest is not None:
             max_output_tokens = min(max_output_tokens, stated.longest)
         job = Job(
-            request_id=request_id,
+            request_id,
             sequence=-1,
             arrival=0.0,
             prompt_tokens=prompt_tokens,
@@ -255,12 +242,11 @@ class SchedulingCore:
             self.requeue(job, queue)
             return
         self.version += 1
-        if queue is not self.waiting:
-            return
-        if seconds is None:
-            self.seating.wait(job)
-        else:
-            self.seating.wait_first(job)
+        if queue is self.waiting:
+            if seconds is None:
+                self.seating.wait(job)
+            else:
+                self.seating.wait_first(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
@@ -309,11 +295,8 @@ class SchedulingCore:
         self._store_running(job)
 
     def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
-        """Rank all running jobs anew; returns them.
-
-        Args:
-            observe: updates a job's `generated` and `computed`.
-        """
+        """Rank all running jobs anew, once `observe` has updated their `generated` and `computed`;
+        returns them."""
         self.version += 1
         running = list(self.running)
         for job in running:
@@ -327,7 +310,7 @@ class SchedulingCore:
         """Plan the preemption of a running job.
 
         Args:
-            host: room for its KV on the host; None without a host pool.
+            host: None without a host pool.
             can_drop: whether the caller can end requests; the job's tier must allow it too.
         """
         dropping = None
@@ -352,14 +335,9 @@ class SchedulingCore:
         reason: str = "",
         beneficiary: Job | None = None,
     ) -> bool:
-        """Take a running job's seat; the caller queues it again, or ends it if the plan says so.
-
-        Args:
-            beneficiary: the job that gets its room; None if that is not known.
-
-        Returns:
-            Whether the job is thrashing: it got few new tokens since its last preemption.
-        """
+        """Take a running job's seat, for the `beneficiary` if that is known; the caller queues it
+        again, or ends it if the plan says so. Returns whether it is thrashing: it got few new
+        tokens since its last preemption."""
         thrashed = job.preemptions > 0 and job.generated - job.generated_before < _THRASH_TOKENS
         self.version += 1
         self._leave(job)
@@ -386,16 +364,11 @@ class SchedulingCore:
             self.waiting.push(job, self.rank(job))
 
     def first_token(self, job: Job) -> bool:
-        """Record a job's first token, and end its deadline boost.
-
-        Returns:
-            Whether its place among the running jobs may have changed.
-        """
+        """Record a job's first token, and end its deadline boost; whether its place among the
+        running jobs may have changed."""
         self.lifecycle.first_token(job)
-        if not job.deadline_boost:
-            return False
-        job.deadline_boost = 0.0
-        if job not in self.running:
+        boost, job.deadline_boost = job.deadline_boost, 0.0
+        if not boost or job not in self.running:
             return False
         self.version += 1
         self._store_running(job)
@@ -409,12 +382,9 @@ class SchedulingCore:
         reason: str = "",
         beneficiary: Job | None = None,
     ) -> None:
-        """Record the end of a job whose `generated` is up to date; estimates learn from it.
-
-        Args:
-            end: how far its length can be compared with its prediction.
-            beneficiary: the job that took its place; None: none did.
-        """
+        """Record the end of a job whose `generated` is up to date, for the `beneficiary` that takes
+        its place, if any; estimates learn from it. `end`: how far its length can be compared with
+        its prediction."""
         self.version += 1
         self.waiting.remove(job)
         now = self.lifecycle.clock()
@@ -435,24 +405,17 @@ class SchedulingCore:
 
     # Steps, in the order that `step.py` says
 
-    def tick(self) -> None:
-        """Advance virtual time by one engine step."""
-        self.running.tick()
-        self.seating.kv_peak.advance()
+    def tick(self, steps: int = 1) -> None:
+        """Advance virtual time by engine steps: one, or at most `uneventful_steps`."""
+        self.running.tick(steps)
+        self.seating.kv_peak.tick(steps)
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
-        """Bring estimates and ranks up to date.
-
-        Args:
-            observe: updates a job's `generated` and `computed`.
-            now: seconds, on the clock of `Job.arrival`.
-
-        Returns:
-            Running jobs with a new rank (after outliving their estimate or a change of policy) and
-            waiting jobs that a new policy puts at another level.
-        """
-        running, waiting = self._rerank_some() if self._outdated else ([], [])
-        running = [*self.running.outlived(), *running]
+        """Bring estimates and ranks up to date at the time `now`; `observe` updates a job's
+        `generated` and `computed`. Returns running jobs with a new rank (after outliving their
+        estimate or a change of policy) and waiting jobs that a new policy puts at another level."""
+        reranked, waiting = self._rerank_some() if self._outdated else ([], [])
+        running = [*self.running.outlived(), *reranked]
         for job in running:
             observe(job)
             self._store_running(job)
@@ -482,18 +445,10 @@ class SchedulingCore:
             return 0
         return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
 
-    def skip_steps(self, steps: int) -> None:
-        """Advance by at most `uneventful_steps` engine steps."""
-        self.running.skip(steps)
-        self.seating.kv_peak.advance(steps)
-
     def hold(self, jobs: Collection[Job], now: float, beneficiary: Job | None = None) -> list[Job]:
-        """Record which running jobs sit out the coming step, and for which protected job.
-
-        Returns:
-            Jobs with a new place among the running ones: those that are not held any more, and
-            those that were promoted for being held.
-        """
+        """Record which running jobs sit out the coming step, and for which protected job. Returns
+        those with a new place among the running ones: not held any more, or promoted for being
+        held."""
         held = self.protection.held
         if not jobs and not held:
             return []
@@ -501,7 +456,7 @@ class SchedulingCore:
         moved = [job for job in held if job not in wanted]
         for job in moved:
             self._release(job, now)
-            if self.seating.waited(job):
+            if self.seating.promotions.earn(job, job.waited):
                 self._store_running(job)
         for job in jobs:
             assert job.seat is not None
@@ -510,7 +465,7 @@ class SchedulingCore:
                 job.seat.held_since, job.seat.held_for = now, beneficiary
                 held[job] = None
                 self.running.hold(job)
-            elif self.seating.waited(job, now - since):
+            elif self.seating.promotions.earn(job, job.waited + (now - since)):
                 self._store_running(job)
                 moved.append(job)
         self.seating.meter.idle = len(held)

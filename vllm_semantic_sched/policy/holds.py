@@ -35,7 +35,7 @@ class HoldChoice:
         certain, gaining = Batch(), 0.0
         found: Job | None = None
         others: list[Job] = []
-        ahead: list[Job] = []
+        ahead: list[Job] = []  # of their readers
         for job in view.running_by_urgency():
             decodes, protects = job not in prefilling, protection.protects(job)
             fast_enough = decodes and self._is_ahead_of_reader(job, view, now)
@@ -51,9 +51,8 @@ class HoldChoice:
         others += ahead  # first to be held
         if found is None or not others:
             return [], None
-        hold = protection.choose(
-            certain, others, worth, gaining, self._worth_of_all(), core.profile
-        )
+        losing = self._worth_of_all()
+        hold = protection.choose(certain, others, worth, gaining, losing, core.profile)
         if hold is None:
             return [], None
         held = others[hold.beside :]
@@ -80,18 +79,13 @@ class HoldChoice:
     @property
     def _has_protected(self) -> bool:
         """Whether a job that others may be held for runs or waits. O(levels)."""
-        core, level = self._core, self._core.policy.protect.level
-        if level is None:
-            return False
-        for at in range(level + 1):
-            if core.holdings.level(at).seats or core.lifecycle.waiting(at):
-                return True
-        return False
+        level = self._core.policy.protect.level
+        return level is not None and any(map(self._requests, range(level + 1)))
 
     def _worth_of_all(self) -> float:
         """Worth of a second of all requests, running and waiting. O(levels)."""
-        core = self._core
-        return sum(
-            worth * (core.holdings.level(level).seats + core.lifecycle.waiting(level))
-            for level, worth in enumerate(core.worth.lost)
-        )
+        worths = enumerate(self._core.worth.lost)
+        return sum(worth * self._requests(level) for level, worth in worths)
+
+    def _requests(self, level: int) -> int:
+        return self._core.holdings.level(level).seats + self._core.lifecycle.waiting(level)

@@ -19,11 +19,7 @@ from vllm_semantic_sched.policy.order.seating import Seating
 
 
 class Levels:
-    """Decides levels; whoever has the job stores it again, because its rank has changed.
-
-    Attributes:
-        policy: may be replaced.
-    """
+    """Decides levels; whoever has the job stores it again, because its rank has changed."""
 
     def __init__(self, policy: Policy, seating: Seating, lifecycle: Lifecycle) -> None:
         self.policy = policy
@@ -40,11 +36,8 @@ class Levels:
         return job.level
 
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
-        """`level`, or the next one that the tenant's cap on top levels allows.
-
-        Args:
-            counted: the request counts toward the cap already, at its present level.
-        """
+        """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
+        request counts toward the cap already, at its present level."""
         lowest = self.policy.levels - 1
         top_levels, before = self._seating.top_levels, job.level if counted else None
         allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)

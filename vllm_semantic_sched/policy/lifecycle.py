@@ -1,11 +1,9 @@
-"""Records state changes of jobs (`facts/job.py`) and waiting times.
-
-Every state change goes through `Lifecycle`, which stamps and counts it and notifies the listeners:
-overload control, metrics, event log.
-"""
+"""Every state change of a job (`facts/job.py`) goes through `Lifecycle`, which stamps and counts it
+and notifies the listeners: overload control, metrics, event log."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -18,26 +16,17 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Transition(NamedTuple):
-    """A change from state `before` (None: the job has just arrived) to `state`.
-
-    Attributes:
-        time: seconds on the policy's clock.
-        reason: one of a fixed set of words; empty if the states explain the change.
-        plan: kind of plan for a preempted job's KV; else empty.
-        beneficiary: the job that it was preempted or ended for.
-        waited: causes of the wait that is over, if they are logged.
-        decision: what decided the level of a new job, if that is logged (see `Journal.noted`).
-    """
+    """A change of state."""
 
     job: Job
-    before: JobState | None
+    before: JobState | None  # None: it has just arrived
     state: JobState
-    time: float
-    reason: str = ""
-    plan: str = ""
-    beneficiary: Job | None = None
-    waited: Iterable[Part] = ()
-    decision: Mapping[str, Any] = NOTHING
+    time: float  # seconds on the policy's clock
+    reason: str = ""  # one of a fixed set of words; empty if the states explain the change
+    plan: str = ""  # kind of plan for a preempted job's KV
+    beneficiary: Job | None = None  # the job that it was preempted or ended for
+    waited: Iterable[Part] = ()  # causes of the wait that is over, if logged
+    decision: Mapping[str, Any] = NOTHING  # what decided a new job's level, if logged
 
 
 class Listener:
@@ -63,19 +52,22 @@ class Journal(Protocol):
         had its KV again)."""
 
 
-class _Waiting:
-    """Jobs of one level that wait for a seat.
+# By method of `Listener`: what an error interrupts.
+_RECORDING = {
+    "moved": "recording a transition",
+    "first_token": "recording a first token",
+    "held": "recording a hold",
+}
 
-    Attributes:
-        in_order: those that entered at this level, oldest first: most jobs, at the price of a dict.
-        moved: those that came from another level.
-    """
+
+class _Waiting:
+    """Jobs of one level that wait for a seat."""
 
     __slots__ = ("in_order", "moved")
 
     def __init__(self) -> None:
-        self.in_order: dict[Job, None] = {}
-        self.moved: AddressableHeap[Job] = AddressableHeap()
+        self.in_order: dict[Job, None] = {}  # entered at this level, as most did, oldest first
+        self.moved: AddressableHeap[Job] = AddressableHeap()  # came from another level
 
     def __len__(self) -> int:
         return len(self.in_order) + len(self.moved)
@@ -96,15 +88,8 @@ class _Waiting:
 class Lifecycle:
     """Moves jobs through their states. O(log n) per move.
 
-    Attributes:
-        clock: seconds, the same clock as that of `Job.arrival`.
-        listeners: called after every transition.
-        later_listeners: called after every transition but arrivals, after `listeners`. An arrival
-            happens between two steps and has to be cheap.
-        starting: jobs that have had a seat but no token yet.
-        journal: records why; None: nobody asks. `waits` is set with it.
-
     Args:
+        clock: seconds, the same clock as that of `Job.arrival`.
         on_error: told, inside the except block, what failed in a listener; None: errors are raised.
     """
 
@@ -112,26 +97,24 @@ class Lifecycle:
         self, clock: Callable[[], float], on_error: Callable[[str], None] | None = None
     ) -> None:
         self.listeners: list[Listener] = []
+        # Not told of arrivals, which happen between two steps and have to be cheap.
         self.later_listeners: list[Listener] = []
-        self.starting: dict[Job, None] = {}
-        self.journal: Journal | None = None
-        self.waits: WaitLedger | None = None
+        self.starting: dict[Job, None] = {}  # have had a seat but no token yet
+        self.journal: Journal | None = None  # None: nobody asks why
+        self.waits: WaitLedger | None = None  # set with it
         self.clock = clock
         self._on_error = on_error
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: defaultdict[int, _Waiting] = defaultdict(_Waiting)
 
     def arrive(self, job: Job, decision: Mapping[str, Any] = NOTHING) -> None:
         """Record that a new job waits."""
         job.entered = job.arrival
-        waiting = self._waiting.get(job.level)
-        if waiting is None:
-            waiting = self._at(job.level)
-        waiting.in_order[job] = None
+        self._waiting[job.level].in_order[job] = None
         if self.waits is not None:
             job.wait = self.waits.begin(job.level, job.tenant)
         if self.listeners:
             transition = Transition(job, None, job.state, job.arrival, decision=decision)
-            self._tell(self.listeners, transition)
+            self._tell(self.listeners, "moved", transition)
 
     def move(
         self,
@@ -149,37 +132,34 @@ class Lifecycle:
         before, now = job.state, self.clock()
         job.move_to(state, now)
         if before is not JobState.RUNNING:
-            self._at(job.level).discard(job)
-        waited = self._follow_wait(job) if self.waits is not None else ()
+            self._waiting[job.level].discard(job)
+        waited: Iterable[Part] = ()
+        queued = state is JobState.WAITING or state is JobState.SWAPPED
+        if self.waits is not None:
+            if job.wait is not None:
+                waited = self.waits.end(job.wait)
+            job.wait = self.waits.begin(job.level, job.tenant) if queued else None
         if state is JobState.RUNNING:
             if job.first_token is None:
                 self.starting[job] = None
-        elif state is JobState.WAITING or state is JobState.SWAPPED:
-            self._at(job.level).in_order[job] = None
+        elif queued:
+            self._waiting[job.level].in_order[job] = None
         else:
             self.starting.pop(job, None)
         if self.listeners or self.later_listeners:
             transition = Transition(job, before, state, now, reason, plan, beneficiary, waited)
-            self._tell((*self.listeners, *self.later_listeners), transition)
+            self._tell(self._all_listeners, "moved", transition)
 
     def first_token(self, job: Job) -> None:
         """Record the time of a job's first token."""
         if job.first_token is None:
             self.starting.pop(job, None)
             job.first_token = self.clock()
-            for listener in (*self.listeners, *self.later_listeners):
-                try:
-                    listener.first_token(job)
-                except Exception:
-                    self._failed("recording a first token")
+            self._tell(self._all_listeners, "first_token", job)
 
     def held(self, job: Job, seconds: float) -> None:
         """Record that a running job was held for this long."""
-        for listener in (*self.listeners, *self.later_listeners):
-            try:
-                listener.held(job, seconds)
-            except Exception:
-                self._failed("recording a hold")
+        self._tell(self._all_listeners, "held", job, seconds)
 
     def note(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
         """See `Journal.noted`."""
@@ -190,48 +170,33 @@ class Lifecycle:
                 self._failed("recording a decision")
 
     def relevel(self, job: Job, before: int, unread: bool = False) -> None:
-        """Move a waiting job from level `before` to `job.level`.
-
-        Args:
-            unread: that its text had not been read has kept it waiting.
-        """
-        if self._at(before).discard(job):
-            self._at(job.level).moved.push(job, (job.entered, job.sequence))
+        """Move a waiting job from level `before` to `job.level`; `unread`: that its text had not
+        been read has kept it waiting."""
+        if self._waiting[before].discard(job):
+            self._waiting[job.level].moved.push(job, (job.entered, job.sequence))
         if job.wait is not None and self.waits is not None:
             job.wait.level = job.level
             self.waits.split(job.wait, Cause.UNREAD if unread else None)
 
     def waiting(self, level: int) -> int:
         """Number of jobs of a level that wait for a seat, swapped ones included."""
-        waiting = self._waiting.get(level)
-        return 0 if waiting is None else len(waiting)
+        return len(self._waiting[level])
 
     def longest_wait(self, level: int) -> float:
-        """Longest time in seconds that a waiting job of a level has been without a seat; 0 if
-        none waits."""
-        oldest = self._waiting[level].oldest if level in self._waiting else None
+        """Seconds that the oldest waiting job of a level has been without a seat; 0 without any."""
+        oldest = self._waiting[level].oldest
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
-    def _at(self, level: int) -> _Waiting:
-        waiting = self._waiting.get(level)
-        if waiting is None:
-            waiting = self._waiting[level] = _Waiting()
-        return waiting
+    @property
+    def _all_listeners(self) -> Iterable[Listener]:
+        return (*self.listeners, *self.later_listeners)
 
-    def _follow_wait(self, job: Job) -> Iterable[Part]:
-        """The causes of the wait that is over, and the begin of the next one."""
-        assert self.waits is not None
-        waited: Iterable[Part] = () if job.wait is None else self.waits.end(job.wait)
-        waits = job.state is JobState.WAITING or job.state is JobState.SWAPPED
-        job.wait = self.waits.begin(job.level, job.tenant) if waits else None
-        return waited
-
-    def _tell(self, listeners: Iterable[Listener], transition: Transition) -> None:
+    def _tell(self, listeners: Iterable[Listener], what: str, *details: Any) -> None:
         for listener in listeners:
             try:
-                listener.moved(transition)
+                getattr(listener, what)(*details)
             except Exception:
-                self._failed("recording a transition")
+                self._failed(_RECORDING[what])
 
     def _failed(self, doing: str) -> None:
         if self._on_error is None:

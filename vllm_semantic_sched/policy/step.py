@@ -6,60 +6,40 @@ what answers its questions (`view.EngineView`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.victims import Room
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.waits import Cause
 from vllm_semantic_sched.policy.holds import HoldChoice
-from vllm_semantic_sched.policy.order.stage import (
-    NO_LIMITS,
-    StageLimits,
-    gates_prefills,
-    prefills_that_yield,
-)
 from vllm_semantic_sched.policy.overload.control import Ended
-from vllm_semantic_sched.policy.view import EngineView, has_room
+from vllm_semantic_sched.policy.stage import stage_limits
+from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
 
 
 class StepOutcome(NamedTuple):
-    """What the engine and the next steps need to know of a step.
+    """What the engine and the next steps need to know of a step. Versions are the core's."""
 
-    Attributes:
-        begun: version of the core when it began.
-        quiet: version of the core at which nothing was left to decide about seats, holds and
-            prefills; None if something was.
-        repeated: version of the core at which the step was found to repeat itself; None if it was
-            not.
-        protected_prefill: whether it is to prefill a protected job, running or next, so that the
-            engine must not put prefills off.
-    """
-
-    begun: int
-    quiet: int | None = None
-    repeated: int | None = None
+    begun: int  # version when it began
+    quiet: int | None = None  # at which nothing was left to decide about seats, holds, prefills
+    repeated: int | None = None  # at which it was found to repeat itself
+    # It is to prefill a protected job, running or next: the engine must not put prefills off.
     protected_prefill: bool = False
 
 
-_P = ParamSpec("_P")
+_Args = TypeVarTuple("_Args")
 _T = TypeVar("_T")
 
 
 class SchedulingStep:
-    """The sequence of a step over one engine.
-
-    Attributes:
-        last: what the last step found.
-    """
+    """The sequence of a step over one engine."""
 
     def __init__(self, core: SchedulingCore) -> None:
         self._core = core
         self._holds = HoldChoice(core)
-        self.last = StepOutcome(begun=-1)
+        self.last = StepOutcome(begun=-1)  # of the last step
         self._explained = -1  # version of the core
 
     def run(self, view: EngineView) -> StepOutcome:
@@ -96,16 +76,11 @@ class SchedulingStep:
         self, view: EngineView, job: Job, dedup_key: str | None = None, origin: str = ""
     ) -> None:
         """Admit or refuse a newly queued job, between two steps; others may end because of it.
-
-        Args:
-            dedup_key, origin: see `policy.overload.dedup`.
-        """
+        `dedup_key`, `origin`: see `policy.overload.dedup`."""
         overload = self._core.overload
         if overload is not None:
-            seats = partial(self._seats_open, view)
-            ended = overload.admit(job, job.arrival, seats, dedup_key, origin)
-            if ended:
-                self._end(view, ended)
+            seats = partial(_seats_open, view)
+            _end(view, overload.admit(job, job.arrival, seats, dedup_key, origin))
 
     def first_token(self, view: EngineView, job: Job) -> None:
         """Record a job's first token after a step, and move the job if its rank changed."""
@@ -154,12 +129,10 @@ class SchedulingStep:
         if core.protection.enabled:
             core.protection.begin_step(view.now(), busy=True)
 
-    def _guarded(
-        self, doing: str, part: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T | None:
+    def _guarded(self, doing: str, part: Callable[[*_Args], _T], *args: *_Args) -> _T | None:
         """The result of a part; None if it failed and errors are not raised."""
         try:
-            return part(*args, **kwargs)
+            return part(*args)
         except Exception:
             if self._core.on_error is None:
                 raise
@@ -186,7 +159,7 @@ class SchedulingStep:
     def _end_overdue(self, view: EngineView) -> None:
         overload = self._core.overload
         if overload is not None:
-            self._end(view, overload.step(view.now(), view.kv_use()))
+            _end(view, overload.step(view.now(), view.kv_use()))
 
     def _keep_reservations(self, view: EngineView) -> None:
         while (found := self._core.eviction.over_quota_job()) is not None:
@@ -199,26 +172,22 @@ class SchedulingStep:
         """Whether all that the step can do is decode. Most steps are like that, and asking all
         questions in them would double the time of a simulation."""
         core = self._core
-        if self.is_quiet and core.seating.steady:
+        if self.is_quiet and not core.seating.metered:
             return True
-        return not view.prefilling() and (
-            not len(core.waiting)
-            or (
-                (view.free_seats() <= 0 or core.waiting.peek() is None)
-                and not core.eviction.wants_room
-            )
-        )
+        if view.prefilling():
+            return False
+        if not len(core.waiting):
+            return True
+        nobody_starts = view.free_seats() <= 0 or core.waiting.peek() is None
+        return nobody_starts and not core.eviction.wants_room
 
     def _make_room(self, view: EngineView, idle: bool | None) -> None:
         core = self._core
         if idle or not core.eviction.wants_room or view.is_paused():
             return
-        room = Room(
-            seats=view.free_seats(),
-            blocks=view.free_blocks(),
-            prefill_tokens=view.token_budget() - len(core.running),
-        )
-        for victim, beneficiary in core.eviction.plan(room, view).items():
+        prefill_tokens = view.token_budget() - len(core.running)
+        victims = core.eviction.plan(view, view.free_seats(), view.free_blocks(), prefill_tokens)
+        for victim, beneficiary in victims.items():
             view.preempt(victim, "urgent", beneficiary)
 
     def _hold(self, view: EngineView) -> bool:
@@ -242,44 +211,10 @@ class SchedulingStep:
         """Bound the prefills of the step; returns whether it is to prefill a protected job."""
         if quiet:
             return False
-        limits = self._stage_limits(view)
+        limits = stage_limits(self._core, view)
         if limits is not NO_LIMITS:
             view.limit_prefills(limits)
         return self._holds.prefills_protected(view)
-
-    # Decisions of the parts
-
-    def _stage_limits(self, view: EngineView) -> StageLimits:
-        """Which prefills are held, for a newcomer or by the paper's gate (Alg. 2)."""
-        core = self._core
-        prefilling, newcomer = view.prefilling(), core.waiting.peek()
-        no_prefill = newcomer is None and not prefilling
-        if no_prefill or not len(core.running) or not core.policy.uses_urgency:
-            return NO_LIMITS
-        held = self._held_for(newcomer, prefilling, view) if newcomer is not None else ()
-        levels = [job.effective_level for job in prefilling]
-        if newcomer is not None:
-            levels.append(newcomer.effective_level)
-        best = view.most_urgent_decode()
-        decoding = None if best is None else best.effective_level
-        if gates_prefills(decoding, min(levels), core.policy.stage):
-            return StageLimits(tuple(prefilling), gated=True)
-        return StageLimits(held) if held else NO_LIMITS
-
-    def _held_for(
-        self, newcomer: Job, prefilling: Collection[Job], view: EngineView
-    ) -> tuple[Job, ...]:
-        """Prefills to hold in this step, so that a more urgent waiting job can start. None if it
-        could not start anyway: holding them would only waste the step."""
-        budget = view.token_budget() - view.decode_tokens()
-        if not prefilling or budget == math.inf:
-            return ()
-        held = prefills_that_yield(newcomer, prefilling, int(budget))
-        return tuple(held) if held and self._can_start(newcomer, view) else ()
-
-    def _can_start(self, newcomer: Job, view: EngineView) -> bool:
-        """Whether the next waiting job gets a seat in this step."""
-        return view.is_ready(newcomer) and has_room(newcomer, view)
 
     def _why_waiting(self, view: EngineView) -> Cause:
         if view.is_paused():
@@ -300,12 +235,13 @@ class SchedulingStep:
             return
         for job in jobs:
             if not job.state.is_end:
-                seats = partial(self._seats_open, view)
-                self._end(view, overload.revised(job, view.now(), seats))
+                _end(view, overload.revised(job, view.now(), partial(_seats_open, view)))
 
-    def _end(self, view: EngineView, ended: Iterable[Ended]) -> None:
-        for job, refusal in ended:
-            view.end(job, refusal)
 
-    def _seats_open(self, view: EngineView) -> int:
-        return 0 if view.is_paused() else max(0, view.free_seats())
+def _end(view: EngineView, ended: Iterable[Ended]) -> None:
+    for job, refusal in ended:
+        view.end(job, refusal)
+
+
+def _seats_open(view: EngineView) -> int:
+    return 0 if view.is_paused() else max(0, view.free_seats())

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_semantic_sched.policy.eviction.victims import AdmissionView
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.stage import StageLimits
 from vllm_semantic_sched.policy.overload.refusal import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """Limits on the prefills of a step."""
+
+    held: tuple[Job, ...] = ()  # running ones that get no token in this step
+    gated: bool = False  # no other prefill gets any either
+
+
+NO_LIMITS = StageLimits()
 
 
 class EngineView(AdmissionView, Protocol):

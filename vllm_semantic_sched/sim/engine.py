@@ -11,9 +11,9 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionKind, PreemptionPlan
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.stage import NO_LIMITS, StageLimits
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.view import NO_LIMITS, StageLimits
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
 from vllm_semantic_sched.sim.decoding import Decoding
@@ -217,7 +217,7 @@ class Engine:
         total = seconds(steps)
         self.pool.allocate(decoding.growth(steps))
         decoding.skip(steps)
-        self.core.skip_steps(steps)
+        self.core.tick(steps)
         return steps, total
 
     # Questions of a step, see `policy.view.EngineView`

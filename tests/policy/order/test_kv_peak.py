@@ -70,7 +70,7 @@ def test_peak_is_that_of_growing_token_by_token(actions, prompt, output) -> None
             del running[job]
         elif kind == "advance":
             for _ in range(first):
-                peak.advance()
+                peak.tick()
                 for job, state in list(running.items()):
                     state[0] += 1
                     state[1] -= 1
@@ -107,7 +107,7 @@ def test_a_job_waits_until_its_growth_fits() -> None:
     assert peak.admits(short)
     assert peak.admits(sized(100, 60, level=1)), "urgent jobs are exempt"
     assert peak.admits(sized(100, 60, promotions=3, aged=3.0)), "overdue jobs are exempt"
-    peak.advance(40)  # twenty more steps until the running job ends
+    peak.tick(40)  # twenty more steps until the running job ends
     assert peak.admits(long)
     assert make_peak(KvPeakKnobs(), blocks=1).admits(long)
     assert make_peak(blocks=None).admits(long)
@@ -118,9 +118,9 @@ def test_outlived_estimates_are_revised() -> None:
     peak.set_capacity(EngineCapacity(16, 100, BLOCK))
     job = make_job(prompt_tokens=50)
     peak.add(seated(job))
-    peak.advance(9)
+    peak.tick(9)
     assert not peak.revise(lambda job: None)
-    peak.advance()
+    peak.tick()
     assert peak.revise(lambda job: setattr(job, "generated", 10))
     assert peak.steps_to_outlived == 10
     assert peak.peak_with(make_job(prompt_tokens=1)) == 60 + 1 + 2 * (BLOCK - 1) + 2 * 10
@@ -176,7 +176,7 @@ def test_an_outlived_estimate_is_a_change_of_the_core(monkeypatch) -> None:
     core.take(job, core.waiting)
     core.start(job)
     assert core.uneventful_steps() == 2  # a tenth ends within two tokens; on average it is 103
-    core.skip_steps(2)
+    core.tick(2)
     before = core.version
     core.tick()
     core.revise(lambda job: setattr(job, "generated", 3), now=1.0)

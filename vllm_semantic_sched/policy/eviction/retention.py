@@ -39,19 +39,12 @@ class PreemptionKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Room on the host for one victim.
+    """Room on the host for one victim."""
 
-    Attributes:
-        block_size: tokens in a block.
-        blocks: free blocks of the host pool.
-        on_device: first tokens that will still be on the device, in whole blocks.
-        all_or_nothing: whether a part of the KV is useless (sliding windows).
-    """
-
-    block_size: int
-    blocks: int
-    on_device: int = 0
-    all_or_nothing: bool = False
+    block_size: int  # tokens
+    blocks: int  # free ones of the host pool
+    on_device: int = 0  # first tokens that will still be on the device, in whole blocks
+    all_or_nothing: bool = False  # a part of the KV is useless (sliding windows)
 
     def most(self, held: int) -> int:
         """Number of first tokens whose KV can be kept for a victim with `held` tokens."""
@@ -63,21 +56,14 @@ class HostRoom:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """How to preempt one job.
-
-    Attributes:
-        on_device: first tokens, which stay on the device.
-        saved: tokens after them that are saved to the host, in whole blocks or to the end.
-        recomputed: the other tokens.
-        save_seconds, resume_seconds: expected engine time to save and to restore.
-    """
+    """How to preempt one job."""
 
     kind: PreemptionKind
-    on_device: int
-    saved: int
-    recomputed: int
-    save_seconds: float
-    resume_seconds: float
+    on_device: int  # first tokens, which stay on the device
+    saved: int  # tokens after them, saved to the host in whole blocks or to the end
+    recomputed: int  # the other tokens
+    save_seconds: float  # expected engine time to save
+    resume_seconds: float  # and to restore
 
     @property
     def seconds(self) -> float:
@@ -131,12 +117,9 @@ def _kept_to(job: Job, profile: EngineProfile, retention: Retention, host: HostR
 def _plan(
     on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
 ) -> PreemptionPlan:
-    if kept_to == on_device:
-        kind = PreemptionKind.RECOMPUTE
-    else:
-        kind = PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL
+    kind = PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL
     return PreemptionPlan(
-        kind,
+        PreemptionKind.RECOMPUTE if kept_to == on_device else kind,
         on_device=on_device,
         saved=kept_to - on_device,
         recomputed=held - kept_to,

@@ -1,44 +1,25 @@
-"""Chooses running jobs to preempt for waiting ones (paper, Alg. 4)."""
+"""Which waiting jobs may preempt, and which running ones make room for them (paper, Alg. 4)."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
-from vllm_semantic_sched.policy.estimates.decision import level_worth
-from vllm_semantic_sched.policy.eviction.entitlement import Entitlement
+from vllm_semantic_sched.policy.estimates.decision import level_worth, preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.order.seating import Seating
 
-# Weight of the latest gap between two seats that came free.
-_RATE = 0.1
-
-# Jobs of a level among which the cheapest victim is searched.
-_COMPARED = 64
-
-# Output tokens that an earlier preemption counts as, with `victim: progress` (S3).
-_PREEMPTION_TOKENS = 500
-
-# Waiting jobs that a step examines to make room for them.
-_LOOKAHEAD = 64
-
-# Of these, jobs without the right to preempt that a step passes over.
-_PASSED = 8
-
-
-@dataclass(slots=True)
-class Room:
-    """Room for waiting jobs in the coming step: seats, KV blocks, prefill tokens."""
-
-    seats: int
-    blocks: int
-    prefill_tokens: float
+_RATE = 0.1  # weight of the latest gap between two seats that came free
+_COMPARED = 64  # jobs of a level among which the cheapest victim is searched
+_PREEMPTION_TOKENS = 500  # output tokens that a preemption counts as, with `victim: progress` (S3)
+_LOOKAHEAD = 64  # waiting jobs that a step examines to make room for them
+_PASSED = 8  # of these, jobs without the right to preempt that a step passes over
 
 
 class AdmissionView(Protocol):
@@ -72,7 +53,7 @@ def choose_victims(
     among_equals: bool = False,
     droppable: Callable[[Job], bool] = lambda job: False,
 ) -> list[Job]:
-    """Choose victims that make room for a new job of `level`.
+    """Choose at most `max_victims` that make room for a new job of `level`.
 
     Victims come off the eviction heap, least urgent first. Each is at least `min_level_gap` levels
     less urgent than the new job and was not preempted too often; `gives_way` lifts both
@@ -80,7 +61,6 @@ def choose_victims(
     if the eligible jobs do not suffice, and omits victims that later ones made unnecessary.
 
     Args:
-        max_victims: most victims to return.
         freeable_blocks: KV blocks that a job would free; None if it cannot be preempted now.
         order: of the jobs of a level, lowest first; None: most remaining time first.
         gives_way: whether a job has no protection; None: all jobs have it.
@@ -92,7 +72,8 @@ def choose_victims(
     chosen: list[tuple[Job, int]] = []
     blocks = 0
     for job in candidates:
-        if (len(chosen) >= need.seats and blocks >= need.blocks) or len(chosen) == max_victims:
+        enough = len(chosen) >= need.seats and blocks >= need.blocks
+        if enough or len(chosen) == max_victims:
             break
         its_level = job.effective_level
         near = its_level < level + limits.min_level_gap
@@ -120,26 +101,40 @@ def _lowest_first(jobs: Iterable[Job], order: Callable[[Job], float]) -> Iterato
 
 def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
     kept = list(chosen)
-    # Spare the most urgent first.
-    for victim in reversed(chosen):
+    for victim in reversed(chosen):  # spare the most urgent first
         if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
             kept.remove(victim)
             blocks -= victim[1]
     return [job for job, _ in kept]
 
 
-class VictimEligibility(Entitlement):
-    """Decides which running jobs may be preempted for which waiting ones. See `Entitlement` for
-    the arguments."""
+class Eviction:
+    """Decides which waiting jobs may preempt, and which running ones make room for them.
 
-    _freed_at: float | None = None
-    _gap = math.inf  # mean seconds until a seat comes free by itself
-    _unpaid: Job | None = None  # found no victim worth a seat, and none came free since
+    Args:
+        seconds_left: predicted seconds of work left for a waiting job, on the scale of
+            `RunningSet.remaining`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        running: RunningSet,
+        seating: Seating,
+        seconds_left: Callable[[Job], float],
+    ) -> None:
+        self._running = running
+        self._seating = seating
+        self._seconds_left = seconds_left
+        self._freed_at: float | None = None
+        self._gap = math.inf  # mean seconds until a seat comes free by itself
+        self.adopt(policy)
 
     def adopt(self, policy: Policy) -> None:
-        super().adopt(policy)
+        """Switch to a new policy."""
+        self._policy = policy
         self._worth = level_worth(policy)
-        self._unpaid = None
+        self._unpaid: Job | None = None  # found no victim worth a seat, and none came free since
 
     def seat_freed(self, now: float) -> None:
         """Record that a running job ended."""
@@ -149,42 +144,125 @@ class VictimEligibility(Entitlement):
         self._freed_at = now
         self._unpaid = None
 
-    def plan(self, room: Room, view: AdmissionView) -> dict[Job, Job]:
+    # The right to preempt
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether any waiting job may preempt a running one. O(levels)."""
+        waiting = self._seating.waiting
+        if self._seating.deadlines.may_take_seats and self._policy.preemption.enabled:
+            return True
+        worst = self._running.least_urgent()
+        if worst is None:
+            return False
+        level = worst.effective_level
+        if any(self._level_may_preempt(above, level) for above in waiting.levels):
+            return True
+        head = waiting.peek() if self._policy.preemption.shorter is not None else None
+        return head is not None and self._is_much_shorter(head, worst)
+
+    def worth_preempting(self, job: Job) -> bool:
+        """Whether `job` may preempt some running job. O(1).
+
+        Its own level counts. What it gained by waiting, by a near deadline or by its tier's share
+        gets it the next free seat but no preemption, unless `tiers[].slo.takes_seats` allows it.
+        The offset of a tier over its share counts against it. A provisional level counts as far
+        as it is probable (`predictor.instant`).
+        """
+        takes_seat = job in self._seating.deadlines.may_take_seats
+        if takes_seat and self._policy.preemption.enabled:
+            return True
+        level, worst = self._entitled_level(job), self._running.least_urgent()
+        if level is None or worst is None:
+            return False
+        may_preempt = self._level_may_preempt(level, worst.effective_level)
+        return may_preempt or self._is_much_shorter(job, worst)
+
+    def _entitled_level(self, job: Job) -> int | None:
+        """The level at which `job` may preempt; None if it may not."""
+        if job.level_source is not LevelSource.INSTANT or job.prediction is None:
+            return job.level
+        knobs = self._policy.predictor.instant
+        return preempting_level(job.prediction.urgency, job.level, knobs)
+
+    def _may_be_passed(self, job: Job) -> bool:
+        """Whether `job`, which may not preempt, can be ahead of one that may: the order is not by
+        urgency alone, or its level is provisional."""
+        if self._seating.reorders_levels or job.level_source is not LevelSource.INSTANT:
+            return self._seating.reorders_levels
+        worst = self._running.least_urgent()
+        return worst is not None and self._level_may_preempt(job.level, worst.effective_level)
+
+    def _level_may_preempt(self, level: int, worst: float) -> bool:
+        """Whether jobs of `level` may preempt one of the effective level `worst`."""
+        policy = self._policy
+        limits = policy.preemption
+        if not limits.enabled or not policy.uses_urgency:
+            return False
+        gap = worst - self._seating.preempting_level(level)
+        if gap <= 0:
+            return False
+        if self._seating.reservation.lent(level):
+            return True
+        # Weighted levels are one level: a seat that a short request got is not taken back at once.
+        return gap >= limits.min_level_gap and not policy.weighted_levels.weighs(level)
+
+    def _is_much_shorter(self, job: Job, worst: Job) -> bool:
+        if worst.effective_level < self._seating.preempting_level(job.level):
+            return False
+        return self._running.remaining(worst) >= self._much_longer_than(job)
+
+    def _much_longer_than(self, job: Job) -> float:
+        """Remaining seconds from which a running job gives way to `job`; inf: never."""
+        policy, limits = self._policy, self._policy.preemption
+        if limits.shorter is None or not limits.enabled or policy.base != "semantic":
+            return math.inf
+        weighted = policy.weighted_levels.weighs(job.level)
+        return math.inf if weighted else limits.shorter * self._seconds_left(job)
+
+    # The choice of victims
+
+    def plan(
+        self, view: AdmissionView, seats: int, blocks: int, prefill_tokens: float
+    ) -> dict[Job, Job]:
         """Running jobs to preempt before a step, each with the waiting one that it makes room for.
         vLLM itself never does that.
 
         Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
-        each takes from `room`. A job that age, deadline or its tier's share put before a more
-        urgent one takes free room first, so it counts although no job is preempted for it.
+        each takes from the free `seats`, `blocks` and `prefill_tokens`. A job that age, deadline
+        or its tier's share put before a more urgent one takes free room first, so it counts
+        although no job is preempted for it.
         """
         seating = self._seating
         victims: dict[Job, Job] = {}
         passed = 0
         for job in itertools.islice(seating.waiting.ordered(), _LOOKAHEAD):
-            entitled = self.worth_preempting(job)
-            if room.prefill_tokens <= 0:
+            if prefill_tokens <= 0:
                 break
+            entitled = self.worth_preempting(job)
             if not entitled:
                 passed += 1
-                out_of_order = seating.reorders_levels or self.held_back(job)
-                if passed > (_PASSED if out_of_order else 0):
+                if passed > (_PASSED if self._may_be_passed(job) else 0):
                     break
             if not seating.kv_peak.admits(job):
                 break
             if not view.is_ready(job) or not seating.tenant_caps.admits(job):
                 continue
-            blocks = view.needed_blocks(job)
-            need = self._need_of(job, room.seats, room.blocks, blocks)
+            needed = view.needed_blocks(job)
+            # What the engine lacks, or more if less urgent tiers use up their part beside a hard
+            # reservation.
+            missing = seating.shortage(job)
+            need = Need(max(1 - seats, missing.seats), max(needed - blocks, missing.blocks))
             if entitled and not need.met:
                 chosen = self.victims_for(job, need, view, victims)
                 if not chosen:
                     break
                 victims |= dict.fromkeys(chosen, job)
-                room.seats += len(chosen)
-                room.blocks += sum(view.freeable_blocks(victim) or 0 for victim in chosen)
-            room.seats -= 1
-            room.blocks -= blocks
-            room.prefill_tokens -= job.tokens
+                seats += len(chosen)
+                blocks += sum(view.freeable_blocks(victim) or 0 for victim in chosen)
+            seats -= 1
+            blocks -= needed
+            prefill_tokens -= job.tokens
         return victims
 
     def victims_for(
@@ -217,21 +295,19 @@ class VictimEligibility(Entitlement):
             return None if victim in beside else view.freeable_blocks(victim)
 
         level = self._entitled_level(job)
-        if level is None:
-            level = job.level  # it takes a seat by its deadline
         longer_than = self._much_longer_than(job)
-        among_equals = takes_seat or longer_than < math.inf
         victims = choose_victims(
-            self._seating.preempting_level(level),
+            # Without an entitled level it takes a seat by its deadline.
+            self._seating.preempting_level(job.level if level is None else level),
             need,
             self._running,
             limits,
             limits.max_victims_per_step - len(beside),
             freeable,
-            self._order_of_victims(view),
-            self._gives_way(takes_seat, longer_than, borrowed),
-            among_equals,
-            self._is_droppable,
+            order=self._order_of_victims(view),
+            gives_way=self._gives_way(takes_seat, longer_than, borrowed),
+            among_equals=takes_seat or longer_than < math.inf,
+            droppable=self._is_droppable,
         )
         if victims:
             self._unpaid = None
@@ -258,23 +334,15 @@ class VictimEligibility(Entitlement):
         """Which running jobs have no protection against a waiting one; None: all have it."""
         if not takes_seat and longer_than == math.inf:
             return borrowed
-        limit = self._policy.preemption.max_per_request
+        limit, remaining = self._policy.preemption.max_per_request, self._running.remaining
 
         def gives_way(victim: Job) -> bool:
-            if victim.preemptions < limit and (
-                (takes_seat and victim.first_token is not None)
-                or self._running.remaining(victim) >= longer_than
-            ):
+            answering = takes_seat and victim.first_token is not None
+            if victim.preemptions < limit and (answering or remaining(victim) >= longer_than):
                 return True
             return borrowed is not None and borrowed(victim)
 
         return gives_way
-
-    def _need_of(self, job: Job, seats: int, free_blocks: int, blocks: int) -> Need:
-        """Seats and blocks to free for a job that needs `blocks`: what the engine lacks, or more
-        if less urgent tiers use up their part beside a hard reservation."""
-        missing = self._seating.shortage(job)
-        return Need(max(1 - seats, missing.seats), max(blocks - free_blocks, missing.blocks))
 
     def over_quota_job(self) -> tuple[Job, str] | None:
         """A running job that must be preempted because a job grew or became less urgent, and the
@@ -293,11 +361,10 @@ class VictimEligibility(Entitlement):
 
     def _affordable_seconds(self, job: Job, need: Need) -> float:
         """Engine time that a victim for `job` may cost."""
-        levels = self._seating.holdings.levels()
+        holdings = self._seating.holdings
+        levels, seats = holdings.levels(), len(holdings)
+        blocks = sum(held.blocks for held in levels)
         lost = sum(worth * held.seats for worth, held in zip(self._worth.lost, levels, strict=True))
-        seats, blocks = (
-            sum(getattr(held, name) for held in levels) for name in ("seats", "blocks")
-        )
         # Running jobs that must end by themselves to make the room.
         ends = max(1.0, need.seats, need.blocks * seats / blocks if blocks else 0.0)
         return ends * self._gap * self._worth.gained[job.level] / max(lost, 1.0)

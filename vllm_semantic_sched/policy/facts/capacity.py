@@ -1,4 +1,4 @@
-"""Seats and KV blocks: the engine's capacity, the need of a job, and the holdings of each job."""
+"""Seats and KV blocks: what the engine has, what a job needs, and what each job holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vllm_semantic_sched.policy.facts.job import Job, Seat
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """Seats and KV blocks of the engine; `blocks` None if unlimited."""
+    """Seats and KV blocks of the engine."""
 
     seats: int
-    blocks: int | None
+    blocks: int | None  # None: unlimited
     block_size: int = 16
 
     def blocks_for(self, tokens: int) -> int:
@@ -35,12 +35,11 @@ class Need:
 
 @dataclass(slots=True)
 class Held:
-    """Seats and KV blocks held by the jobs of a level or of a tenant, and the KV tokens that they
-    are predicted to need in the end."""
+    """What the jobs of a level or of a tenant hold."""
 
     seats: int = 0
     blocks: int = 0
-    tokens: float = 0.0
+    tokens: float = 0.0  # KV tokens that they are predicted to need in the end
 
     def add(self, seats: int, blocks: int, tokens: float) -> None:
         """Change all three; negative to give back."""
@@ -57,13 +56,10 @@ class Holdings:
     without what it gained by waiting. Its blocks are those that the meter reported last: up to
     `order.meter.AHEAD` tokens too many, and shared blocks count for each job, so that limits err
     on the safe side.
-
-    Attributes:
-        capacity: of the engine; until it is known (None) jobs count without blocks.
     """
 
     def __init__(self, levels: int) -> None:
-        self.capacity: EngineCapacity | None = None
+        self.capacity: EngineCapacity | None = None  # until it is known, jobs count without blocks
         self._levels = [Held() for _ in range(levels)]
         self._below = [Held() for _ in range(levels)]  # sums, asked for more often than changed
         self._tenants: dict[str, Held] = {}
@@ -76,23 +72,22 @@ class Holdings:
         return job.seat.blocks if job.seat is not None else 0
 
     def level(self, level: int) -> Held:
-        """Holdings of the jobs of one level."""
         return self._levels[level]
 
     def levels(self) -> list[Held]:
-        """Holdings of each level, most urgent first."""
+        """By level, most urgent first."""
         return self._levels
 
     def below(self, level: int) -> Held:
-        """Return what all jobs less urgent than `level` hold together; `tokens` stays 0."""
+        """What all jobs less urgent than `level` hold together; `tokens` stays 0."""
         return self._below[level]
 
     def tenant(self, tenant: str) -> Held | None:
-        """Holdings of a tenant; None if it has no seat."""
+        """None if it has no seat."""
         return self._tenants.get(tenant)
 
     def tenants(self) -> Iterator[tuple[str, Held]]:
-        """Holdings of each tenant with a seat."""
+        """By tenant with a seat."""
         return iter(self._tenants.items())
 
     def occupy(self, job: Job, tokens: int) -> Seat:
@@ -131,9 +126,7 @@ class Holdings:
 
     def _add(self, job: Job, seats: int, blocks: int, tokens: float) -> None:
         self._add_to_level(job.level, seats, blocks, tokens)
-        tenant = self._tenants.get(job.tenant)
-        if tenant is None:
-            tenant = self._tenants[job.tenant] = Held()
+        tenant = self._tenants.get(job.tenant) or self._tenants.setdefault(job.tenant, Held())
         tenant.add(seats, blocks, tokens)
 
     def _add_to_level(self, level: int, seats: int, blocks: int, tokens: float) -> None:

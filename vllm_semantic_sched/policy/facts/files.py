@@ -13,13 +13,6 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 Kind = Literal["policy", "profile", "domain", "scenario"]
 
-_FOLDERS: dict[Kind, str] = {
-    "policy": "policies",
-    "profile": "profiles",
-    "domain": "domains",
-    "scenario": "scenarios",
-}
-
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 without the booleans yes/no/on/off, so that `mode: off` is a string."""
@@ -59,7 +52,7 @@ def shipped_configs() -> Path:
 
 def shipped_names(kind: Kind) -> list[str]:
     """Sorted names of the shipped files of a kind."""
-    return sorted(path.stem for path in _shipped_folder(kind).glob("*.yaml"))
+    return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
 
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
@@ -68,19 +61,19 @@ def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
     Raises:
         PolicyError: neither a shipped name nor an existing file; the message lists the names.
     """
-    names = shipped_names(kind)
-    if str(name_or_path) in names:
-        return _shipped_folder(kind) / f"{name_or_path}.yaml"
+    names, given = shipped_names(kind), str(name_or_path)
+    if given in names:
+        return _folder(kind) / f"{given}.yaml"
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    near = nearest(str(name_or_path), names)
+    near = nearest(given, names)
     hint = f" Did you mean {near}?" if near else ""
     raise PolicyError(
-        f"{kind} {str(name_or_path)!r}: no such file and no shipped {kind} of that name."
+        f"{kind} {given!r}: no such file and no shipped {kind} of that name."
         f"{hint} Shipped: {', '.join(names)}"
     )
 
 
-def _shipped_folder(kind: Kind) -> Path:
-    return shipped_configs() / _FOLDERS[kind]
+def _folder(kind: Kind) -> Path:
+    return shipped_configs() / ("policies" if kind == "policy" else f"{kind}s")

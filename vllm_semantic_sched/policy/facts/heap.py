@@ -82,26 +82,19 @@ class AddressableHeap(Generic[T]):
 
     def first(self) -> tuple[Any, T] | None:
         """The smallest key and its item; None if empty."""
-        entries = self._entries
-        if not entries:
-            return None
-        if self._live.get(entries[0][2]) is not entries[0]:
-            self._drop_dead_top()
-            if not entries:
-                return None
-        key, _, item = entries[0]
-        return key, item
+        item = self.peek()
+        return None if item is None else (self._entries[0][0], item)
 
     def pop(self) -> T:
         """Remove and return the item under the smallest key. IndexError if empty."""
         self._drop_dead_top()
-        item = heapq.heappop(self._entries)[2]
+        item = _heappop(self._entries)[2]
         del self._live[item]
         return item
 
     def may_reach(self, key: Any) -> bool:
-        """Whether an item may be stored under a key up to `key`. The key of a dead entry is a
-        lower bound as well."""
+        """Whether an item may be stored under a key up to `key`: a dead entry's is a lower
+        bound."""
         return bool(self._entries) and bool(self._entries[0][0] <= key)
 
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
@@ -138,7 +131,7 @@ class AddressableHeap(Generic[T]):
     def _drop_dead_top(self) -> None:
         entries = self._entries
         while entries and self._live.get(entries[0][2]) is not entries[0]:
-            heapq.heappop(entries)
+            _heappop(entries)
 
     def _compact(self) -> None:
         self._entries = list(self._live.values())

@@ -12,11 +12,11 @@ from vllm_semantic_sched.policy.facts.waits import Wait
 
 BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
 
-# Level of a request that aging has promoted above all others.
 OVERDUE = -1.0
+"""Level of a request that aging has promoted above all others."""
 
-# Level of a level-0 request close to its deadline; other requests gain up to level 0.
 DEADLINE_NEAR = -0.5
+"""Level of a level-0 request close to its deadline; other requests gain up to level 0."""
 
 
 class Rank(NamedTuple):
@@ -51,15 +51,10 @@ def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> 
 
 
 class StatedLength(NamedTuple):
-    """What a request says about the output tokens of its answer, beside its `max_tokens`.
+    """What a request says about the output tokens of its answer, beside its `max_tokens`."""
 
-    Attributes:
-        shortest: the answer cannot end before; 0: it may end at any time.
-        longest: the form of the answer allows no more; None: any number.
-    """
-
-    shortest: int = 0
-    longest: int | None = None
+    shortest: int = 0  # the answer cannot end before
+    longest: int | None = None  # the form of the answer allows no more; None: any number
 
     @property
     def exact(self) -> bool:
@@ -135,150 +130,89 @@ class PrefillCost(Protocol):
 
 
 class Charge(NamedTuple):
-    """What an admission was charged, to undo it.
+    """What an admission was charged, to undo it."""
 
-    Attributes:
-        level, seconds: the tier that was charged, and how much.
-        overtook, credit: see `order.aging.Overtaking`.
-        passes: see `WaitingQueue.passes`.
-    """
-
-    level: int
+    level: int  # the tier that was charged
     seconds: float
-    overtook: bool
+    overtook: bool  # as is `credit`: see `order.aging.Overtaking`
     credit: float
-    passes: Mapping[int, PassCause]
+    passes: Mapping[int, PassCause]  # see `WaitingQueue.passes`
 
 
 @dataclass(slots=True)
 class Stint:
-    """What the meter knows of a job since it got its seat.
+    """What the meter knows of a job since it got its seat."""
 
-    Attributes:
-        charged: tokens, prompt and output, that have been charged.
-        prefill: tokens to compute before the first output token.
-        generated: output tokens at the start.
-        profile: by which the admission was charged.
-    """
-
-    charged: int
-    prefill: int
-    generated: int
-    profile: PrefillCost
+    charged: int  # tokens, prompt and output, that have been charged
+    prefill: int  # tokens to compute before the first output token
+    generated: int  # output tokens at the start
+    profile: PrefillCost  # by which the admission was charged
 
 
 @dataclass(slots=True)
 class Seat:
-    """What a job holds from when it is taken out of the queue until it loses its seat.
+    """What a job holds from when it is taken out of the queue until it loses its seat."""
 
-    Attributes:
-        blocks: KV blocks, as the meter reported them last.
-        expected: KV tokens that it is predicted to need in the end.
-        charge: of its admission, until it starts.
-        stint: what the meter knows, where use is metered.
-        start: tokens less steps, for the predicted peak of KV use.
-        held_since: while it is held, since when, in seconds.
-        held_at: the same in the virtual time of the running jobs.
-        held_for: the protected job for which it is held.
-        restoring: since when it restores the KV that it lost, in seconds, if that is logged.
-    """
-
-    blocks: int
-    expected: float = 0.0
-    charge: Charge | None = None
-    stint: Stint | None = None
-    start: int = 0
-    held_since: float | None = None
-    held_at: float | None = None
-    held_for: Job | None = None
-    restoring: float | None = None
+    blocks: int  # of KV, as the meter reported them last
+    expected: float = 0.0  # KV tokens that it is predicted to need in the end
+    charge: Charge | None = None  # of its admission, until it starts
+    stint: Stint | None = None  # where use is metered
+    start: int = 0  # tokens less steps, for the predicted peak of KV use
+    held_since: float | None = None  # seconds; None while it is not held
+    held_at: float | None = None  # the same in the virtual time of the running jobs
+    held_for: Job | None = None  # the protected job
+    restoring: float | None = None  # since when, in seconds, it restores lost KV, if logged
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request.
-
-    Attributes:
-        sequence: arrival number; makes every order total.
-        arrival: seconds on the scheduler's clock.
-        prompt_tokens: as submitted.
-        max_output_tokens: most output tokens, by the request's limit and its form.
-        stated: what the request says about its length.
-        level, level_source: current urgency level (0 = most urgent) and its origin.
-        awaits_prediction: the predictor has not answered yet.
-        computed: tokens whose KV is, or is expected to be, on the device.
-        swapped: tokens whose KV is on the host.
-        generated: output tokens so far.
-        preemptions, preemption_seconds: number and planned cost of its preemptions.
-        generated_before: output tokens at its last preemption.
-        tenant: empty if unknown.
-        best_level: the most urgent level that its tenant's cap on top levels allows.
-        promotions, aged: promotions by aging, and levels gained by them.
-        deadline: time at which the first token is due, while it is watched.
-        deadline_boost: levels gained by a near deadline.
-        limit_boost: levels gained by too many preemptions.
-        share_boost: levels gained by its tier's missing share when it got its seat.
-        state, entered: state and the time at which it began.
-        drafted_seconds, drafted_tokens: rank seconds, and prompt and output tokens, that were
-            expected when it was drafted; each is used once, at its arrival.
-        started, first_token: time of the first seat and of the first token.
-        waited: seconds without a seat, up to `entered`, and seconds in which it was held.
-        read_after, unread_level: first seats given before its prediction came, and its level until
-            then; 0 if its level came from a hint or has not changed since.
-        passed: why a less urgent, later job got its first seat before; None: none did.
-        outrun: a less urgent job finished while it was there; known when it completes.
-        seat: what it holds; None without a seat.
-        wait: why it waits, if that is logged; None with a seat.
-        came: Unix time at which the engine got it, before it waited for the end of a step.
-        read_at: when its prediction came; None before.
-        block_hashes: the engine's, of its whole KV blocks from the first on, if they are logged.
-    """
+    """One request. Times are seconds on the scheduler's clock."""
 
     request_id: str
-    sequence: int
+    sequence: int  # arrival number
     arrival: float
-    prompt_tokens: int
-    max_output_tokens: int
-    level: int
+    prompt_tokens: int  # as submitted
+    max_output_tokens: int  # by the request's limit and its form
+    level: int  # urgency, 0 = most urgent
     level_source: LevelSource
     stated: StatedLength = FREE_LENGTH
     awaits_prediction: bool = False
     prediction: Prediction | None = None
-    computed: int = 0
-    swapped: int = 0
-    generated: int = 0
+    computed: int = 0  # tokens whose KV is, or is expected to be, on the device
+    swapped: int = 0  # tokens whose KV is on the host
+    generated: int = 0  # output tokens so far
     preemptions: int = 0
-    preemption_seconds: float = 0.0
-    generated_before: int = 0
-    tenant: str = ""
-    best_level: int = 0
-    promotions: int = 0
-    aged: float = 0.0
-    deadline: float = 0.0
-    deadline_boost: float = 0.0
-    limit_boost: float = 0.0
-    share_boost: float = 0.0
+    preemption_seconds: float = 0.0  # their planned cost
+    generated_before: int = 0  # output tokens at the last preemption
+    tenant: str = ""  # empty: unknown
+    best_level: int = 0  # the most urgent that its tenant's cap on top levels allows
+    promotions: int = 0  # by aging
+    aged: float = 0.0  # levels gained by them
+    deadline: float = 0.0  # of the first token, while it is watched
+    deadline_boost: float = 0.0  # levels gained by a near deadline
+    limit_boost: float = 0.0  # by too many preemptions
+    share_boost: float = 0.0  # by its tier's missing share, when it got its seat
     state: JobState = JobState.WAITING
-    entered: float = 0.0
-    started: float | None = None
+    entered: float = 0.0  # when the state began
+    started: float | None = None  # first seat
     first_token: float | None = None
-    waited: float = 0.0
+    waited: float = 0.0  # seconds without a seat, up to `entered`, and seconds held
+    # Rank seconds, and prompt and output tokens, expected when drafted: each used once, on arrival.
     drafted_seconds: float | None = None
     drafted_tokens: float | None = None
-    read_after: int = 0
-    unread_level: int = 0
-    passed: PassCause | None = None
-    outrun: bool = False
+    read_after: int = 0  # first seats given before its prediction came
+    unread_level: int = 0  # level until then; 0: by a hint, or unchanged since
+    passed: PassCause | None = None  # why a less urgent, later job got its first seat before
+    outrun: bool = False  # a less urgent one finished while it was there; known at its completion
     seat: Seat | None = None
-    wait: Wait | None = None
-    came: float | None = None
-    read_at: float | None = None
-    block_hashes: Sequence[bytes] = ()
+    wait: Wait | None = None  # why it waits, if that is logged; None with a seat
+    came: float | None = None  # Unix time, before it waited for the end of a step
+    read_at: float | None = None  # when its prediction came
+    block_hashes: Sequence[bytes] = ()  # the engine's, of its whole KV blocks, if logged
 
     @property
     def effective_level(self) -> float:
-        """Its level less what it gained by waiting, by a near deadline, by its tier's share or by
-        too many preemptions."""
+        """Its level less what it gained by waiting, deadline, share or preemptions."""
         if not (self.deadline_boost or self.share_boost or self.aged or self.limit_boost):
             return self.level
         aged = max(self.level - self.aged, OVERDUE)
@@ -286,7 +220,7 @@ class Job:
 
     @property
     def deadline_level(self) -> float:
-        """Its level less what it gained by a near deadline or by too many preemptions."""
+        """Its level less what it gained by a near deadline or by preemptions."""
         boost = max(self.deadline_boost, self.limit_boost)
         if not boost:
             return self.level
@@ -315,9 +249,8 @@ class Job:
             IllegalTransition: no such edge; the job is unchanged.
         """
         if state not in _LEGAL[self.state]:
-            raise IllegalTransition(
-                f"request {self.request_id}: {self.state.value} -> {state.value}"
-            )
+            edge = f"{self.state.value} -> {state.value}"
+            raise IllegalTransition(f"request {self.request_id}: {edge}")
         if self.state is not JobState.RUNNING:
             self.waited += now - self.entered
         if state is JobState.RUNNING and self.started is None:

@@ -8,34 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted distribution over urgency levels and output-length buckets.
+    """The predicted distribution over urgency levels and output-length buckets; each sums to 1."""
 
-    `urgency[i]` is the probability of level i, 0 being the most urgent. `length[i]` is the
-    probability of length bucket i (see `LengthBuckets`), None if the model has no such head.
-    Both sum to 1. `unreadable` says why the reader could not judge the text, and nothing may be
-    concluded from the probabilities; None if it could. `again`: of a second look at a part of the
-    text, which may only raise the level.
-    """
-
-    urgency: tuple[float, ...]
-    length: tuple[float, ...] | None = None
-    unreadable: str | None = None
-    again: bool = False
+    urgency: tuple[float, ...]  # probability of each level, the most urgent first
+    length: tuple[float, ...] | None = None  # of each of the `LengthBuckets`; None: not predicted
+    unreadable: str | None = None  # why the text could not be judged; then the others mean nothing
+    again: bool = False  # from a second look at a part of the text, which may only raise the level
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBuckets:
-    """Output lengths in tokens, divided into n buckets as in S3 (Jin et al., 2023).
+    """Output lengths in tokens, divided into n buckets as in S3 (Jin et al., 2023). Bucket i holds
+    the lengths from `edges[i - 1]` (inclusive) to `edges[i]` (exclusive)."""
 
-    `edges` are the n - 1 increasing inner edges: bucket i holds the lengths from `edges[i - 1]`
-    (inclusive) to `edges[i]` (exclusive). `means` are the n mean lengths. ValueError if edges do
-    not increase or their number does not match.
-    """
-
-    edges: tuple[int, ...]
-    means: tuple[float, ...]
+    edges: tuple[int, ...]  # the n - 1 inner ones
+    means: tuple[float, ...]  # of the n buckets
 
     def __post_init__(self) -> None:
+        """ValueError if edges do not increase or their number does not match."""
         if len(self.means) != len(self.edges) + 1:
             raise ValueError(
                 f"{len(self.edges)} inner edges make {len(self.edges) + 1} buckets, "

@@ -90,17 +90,11 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 class Key(NamedTuple):
-    """One key.
+    """One key of a file."""
 
-    Attributes:
-        name: dotted; entries of a list have `[]`.
-        default: as text; empty for a group of keys.
-        valid: the choices; empty if there are too many to list.
-    """
-
-    name: str
-    default: str
-    valid: str
+    name: str  # dotted; entries of a list have `[]`
+    default: str  # empty for a group of keys
+    valid: str  # the choices; empty if there are too many to list
     meaning: str
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,21 +45,15 @@ Cells = Sequence[float]
 
 
 class Part(NamedTuple):
-    """A part of a wait.
-
-    Attributes:
-        level: level of the request that had got the latest seat; None: nobody had, or it does not
-            matter.
-    """
+    """A part of a wait."""
 
     cause: Cause
-    level: int | None
+    level: int | None  # of the request that had got the latest seat; None: none, or irrelevant
     seconds: float
 
 
 class _Limit:
-    """The seconds of each cell in which a limit applied. Kept while a request or the ledger refers
-    to it."""
+    """The seconds of each cell in which a limit applied, while a request or the ledger needs it."""
 
     __slots__ = ("__weakref__", "cells", "since")
 
@@ -74,23 +69,18 @@ class _Limit:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """The wait of one request, while it lasts.
-
-    Attributes:
-        level, tenant: of the request.
-        cells: the ledger's sums when the present stretch began.
-        limits: those of its queue, with their sums at that time.
-        override: cause of the whole stretch; `lasting`: and of all that follow.
-        parts: seconds of earlier stretches.
-    """
+    """The wait of one request, while it lasts."""
 
     level: int
     tenant: str
-    cells: Cells = ()
-    limits: list[tuple[Cause, _Limit, Cells]] = field(default_factory=list)
-    override: Cause | None = None
-    lasting: bool = False
-    parts: dict[tuple[Cause, int | None], float] = field(default_factory=dict)
+    cells: Cells = ()  # the ledger's sums when the present stretch began
+    limits: list[tuple[Cause, _Limit, Cells]] = field(default_factory=list)  # and theirs then
+    override: Cause | None = None  # cause of the whole stretch
+    lasting: bool = False  # whether it is that of all later stretches, too
+    # Seconds of earlier stretches.
+    parts: defaultdict[tuple[Cause, int | None], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
 
 
 class WaitLedger:
@@ -108,6 +98,7 @@ class WaitLedger:
         self._has_limits = has_limits
         self._width = levels + 1
         self._paused = _PLACE[Cause.PAUSED] * self._width  # the last cells
+        # Seconds by cause and level of the latest seat, up to `_since`.
         self._cells = array("d", bytes(8 * len(_SHARED) * self._width))
         self._cause, self._column = Cause.STEP, 0
         self._since = clock()
@@ -164,19 +155,13 @@ class WaitLedger:
 
     def split(self, wait: Wait, cause: Cause | None = None) -> None:
         """End a stretch of a wait and begin the next one, after a change of its level for instance.
-
-        Args:
-            cause: of the whole stretch; None: what the ledger has recorded.
-        """
+        `cause`: of the whole stretch; None: what the ledger has recorded."""
         self._close(wait, cause)
         self._open(wait)
 
     def skip(self, wait: Wait, lasting: bool = False) -> None:
-        """Record that the engine found a request not ready.
-
-        Args:
-            lasting: until it starts, else until a step in which it is not skipped.
-        """
+        """Record that the engine found a request not ready, until it starts if `lasting`, else
+        until a step in which it is not skipped."""
         if wait.override is None:
             self.split(wait)
             wait.override = Cause.NOT_READY
@@ -187,8 +172,8 @@ class WaitLedger:
     def end(self, wait: Wait) -> list[Part]:
         """The parts of a wait that is over."""
         self._close(wait, None)
-        for skipped in (self._skipped, self._skipped_before):
-            skipped.pop(wait, None)
+        self._skipped.pop(wait, None)
+        self._skipped_before.pop(wait, None)
         return [Part(*key, seconds) for key, seconds in wait.parts.items() if seconds > 1e-9]
 
     def _open(self, wait: Wait) -> None:
@@ -204,31 +189,25 @@ class WaitLedger:
         parts, now, unpaused = wait.parts, self._sums(), self._paused
         left = _less(now, wait.cells)
         whole = cause or wait.override
-        spent = []
         if whole is not None:
             spent = [(whole, left[:unpaused])]
         else:
-            for kind, limit, before in wait.limits:
-                spent.append((kind, _less(limit.total(now), before)[:unpaused]))
+            spent = [(kind, _less(limit.total(now), was)) for kind, limit, was in wait.limits]
         for kind, cells in spent:
-            parts[kind, None] = parts.get((kind, None), 0.0) + sum(cells)
+            cells = cells[:unpaused]
+            parts[kind, None] += sum(cells)
             left = [*_less(left[:unpaused], cells), *left[unpaused:]]
         for place, seconds in enumerate(left):
             if seconds:
                 row, column = divmod(place, self._width)
                 kind = _SHARED[row]
                 matters = column > 0 and kind is not Cause.STEP and kind is not Cause.PAUSED
-                key = (kind, column - 1 if matters else None)
-                parts[key] = parts.get(key, 0.0) + seconds
+                parts[kind, column - 1 if matters else None] += seconds
 
     def _limit(self, key: LimitKey) -> _Limit:
-        limit = self._limits.get(key)
-        if limit is None:
-            limit = self._limits[key] = _Limit(len(self._cells))
-        return limit
+        return self._limits.get(key) or self._limits.setdefault(key, _Limit(len(self._cells)))
 
     def _sums(self) -> array[float]:
-        """Seconds by cause and level of the latest seat, up to now."""
         now = self.clock()
         self._cells[_PLACE[self._cause] * self._width + self._column] += now - self._since
         self._since = now

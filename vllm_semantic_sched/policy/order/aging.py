@@ -24,21 +24,15 @@ from vllm_semantic_sched.policy.config.order import ROUNDING, Aging
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 
-# Most promotions in one step, so that a burst of the same age does not delay it.
-_MOST_PER_STEP = 20
+_MOST_PER_STEP = 20  # promotions, so that a burst of the same age does not delay a step
 
 
 class Promotions:
-    """Promotes waiting jobs by a timer heap, O(log n) each.
-
-    Attributes:
-        knobs: may be replaced.
-        count: promotions so far.
-    """
+    """Promotes waiting jobs by a timer heap, O(log n) each."""
 
     def __init__(self, knobs: Aging) -> None:
         self.knobs = knobs
-        self.count = 0
+        self.count = 0  # promotions so far
         self._timers: AddressableHeap[Job] = AddressableHeap()
 
     def wait(self, job: Job) -> None:
@@ -61,21 +55,20 @@ class Promotions:
 
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose timers have expired, and return them."""
-        promoted: list[Job] = []
-        for job in self._timers.pop_until(now, _MOST_PER_STEP):
-            promoted.append(job)
+        promoted = list(self._timers.pop_until(now, _MOST_PER_STEP))
+        for job in promoted:
             # Rounding must not make the timer fire again for the same promotion.
             self.earn(job, job.waited + now - job.entered, least=job.promotions + 1)
             self.wait(job)
         return promoted
 
     def earn(self, job: Job, waited: float, least: int = 0) -> bool:
-        """Give a job the promotions that `waited` seconds are worth, but `least`; whether it got
-        any."""
+        """Give a job the promotions that `waited` seconds are worth, at least `least`; whether it
+        got any."""
         if not self.knobs.enabled:
             return False
-        earned = max(least, int(waited / self.knobs.interval))
-        earned = min(earned, self.knobs.most_promotions(job.level))
+        most = self.knobs.most_promotions(job.level)
+        earned = min(max(least, int(waited / self.knobs.interval)), most)
         if earned <= job.promotions:
             return False
         self.count += earned - job.promotions
@@ -85,16 +78,11 @@ class Promotions:
 
 
 class Overtaking:
-    """Decides when an aged job may overtake a more urgent one.
-
-    Attributes:
-        knobs: may be replaced.
-        count: overtakings so far.
-    """
+    """Decides when an aged job may overtake a more urgent one."""
 
     def __init__(self, knobs: Aging) -> None:
         self.knobs = knobs
-        self.count = 0
+        self.count = 0  # overtakings so far
         self._credit = 1.0
 
     @property

@@ -7,25 +7,17 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Slo
 
-# Levels gained: below 1, so that a request only moves ahead within its own level.
-_LEVELS = 0.5
-
-# Most jobs in one step, so that a burst of the same age does not delay it.
-_MOST_PER_STEP = 20
+_LEVELS = 0.5  # gained: below 1, so that a request only moves ahead within its own level
+_MOST_PER_STEP = 20  # jobs, so that a burst of the same age does not delay a step
 
 
 class DeadlineWatch:
-    """Raises waiting jobs shortly before their deadline, by a timer heap.
-
-    Attributes:
-        knobs: may be replaced.
-        count: jobs raised so far.
-        may_take_seats: raised waiting jobs that may preempt a job that has its first token.
-    """
+    """Raises waiting jobs shortly before their deadline, by a timer heap."""
 
     def __init__(self, knobs: Deadlines) -> None:
         self.knobs = knobs
-        self.count = 0
+        self.count = 0  # jobs raised so far
+        # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
         self._timers: AddressableHeap[Job] = AddressableHeap()
         self._takes_seats: dict[Job, bool] = {}

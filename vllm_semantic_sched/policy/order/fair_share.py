@@ -16,24 +16,18 @@ class FairShare:
 
     Shares are relative to the tiers with waiting requests, so unused shares go to the others and
     the engine never idles for a share.
-
-    Attributes:
-        offsets: levels to add by tier; negative is sooner.
-        served: engine seconds charged to each tier since the start.
     """
 
     def __init__(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
-        self.knobs = knobs
-        self.targets = target_shares(tiers)
-        self.offsets = [0.0] * len(tiers)
-        self.served = [0.0] * len(tiers)
+        self.adopt(knobs, tiers)
+        self.served = [0.0] * len(tiers)  # engine seconds charged to each tier since the start
         self._used = [0.0] * len(tiers)
         self._last: float | None = None
 
     def adopt(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
         """Switch to new settings for the same number of tiers."""
         self.knobs, self.targets = knobs, target_shares(tiers)
-        self.offsets = [0.0] * len(tiers)
+        self.offsets = [0.0] * len(tiers)  # levels to add by tier; negative is sooner
 
     def charge(self, level: int, seconds: float) -> None:
         """Charge engine time to a tier; negative to refund."""
@@ -41,21 +35,15 @@ class FairShare:
         self._used[level] = max(0.0, self._used[level] + seconds)
 
     def update(self, now: float, active: Sequence[int]) -> None:
-        """Update the offsets, once per step. O(tiers).
-
-        Args:
-            active: tiers with waiting requests.
-        """
+        """Update the offsets, once per step; `active`: tiers with waiting requests. O(tiers)."""
         if self._last is not None and now > self._last:
             kept = math.exp((self._last - now) / self.knobs.window)
             self._used = [kept * used for used in self._used]
         self._last = now
         self.offsets = [0.0] * len(self._used)
-        shares = self.shares(active)
-        if not self.knobs.enabled or not shares:
-            return
-        for level, (share, target) in shares.items():
-            self.offsets[level] = self._offset(share, target)
+        if self.knobs.enabled:
+            for level, (share, target) in self.shares(active).items():
+                self.offsets[level] = self._offset(share, target)
 
     def shares(self, active: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Recent share and target share of the tiers in `active`; empty if they used nothing."""
@@ -63,9 +51,7 @@ class FairShare:
         targets = sum(self.targets[level] for level in active)
         if used <= 0.0 or targets <= 0.0:
             return {}
-        return {
-            level: (self._used[level] / used, self.targets[level] / targets) for level in active
-        }
+        return {at: (self._used[at] / used, self.targets[at] / targets) for at in active}
 
     def _offset(self, share: float, target: float) -> float:
         if target <= 0.0:  # behind all tiers with a share

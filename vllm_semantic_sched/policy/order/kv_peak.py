@@ -1,8 +1,8 @@
 """Admission by the predicted peak of KV use (Past-Future scheduler, Gong et al., arXiv 2507.10150).
 
-vLLM admits a request as soon as its prompt fits. The answers then grow, and when the blocks run
-out it preempts and recomputes. Here a request is admitted only if the KV of all running requests,
-as far as their lengths can be predicted, will fit at every later step.
+vLLM admits a request as soon as its prompt fits. Answers then grow, and when the blocks run out it
+preempts and recomputes. Here a request is admitted only if the KV of all running requests, as far
+as their lengths can be predicted, will fit at every later step.
 """
 
 from __future__ import annotations
@@ -36,21 +36,13 @@ class KvPeak:
 
     A candidate answers only for the time in which it runs itself: it does not wait because of a
     peak that comes after its end.
-
-    Args:
-        tokens_within: see `Estimator.tokens_within`.
-
-    Attributes:
-        knobs: may be replaced.
-        capacity: KV tokens of the engine; inf if unlimited or not known yet.
-        block_size: tokens in a block.
     """
 
     def __init__(self, knobs: KvPeakKnobs, tokens_within: Callable[[Job, float], float]) -> None:
         self.knobs = knobs
-        self.capacity = math.inf
+        self.capacity = math.inf  # KV tokens of the engine; inf: unlimited or not known yet
         self.block_size = 1
-        self._tokens_within = tokens_within
+        self._tokens_within = tokens_within  # see `Estimator.tokens_within`
         self._step = 0
         self._ends: AddressableHeap[Job] = AddressableHeap()  # last step by estimate
         # By the last step, latest first: ends (negative), sums of starts, and for each place the
@@ -97,7 +89,7 @@ class KvPeak:
         if self._ends.discard(job):
             self._sorted = None
 
-    def advance(self, steps: int = 1) -> None:
+    def tick(self, steps: int = 1) -> None:
         """Count engine steps."""
         self._step += steps
 
@@ -113,11 +105,8 @@ class KvPeak:
         return self._ends.may_reach(self._step + 1)
 
     def revise(self, observe: Callable[[Job], None]) -> bool:
-        """Estimate jobs again that have outlived their estimate; whether there was one.
-
-        Args:
-            observe: updates a job's `generated`.
-        """
+        """Estimate jobs again that have outlived their estimate, once `observe` has updated their
+        `generated`; whether there was one."""
         outlived = list(self._ends.pop_until(self._step, len(self._ends)))
         for job in outlived:
             observe(job)

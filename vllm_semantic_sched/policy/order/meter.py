@@ -9,8 +9,8 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Stint
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
-# Tokens between two visits of a job: 256 running jobs cost four visits per step.
 AHEAD = 64
+"""Tokens between two visits of a job: 256 running jobs cost four visits per step."""
 
 
 class Meter:
@@ -24,11 +24,6 @@ class Meter:
         charge: gets engine seconds that a job used; negative for a prefill that was charged on
             admission but not computed.
         holdings: get the most KV tokens of a job until its next visit.
-
-    Attributes:
-        tokens_per_step: most output tokens of one job in a step (more than 1 with speculative
-            decoding).
-        idle: running jobs that get no token now, because they are held.
     """
 
     def __init__(
@@ -38,8 +33,8 @@ class Meter:
         holdings: Holdings,
     ) -> None:
         self._profile = profile
-        self.tokens_per_step = 1
-        self.idle = 0
+        self.tokens_per_step = 1  # most output tokens of a job; more with speculative decoding
+        self.idle = 0  # running jobs that get no token now, because they are held
         self._charge = charge
         self._holdings = holdings
         self._step = 0
@@ -62,8 +57,7 @@ class Meter:
 
     def stop(self, job: Job) -> None:
         """Stop following a job; its `generated` and `computed` are up to date."""
-        stint = job.seat.stint if job.seat is not None else None
-        if job.seat is None or stint is None:
+        if job.seat is None or (stint := job.seat.stint) is None:
             return
         seconds = self._decode_seconds(job, stint)
         if job.generated == stint.generated and job.computed < stint.prefill:

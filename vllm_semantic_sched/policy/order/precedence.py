@@ -18,17 +18,13 @@ from vllm_semantic_sched.policy.facts.job import Job, PassCause
 
 
 class _FirstSeat(NamedTuple):
-    """A first seat: its place among all of them, and the job as it was known then.
+    """A first seat, and the job as it was known then."""
 
-    Attributes:
-        passes: why the job went before the waiting ones of each more urgent level.
-    """
-
-    place: int
+    place: int  # among all first seats
     sequence: int
     level: int
     unread: bool
-    passes: Mapping[int, PassCause]
+    passes: Mapping[int, PassCause]  # why it went before the waiting ones of more urgent levels
 
 
 class FinishOrder:
@@ -51,15 +47,10 @@ class FinishOrder:
 
 
 class Precedence:
-    """Finds the requests that were passed. O(levels) for each first seat, and O(levels) memory.
-
-    Attributes:
-        level_of: the urgency that the orders are about. The engine knows no other than the
-            job's level; the simulator knows the true one.
-        finishes: the order of finishes.
-    """
+    """Finds the requests that were passed. O(levels) for each first seat, and O(levels) memory."""
 
     def __init__(self, levels: int) -> None:
+        # The urgency that both orders are about; the simulator sets the true one.
         self.level_of: Callable[[Job], int] = lambda job: job.level
         self.finishes = FinishOrder(levels)
         self._seats = 0
@@ -71,11 +62,7 @@ class Precedence:
         job.read_after, job.unread_level = self._seats, job.level
 
     def seat(self, job: Job, passes: Mapping[int, PassCause]) -> None:
-        """Record a job's first seat, and whether the job was passed.
-
-        Args:
-            passes: see `WaitingQueue.passes`.
-        """
+        """Record a job's first seat and whether it was passed; see `WaitingQueue.passes`."""
         level = self.level_of(job)
         latest = self._latest[level]
         if latest is not None and latest.sequence > job.sequence:

@@ -31,19 +31,12 @@ _SLOT = 0.25  # engine seconds whose losses are kept as one number
 
 
 class Budget:
-    """Engine seconds that holds have cost, and may still cost. O(1) per step.
-
-    Attributes:
-        price: most of any `WINDOW` seconds of engine time that may be lost, as a share.
-        worked, spent: engine seconds in all, and those lost.
-        recent: seconds lost in the last `WINDOW` seconds of engine time.
-    """
+    """Engine seconds that holds have cost, and may still cost. O(1) per step."""
 
     def __init__(self, price: float) -> None:
-        self.price = price
-        self.worked = 0.0
-        self.spent = 0.0
-        self.recent = 0.0
+        self.price = price  # most of any `WINDOW` that may be lost, as a share
+        self.worked = 0.0  # engine seconds in all
+        self.recent = 0.0  # seconds lost in the last `WINDOW`
         self._slots: deque[list[float]] = deque()  # [when it ends, loss]
 
     @property
@@ -72,7 +65,6 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         """Record a loss."""
-        self.spent += seconds
         self.recent += seconds
         if not self._slots or self._slots[-1][0] <= self.worked:
             self._slots.append([self.worked + _SLOT, 0.0])
@@ -80,36 +72,22 @@ class Budget:
 
 
 class Hold(NamedTuple):
-    """A step with holds.
+    """A step with holds."""
 
-    Attributes:
-        beside: how many of the jobs that may be held run all the same, most urgent first.
-        loss: engine seconds that the step loses.
-    """
-
-    beside: int
-    loss: float
+    beside: int  # how many of the jobs that may be held run all the same, most urgent first
+    loss: float  # engine seconds
 
 
 class Protection:
-    """Decides which jobs are held and for how long.
-
-    Attributes:
-        knobs: may be replaced by `adopt`.
-        unsafe: whether this engine cannot hold requests.
-        held: jobs held in the present step.
-        budget: what holds have cost.
-        steps: steps with holds so far.
-        tokens_forgone: tokens that held requests would have got.
-    """
+    """Decides which jobs are held and for how long."""
 
     def __init__(self, knobs: Protect) -> None:
         self.knobs = knobs
-        self.unsafe = False
-        self.held: dict[Job, None] = {}
+        self.unsafe = False  # whether this engine cannot hold requests
+        self.held: dict[Job, None] = {}  # in the present step
         self.budget = Budget(knobs.price)
-        self.steps = 0
-        self.tokens_forgone = 0
+        self.steps = 0  # with holds so far
+        self.tokens_forgone = 0  # that held requests would have got
         self._futile = False
         self._last: float | None = None
 
@@ -136,11 +114,8 @@ class Protection:
         return self.knobs.level is not None and job.effective_level > self.knobs.level
 
     def begin_step(self, now: float, busy: bool) -> bool:
-        """Account for the step that is over; whether jobs may be held in the coming one.
-
-        Args:
-            busy: whether the engine has computed since the last call.
-        """
+        """Account for the step that is over, in which the engine computed if `busy`; whether jobs
+        may be held in the coming one."""
         if busy and self._last is not None:
             self.budget.work(max(0.0, now - self._last))
         self._last = now
@@ -174,24 +149,22 @@ class Protection:
         context = certain.context + sum(job.tokens for job in others)
         full = profile.step_decode(Batch(decodes=count, context=context))
         loss_worth = losing * self.budget.total / left
-        best, most = None, 0.0
-        held = 0
+        best, most, held = None, 0.0, 0
         gaining += sum(worth[job.level] for job in others)
         while held < len(others):
             before, held = held, min(2 * held or 1, len(others))  # the least urgent 1, 2, 4, ...
             for job in others[len(others) - held : len(others) - before]:
                 context -= job.tokens
                 gaining -= worth[job.level]
-            decodes = count - held
-            seconds = profile.step_decode(Batch(decodes=decodes, context=context))
-            loss = max(0.0, seconds - full * decodes / count)
+            seconds = profile.step_decode(Batch(decodes=count - held, context=context))
+            loss = max(0.0, seconds - full * (count - held) / count)
             value = gaining * (full - seconds) - loss_worth * loss
             if value > most and loss <= left:
                 best, most = Hold(len(others) - held, loss), value
         return best
 
     def record(self, hold: Hold, held: int) -> None:
-        """Record a step with holds; `held`: how many requests."""
+        """Record a step that holds so many requests."""
         self.budget.spend(hold.loss)
         self.steps += 1
         self.tokens_forgone += held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from operator import itemgetter
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -12,26 +13,20 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 
 
 class QueueRules:
-    """What counts in a queue besides the ranks of its jobs: here nothing.
-
-    Attributes:
-        by_level: whether the rank uses the level.
-        by_tenant: whether the tenant with the least service goes first within a level.
-        weights: how urgency and remaining time count together.
-    """
+    """What counts in a queue besides the ranks of its jobs: here nothing."""
 
     def __init__(self, policy: Policy) -> None:
-        self.by_level = policy.uses_urgency
-        self.by_tenant = False
+        self.by_level = policy.uses_urgency  # whether the rank uses the level
+        self.by_tenant = False  # whether the least served tenant goes first within a level
         self.adopt_rules(policy)
 
     def adopt_rules(self, policy: Policy) -> None:
         """Switch to the rules of a new policy."""
         self.policy = policy
-        self.weights = policy.weighted_levels
+        self.weights = policy.weighted_levels  # how urgency and remaining time count together
 
     def default_rank(self, job: Job) -> Rank:
-        """Rank of a job without a prediction. It depends only on the sequence number and rises
+        """Rank of a job without a prediction; it depends only on the sequence number and rises
         with it, so that the oldest buffered job is the best one."""
         # Not job.level: after a change of policy all buffered jobs must have the same level.
         level = self.policy.default_level
@@ -71,78 +66,56 @@ class QueueRules:
 
 
 class TenantQueue:
-    """Waiting jobs of one level and tenant. All operations are O(log n).
-
-    Jobs with a known level are in a heap by rank. Jobs without a prediction yet are in a buffer in
-    arrival order; they can be scheduled at a default rank.
-    """
+    """Waiting jobs of one level and tenant: those of known level in a heap by rank, those without a
+    prediction yet in a buffer in arrival order, at a default rank. All operations are O(log n)."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         self._heap: AddressableHeap[Job] = AddressableHeap()
-        self._buffer: dict[Job, None] = {}
+        self.buffer: dict[Job, None] = {}
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._buffer)
-
-    @property
-    def buffered(self) -> int:
-        """Number of jobs in the unsorted buffer."""
-        return len(self._buffer)
-
-    def is_buffered(self, job: Job) -> bool:
-        """Whether a job is in the buffer."""
-        return job in self._buffer
-
-    def buffer(self, job: Job) -> None:
-        """Append a new job without a prediction to the buffer."""
-        self._buffer[job] = None
+        return len(self._heap) + len(self.buffer)
 
     def push(self, job: Job, rank: Rank) -> bool:
         """Put a job into the heap, or move it to its new rank; whether `peek` may return something
         else now."""
-        if self._buffer and self._buffer.pop(job, self) is not self:
+        if self.buffer and self.buffer.pop(job, self) is not self:
             self._heap.push(job, rank)
             return True
         return self._heap.push(job, rank)
 
     def remove(self, job: Job) -> None:
-        """Remove a job."""
-        if self._buffer.pop(job, self) is self:
+        if self.buffer.pop(job, self) is self:
             self._heap.discard(job)
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The best job of heap and buffer with its rank, or None."""
         head = self._heap.first()
-        if not self._buffer:
+        if not self.buffer:
             return head
-        oldest = next(iter(self._buffer))
+        oldest = next(iter(self.buffer))
         rank = self._rules.default_rank(oldest)
         return (rank, oldest) if head is None or rank < head[0] else head
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
         """The jobs by rank, lazily; the queue must not change during the iteration."""
         ranked = self._heap.ordered_pairs()
-        if not self._buffer:
+        if not self.buffer:
             return ranked
-        buffered = ((self._rules.default_rank(job), job) for job in self._buffer)
-        return heapq.merge(ranked, buffered, key=lambda pair: pair[0])
+        buffered = ((self._rules.default_rank(job), job) for job in self.buffer)
+        return heapq.merge(ranked, buffered, key=itemgetter(0))
 
 
 class LevelQueue:
-    """All waiting jobs of one level, in one queue or one per tenant.
-
-    Attributes:
-        counters: service by tenant.
-        overdue: the overdue jobs, by arrival.
-    """
+    """All waiting jobs of one level, in one queue or one per tenant."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         self._by_tenant = rules.by_tenant
         self._queues: dict[str, TenantQueue] = {}
-        self.counters = VirtualCounters()
-        self.overdue: AddressableHeap[Job] = AddressableHeap()
+        self.counters = VirtualCounters()  # service by tenant
+        self.overdue: AddressableHeap[Job] = AddressableHeap()  # by arrival
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -150,19 +123,16 @@ class LevelQueue:
     @property
     def buffered(self) -> int:
         """Number of jobs that await their prediction."""
-        return sum(queue.buffered for queue in self._queues.values())
+        return sum(len(queue.buffer) for queue in self._queues.values())
 
     def is_buffered(self, job: Job) -> bool:
         """Whether a job of this level is in a buffer."""
-        return self._queues[self.tenant_of(job)].is_buffered(job)
+        return job in self._queues[self.tenant_of(job)].buffer
 
     def push(self, job: Job, rank: Rank) -> bool:
         """Queue a job, or move it to its new rank; whether another job, or this one under another
         rank, may be the next one now."""
-        queue = self._queues.get(job.tenant if self._by_tenant else ANONYMOUS)
-        if queue is None:
-            queue = self._queue_of(job)
-        head_changed = queue.push(job, rank)
+        head_changed = self._queue_of(job).push(job, rank)
         if job.aged and job.overdue:
             self.overdue.push(job, job.sequence)
             return True
@@ -170,10 +140,9 @@ class LevelQueue:
 
     def buffer(self, job: Job) -> None:
         """Append a new job without a prediction to its tenant's buffer."""
-        self._queue_of(job).buffer(job)
+        self._queue_of(job).buffer[job] = None
 
     def remove(self, job: Job) -> None:
-        """Remove a job."""
         tenant = self.tenant_of(job)
         queue = self._queues[tenant]
         queue.remove(job)
@@ -219,9 +188,8 @@ class LevelQueue:
         while turns or upcoming is not None:
             while upcoming is not None and (not turns or upcoming[0] <= turns[0][0]):
                 counter, tenant = upcoming
-                turns_before = len(queues)
+                heapq.heappush(turns, (counter, len(queues), tenant))
                 queues[tenant] = self._queues[tenant].ordered()
-                heapq.heappush(turns, (counter, turns_before, tenant))
                 upcoming = next(tenants, None)
             counter, place, tenant = heapq.heappop(turns)
             head = next(queues[tenant], None)
@@ -230,7 +198,6 @@ class LevelQueue:
                 heapq.heappush(turns, (counter + self._rules.cost(head[1]), place, tenant))
 
     def tenant_of(self, job: Job) -> str:
-        """Key of the queue that a job is in."""
         return job.tenant if self._by_tenant else ANONYMOUS
 
     def _queue_of(self, job: Job) -> TenantQueue:

@@ -25,27 +25,25 @@ class Limit:
     blocks: float
 
 
+_UNLIMITED = Limit(math.inf, math.inf)
+
+
 class Reservation:
     """Limits on the seats and blocks of tiers. Operations are at most O(tiers squared), and O(1)
     without reservations.
 
     `set_capacity`, `check` and `set_tiers` raise PolicyError if a reservation leaves nothing for
     the other tiers; the limits in force stay unchanged.
-
-    Attributes:
-        enabled: whether anything is reserved.
-        has_hard: whether there is a hard reservation.
     """
 
     def __init__(self, tiers: Sequence[Tier], holdings: Holdings) -> None:
         self._tiers = tiers
         self._holdings = holdings
-        self.enabled = self.has_hard = False
-        self._hard: list[Limit | None] = [None] * len(tiers)
-        self._soft: list[Limit | None] = [None] * len(tiers)
+        self.enabled = self.has_hard = False  # whether anything is reserved, or is so hard
+        self._hard = [_UNLIMITED] * len(tiers)
+        self._soft = [_UNLIMITED] * len(tiers)
 
     def set_capacity(self, capacity: EngineCapacity) -> None:
-        """Set the capacity to reserve from."""
         self._set(self._tiers, capacity)
 
     def check(self, tiers: Sequence[Tier]) -> None:
@@ -54,14 +52,15 @@ class Reservation:
             _limits(tiers, self._holdings.capacity, hard_only=False)
 
     def set_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Change the reservations of the same number of tiers."""
+        """Change the reservations; the number of tiers stays."""
         if self._holdings.capacity is not None:
             self._set(tiers, self._holdings.capacity)
 
     def limit_below(self, level: int, hard: bool) -> Limit | None:
         """Most that tiers less urgent than `level` may hold; None if `level` and more urgent tiers
         reserve nothing."""
-        return (self._hard if hard else self._soft)[level]
+        limit = (self._hard if hard else self._soft)[level]
+        return None if limit is _UNLIMITED else limit
 
     def admits(self, level: int, tokens: int) -> bool:
         """Whether a request may take a seat and KV for this many tokens.
@@ -72,10 +71,7 @@ class Reservation:
             return True
         blocks = self._blocks_for(tokens)
         for above in range(level):
-            limit = self._hard[above]
-            if limit is None:
-                continue
-            held = self._holdings.below(above)
+            limit, held = self._hard[above], self._holdings.below(above)
             if held.seats + 1 > limit.seats:
                 return False
             if held.seats and held.blocks + blocks > limit.blocks:
@@ -88,8 +84,6 @@ class Reservation:
         if not self.has_hard:
             return None
         for level, limit in enumerate(self._hard):
-            if limit is None:
-                continue
             held = self._holdings.below(level)
             if held.seats > limit.seats or (held.seats > 1 and held.blocks > limit.blocks):
                 return level
@@ -97,9 +91,9 @@ class Reservation:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of a reservation that `level` may claim."""
-        if not self.enabled:
-            return False
-        return any(seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level))
+        return self.enabled and any(
+            seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level)
+        )
 
     def borrowed_from(self, level: int) -> Callable[[Job], bool] | None:
         """A test for running jobs, to be called in eviction order: does this job hold what
@@ -124,11 +118,9 @@ class Reservation:
         if self.has_hard:
             wanted = self._blocks_for(tokens)
             for above in range(level):
-                limit = self._hard[above]
-                if limit is not None:
-                    held = self._holdings.below(above)
-                    seats = max(seats, held.seats + 1 - limit.seats)
-                    blocks = max(blocks, held.blocks + wanted - limit.blocks)
+                limit, held = self._hard[above], self._holdings.below(above)
+                seats = max(seats, held.seats + 1 - limit.seats)
+                blocks = max(blocks, held.blocks + wanted - limit.blocks)
         return Need(math.ceil(seats), math.ceil(blocks))
 
     def _blocks_for(self, tokens: int) -> int:
@@ -139,21 +131,20 @@ class Reservation:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
         for above, limit in enumerate(self._soft[level:], start=level):
-            reserve = self._tiers[above].reserve
-            if limit is not None and (reserve.seats or reserve.kv):
-                held = self._holdings.below(above)
+            reserve, held = self._tiers[above].reserve, self._holdings.below(above)
+            if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.blocks
 
     def _set(self, tiers: Sequence[Tier], capacity: EngineCapacity) -> None:
         hard = _limits(tiers, capacity, hard_only=True)
         soft = _limits(tiers, capacity, hard_only=False)
         self._tiers, self._hard, self._soft = tiers, hard, soft
-        self.enabled = any(limit is not None for limit in soft)
-        self.has_hard = any(limit is not None for limit in hard)
+        self.enabled = any(limit is not _UNLIMITED for limit in soft)
+        self.has_hard = any(limit is not _UNLIMITED for limit in hard)
 
 
-def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) -> list[Limit | None]:
-    limits: list[Limit | None] = []
+def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) -> list[Limit]:
+    limits: list[Limit] = []
     seats, share = 0, 0.0
     for level, tier in enumerate(tiers):
         reserve = tier.reserve
@@ -161,7 +152,7 @@ def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) ->
             seats += reserve.seats
             share += reserve.kv
         if (not seats and not share) or level == len(tiers) - 1:
-            limits.append(None)
+            limits.append(_UNLIMITED)
             continue
         if seats >= capacity.seats or share >= 1.0:
             raise PolicyError(
@@ -169,6 +160,8 @@ def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) ->
                 f"{share:g} of the KV blocks, which leaves none for the others; the engine has "
                 f"{capacity.seats} seats"
             )
-        blocks = float("inf") if capacity.blocks is None else capacity.blocks * (1.0 - share)
-        limits.append(Limit(capacity.seats - seats, blocks if share else float("inf")))
+        blocks = math.inf
+        if share and capacity.blocks is not None:
+            blocks = capacity.blocks * (1.0 - share)
+        limits.append(Limit(capacity.seats - seats, blocks))
     return limits

@@ -41,11 +41,8 @@ class RunningSet:
         return iter(self._eviction)
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
-        """Store a job, or update it after its level or prediction changed.
-
-        Args:
-            remaining: predicted seconds of work left, even if the rank does not use it.
-        """
+        """Store a job, or update it after its level or prediction changed; `remaining`: predicted
+        seconds of work left, even if the rank does not use them."""
         # Zero means that the rank does not use remaining time: order by arrival alone.
         tag = self._now + rank.remaining if rank.remaining else 0.0
         self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
@@ -104,13 +101,9 @@ class RunningSet:
         """Whether `outlived` may return a job after the next `tick`."""
         return self._due.may_reach(self._now + self._step_seconds)
 
-    def skip(self, steps: int) -> None:
-        """Advance by at most `steps_to_outlived` engine steps."""
+    def tick(self, steps: int = 1) -> None:
+        """Advance by engine steps: one, or at most `steps_to_outlived`."""
         self._now += steps * self._step_seconds
-
-    def tick(self) -> None:
-        """Advance by one engine step."""
-        self._now += self._step_seconds
 
     def outlived(self) -> list[Job]:
         """Jobs that have outlived their estimate. The caller stores each again with a revised one

@@ -28,9 +28,6 @@ class Seating(QueueRules):
 
     A job that the engine takes out of the queue either starts or returns within the same step,
     because it was not ready.
-
-    Attributes:
-        waiting: the queue.
     """
 
     def __init__(self, policy: Policy, estimates: Estimator) -> None:
@@ -50,14 +47,7 @@ class Seating(QueueRules):
         self.waiting = WaitingQueue(self)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
-        """Set the engine's capacity.
-
-        Args:
-            tokens_per_step: most output tokens of one request in a step.
-
-        Raises:
-            PolicyError: reservations leave nothing for the other tiers.
-        """
+        """See `SchedulingCore.set_capacity`."""
         self.reservation.set_capacity(capacity)
         self.holdings.capacity = capacity
         self.kv_peak.set_capacity(capacity)
@@ -147,16 +137,18 @@ class Seating(QueueRules):
         charge, job.seat.charge = job.seat.charge, None
         if job.started is None:
             self.precedence.seat(job, charge.passes)
-        self._stop_timers(job)
+        self.promotions.stop(job)
+        self.deadlines.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
         job.share_boost = max(0.0, -self.offset(job.level))
-        if self._metered:
+        if self.metered:
             self.meter.start(job)
         self.waiting.changed()
 
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
-        self._stop_timers(job)
+        self.promotions.stop(job)
+        self.deadlines.stop(job)
         self.meter.stop(job)
         self.holdings.release(job)
         self.kv_peak.discard(job)
@@ -169,14 +161,9 @@ class Seating(QueueRules):
         if job in self.waiting:
             self._start_timers(job)
 
-    def waited(self, job: Job, held: float = 0.0) -> bool:
-        """Count time that a running job was held: what is in `job.waited`, and the `held` seconds
-        of a hold that goes on; whether it was promoted for it."""
-        return self.promotions.earn(job, job.waited + held)
-
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
         """Begin an engine step; returns waiting jobs whose rank changed."""
-        metered = self._metered
+        metered = self.metered
         if metered:
             self.meter.step(observe)
         moved = [*self.promotions.due(now), *self.deadlines.due(now)]
@@ -188,7 +175,7 @@ class Seating(QueueRules):
 
     def may_move(self, now: float) -> bool:
         """Whether `step` may do anything."""
-        return self._metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
+        return self.metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
 
     # Derived state
 
@@ -203,28 +190,21 @@ class Seating(QueueRules):
         return self.reservation.shortage(job.level, job.tokens + AHEAD)
 
     @property
-    def steady(self) -> bool:
-        """Whether the right to preempt depends only on the waiting and running jobs."""
-        return not self._metered
-
-    @property
     def timeless(self) -> bool:
         """Whether the order of the queue changes only when a job comes, goes, is predicted or
         outlives its estimate."""
-        return self.steady and not self.policy.aging.enabled and not self.policy.deadlines.enabled
+        policy = self.policy
+        return not (self.metered or policy.aging.enabled or policy.deadlines.enabled)
 
     @property
-    def _metered(self) -> bool:
+    def metered(self) -> bool:
+        """Whether order and right to preempt depend on what running jobs use as well."""
         policy = self.policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
 
     def _start_timers(self, job: Job) -> None:
         self.promotions.wait(job)
         self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
-
-    def _stop_timers(self, job: Job) -> None:
-        self.promotions.stop(job)
-        self.deadlines.stop(job)
 
     def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
         seconds = self.meter.admission_seconds(job)
@@ -239,8 +219,7 @@ class Seating(QueueRules):
         self._account(job, job.level, seconds, first=True)
 
     def _account(self, job: Job, level: int, seconds: float, first: bool) -> None:
-        """Charge the tier, and on a first admission the tenant: recomputation after a preemption
-        is not charged to the tenant."""
+        """Charge the tier, and unless it recomputes after a preemption the tenant."""
         self.fair_share.charge(level, seconds)
         if first:
             queue = self.waiting.queue(level)

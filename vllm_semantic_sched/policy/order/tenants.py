@@ -26,9 +26,7 @@ from vllm_semantic_sched.policy.order.meter import AHEAD
 ANONYMOUS = ""
 
 _MOST_CHARACTERS = 64
-
 _MOST_TENANTS = 4096  # remembered while they have no request
-
 _SLICES = 8  # of the sliding window
 _WINDOW = 60.0  # seconds of it
 _TOP_LEVELS = 1  # levels that count as top, from 0 on
@@ -36,11 +34,8 @@ _ALLOWANCE = 5  # top-level requests in the window that every tenant may have
 
 
 def read_tenant(extra_args: Any) -> str:
-    """The tenant of a request, cut to 64 characters; `ANONYMOUS` if it has no usable one.
-
-    Args:
-        extra_args: the request's `vllm_xargs`; may be of any type.
-    """
+    """The tenant of a request by its `vllm_xargs` of any type, cut to 64 characters; `ANONYMOUS` if
+    it has no usable one."""
     name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -48,10 +43,8 @@ def read_tenant(extra_args: Any) -> str:
 
 
 class VirtualCounters:
-    """Service of tenants at one level, and the order of the waiting ones.
-
-    Counters of tenants that do not wait are kept for the latest `_MOST_TENANTS`.
-    """
+    """Service of tenants at one level, and the order of the waiting ones; `len` counts these.
+    Counters of tenants that do not wait are kept for the latest `_MOST_TENANTS`."""
 
     def __init__(self) -> None:
         self._waiting: AddressableHeap[str] = AddressableHeap()
@@ -62,7 +55,6 @@ class VirtualCounters:
         return self._counters.get(tenant, 0.0)
 
     def __len__(self) -> int:
-        """Number of waiting tenants."""
         return len(self._waiting)
 
     def enter(self, tenant: str) -> None:
@@ -78,35 +70,29 @@ class VirtualCounters:
         self._waiting.push(tenant, counter)
 
     def leave(self, tenant: str) -> None:
-        """Remove a waiting tenant."""
         if self._waiting.discard(tenant):
             self._left_last = self._counters[tenant]
-            self._forget_some()
+            while len(self._counters) > _MOST_TENANTS + len(self._waiting):
+                oldest = next(iter(self._counters))
+                if oldest in self._waiting:
+                    self._counters.move_to_end(oldest)
+                else:
+                    del self._counters[oldest]
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Charge service to a tenant; negative to refund."""
-        if tenant not in self._counters:
-            return
-        self._counters[tenant] += seconds
-        if tenant in self._waiting:
-            self._waiting.push(tenant, self._counters[tenant])
+        if tenant in self._counters:
+            self._counters[tenant] += seconds
+            if tenant in self._waiting:
+                self._waiting.push(tenant, self._counters[tenant])
 
     def ordered(self) -> Iterator[tuple[float, str]]:
         """Counters and names of the waiting tenants, least service first; lazily."""
-        for tenant in self._waiting.ordered():
-            yield self._counters[tenant], tenant
-
-    def _forget_some(self) -> None:
-        while len(self._counters) > _MOST_TENANTS + len(self._waiting):
-            tenant = next(iter(self._counters))
-            if tenant in self._waiting:
-                self._counters.move_to_end(tenant)
-            else:
-                del self._counters[tenant]
+        return ((self._counters[tenant], tenant) for tenant in self._waiting.ordered())
 
 
 class _Window:
-    """Counts in a sliding window, in slices."""
+    """Requests in a sliding window, in slices: all, and those at a top level."""
 
     def __init__(self) -> None:
         self.slice = 0
@@ -118,13 +104,9 @@ class _Window:
             self.all[gone % _SLICES] = self.top[gone % _SLICES] = 0
         self.slice = max(self.slice, now)
 
-    def add(self, top: bool) -> None:
-        self.all[self.slice % _SLICES] += 1
+    def add(self, new: bool, top: bool) -> None:
+        self.all[self.slice % _SLICES] += new
         self.top[self.slice % _SLICES] += top
-
-    def raise_one(self) -> None:
-        """Count one of the requests at a top level."""
-        self.top[self.slice % _SLICES] += 1
 
     def lower_one(self) -> None:
         """Count the latest request at a top level below these."""
@@ -136,16 +118,11 @@ class _Window:
 
 
 class TopLevelGuard:
-    """Limits the share of a tenant's requests at the top levels.
-
-    Attributes:
-        knobs: may be replaced.
-        count: requests moved down so far.
-    """
+    """Limits the share of a tenant's requests at the top levels."""
 
     def __init__(self, knobs: TopLevelCap) -> None:
         self.knobs = knobs
-        self.count = 0
+        self.count = 0  # requests moved down so far
         self._windows: OrderedDict[str, _Window] = OrderedDict()
 
     @property
@@ -162,8 +139,7 @@ class TopLevelGuard:
             lowest: the least urgent level.
             before: the level at which the same request was served so far, if it has been counted.
         """
-        knobs = self.knobs
-        if knobs.share >= 1.0 or lowest < _TOP_LEVELS:
+        if not self.limits or lowest < _TOP_LEVELS:
             return level
         window = self._windows.setdefault(tenant, _Window())
         self._windows.move_to_end(tenant)
@@ -176,11 +152,8 @@ class TopLevelGuard:
                 window.lower_one()
             return level
         top, count = sum(window.top) + 1, sum(window.all) + (before is None)
-        fits = top <= max(_ALLOWANCE, knobs.share * count)
-        if before is None:
-            window.add(top=at_top and fits)
-        elif at_top and fits:
-            window.raise_one()
+        fits = top <= max(_ALLOWANCE, self.knobs.share * count)
+        window.add(new=before is None, top=at_top and fits)
         if at_top and not fits:
             self.count += 1
             return _TOP_LEVELS
@@ -191,7 +164,7 @@ class TenantCaps:
     """Limits the seats and KV blocks of each tenant, so that others find some free at once.
 
     A tenant may always have one request of any size. There is no limit until the engine's capacity
-    is known. `knobs` may be replaced.
+    is known.
     """
 
     def __init__(self, knobs: Tenants, holdings: Holdings) -> None:
@@ -205,15 +178,14 @@ class TenantCaps:
 
     def admits(self, job: Job) -> bool:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
-        if self.knobs.seats >= 1.0 and self.knobs.kv >= 1.0:
+        if not self.limits:
             return True
         held, capacity = self._holdings.tenant(job.tenant), self._holdings.capacity
         if held is None or capacity is None:
             return True
-        share = self.knobs.seats
+        share, limit = self.knobs.seats, self._block_limit
         if share < 1.0 and held.seats >= int(share * capacity.seats):
             return False
-        limit = self._block_limit
         needed = capacity.blocks_for(job.tokens + AHEAD)
         return limit is None or held.blocks + needed <= limit
 
@@ -223,9 +195,10 @@ class TenantCaps:
         limit = self._block_limit
         if limit is None:
             return None
-        tenants = self._holdings.tenants()
-        over = (name for name, held in tenants if held.seats > 1 and held.blocks > limit)
-        return next(over, None)
+        for tenant, held in self._holdings.tenants():
+            if held.seats > 1 and held.blocks > limit:
+                return tenant
+        return None
 
     @property
     def _block_limit(self) -> float | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from operator import itemgetter
 
-from vllm_semantic_sched.policy.config.order import STRICT_LEVEL, WeightedLevels
+from vllm_semantic_sched.policy.config.order import STRICT_LEVEL
 from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
-from vllm_semantic_sched.policy.facts.waits import LimitKey, WaitLedger
+from vllm_semantic_sched.policy.facts.waits import WaitLedger
 from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
 
 _new_tuple = tuple.__new__
@@ -19,17 +20,14 @@ class WaitingQueue:
     Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and
     admissibility, which change from step to step, apply when the first jobs of the levels are
     compared.
-
-    Attributes:
-        waits: is told which queues a limit keeps from starting; None: nobody asks.
     """
 
     def __init__(self, rules: QueueRules) -> None:
-        self.waits: WaitLedger | None = None
+        self.waits: WaitLedger | None = None  # is told which queues a limit keeps from starting
         self._rules = rules
         self._levels: dict[int, LevelQueue] = {}
         self._places: dict[Job, int] = {}
-        self._next: tuple[Job | None, bool] | None = None
+        self._next: tuple[Job | None, bool] | None = None  # the cached choice
 
     def __len__(self) -> int:
         return len(self._places)
@@ -74,12 +72,8 @@ class WaitingQueue:
     def add(self, job: Job, rank: Rank) -> None:
         """Queue a new job by rank. The cached choice stays valid unless the job is the first of
         its level, which few are."""
-        level = job.level
-        self._places[job] = level
-        queue = self._levels.get(level)
-        if queue is None:
-            queue = self.queue(level)
-        if queue.push(job, rank):
+        self._places[job] = job.level
+        if self.queue(job.level).push(job, rank):
             self._next = None
 
     def rerank(self, job: Job, rank: Rank) -> None:
@@ -115,10 +109,9 @@ class WaitingQueue:
     def passes(self, job: Job) -> dict[int, PassCause]:
         """Why `job`, the result of `peek`, goes before the waiting jobs of each more urgent level.
         O(levels)."""
-        levels = self._levels.items()
         return {
             level: self._why_passed(queue, job)
-            for level, queue in levels
+            for level, queue in self._levels.items()
             if level < job.level and queue
         }
 
@@ -139,20 +132,22 @@ class WaitingQueue:
             yield first
             if len(self) == 1:
                 return
-        levels = [self._keyed(queue) for queue in self._levels.values() if queue]
-        for _, job in heapq.merge(*levels, key=_first) if len(levels) != 1 else levels[0]:
+        levels = [
+            ((self._key(rank, job), job) for rank, job in queue.ordered())
+            for queue in self._levels.values()
+            if queue
+        ]
+        for _, job in heapq.merge(*levels, key=itemgetter(0)) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
-
-    def _keyed(self, queue: LevelQueue) -> Iterator[tuple[Rank, Job]]:
-        for rank, job in queue.ordered():
-            yield self._key(rank, job, aged=False), job
 
     def _choose(self) -> tuple[Job | None, bool]:
         if self._next is None:
             job, overtakes = self._choose_anew()
             if self.waits is not None:
-                self.waits.limit(self._limited() if self._rules.has_limits else ())
+                levels = self._levels.items() if self._rules.has_limits else ()
+                limited = ((at, tenant) for at, queue in levels for tenant in queue.limited())
+                self.waits.limit(limited)
             fits = job is not None and self._rules.fits(job)
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
@@ -169,32 +164,21 @@ class WaitingQueue:
             if head is None or not admits(head[1]):
                 continue
             heads.append(head)
-            key = self._key(head[0], head[1], aged=False)
+            key = self._key(*head)
             if best is None or key < best[0]:
                 best = (key, head[1])
+        first = best[1] if best else None
         if not rules.may_overtake():
-            return (best[1] if best else None), False
-        oldest = self._oldest_overdue()
-        if oldest is not None:
+            return first, False
+        aged = self._oldest_overdue()
+        if aged is not None:
             # While it is not admitted no other job overtakes, so that it gets the next seat.
-            aged = oldest if admits(oldest) else None
-        else:
-            aged = self._best(heads, aged=True)
-        if aged is None or (best is not None and aged is best[1]):
-            return (best[1] if best else None), False
-        return aged, True
-
-    def _limited(self) -> Iterator[LimitKey]:
-        for level, queue in self._levels.items():
-            if queue:
-                for tenant in queue.limited():
-                    yield level, tenant
-
-    def _best(self, heads: list[tuple[Rank, Job]], aged: bool) -> Job | None:
-        if len(heads) < 2:
-            return heads[0][1] if heads else None
-        # Keys differ in the sequence number, so that jobs are not compared.
-        return min([(self._key(rank, job, aged), job) for rank, job in heads])[1]
+            aged = aged if admits(aged) else None
+        elif heads:
+            # Keys differ in the sequence number, so that jobs are not compared.
+            aged = min([(self._key(rank, job, aged=True), job) for rank, job in heads])[1]
+        overtakes = aged is not None and aged is not first
+        return (aged if overtakes else first), overtakes
 
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):
@@ -209,30 +193,18 @@ class WaitingQueue:
         heads = (queue.overdue.peek() for queue in self._levels.values())
         return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
-    def _key(self, rank: Rank, job: Job, aged: bool) -> Rank:
+    def _key(self, rank: Rank, job: Job, aged: bool = False) -> Rank:
         level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
         if level != rank.level:
             rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
-        weights = self._rules.weights
-        return rank if weights.factor is None else weighted(rank, weights)
+        # Less urgent levels form one: the remaining time of a job there counts `factor` times as
+        # much per level (Smith's rule: shortest first, by time / weight).
+        factor, first = self._rules.weights.factor, STRICT_LEVEL + 1
+        if factor is None or rank.level <= STRICT_LEVEL:
+            return rank
+        return Rank(first, rank.remaining * factor ** (rank.level - first), rank.sequence)
 
     def _level(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""
         level = job.deadline_level if self._rules.by_level else 0.0
         return level + self._rules.offset(job.level)
-
-
-def weighted(rank: Rank, weights: WeightedLevels) -> Rank:
-    """The rank among the jobs of all levels.
-
-    Less urgent levels form one: the remaining time of a job there counts `factor` times as much
-    per level (Smith's rule: shortest first, by time / weight).
-    """
-    if weights.factor is None or rank.level <= STRICT_LEVEL:
-        return rank
-    first = STRICT_LEVEL + 1
-    return Rank(first, rank.remaining * weights.factor ** (rank.level - first), rank.sequence)
-
-
-def _first(pair: tuple[Rank, Job]) -> Rank:
-    return pair[0]

@@ -4,7 +4,7 @@ import pytest
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config.order import Stage
-from vllm_semantic_sched.policy.order.stage import gates_prefills, prefills_that_yield
+from vllm_semantic_sched.policy.stage import gates_prefills, prefills_that_yield
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,6 @@ from vllm_semantic_sched.policy.order.stage import gates_prefills, prefills_that
         (1, 0, "gate", False),
         (1, 3, "gate", False),  # level 1 is not protected
         (None, 3, "gate", False),
-        (0, None, "gate", False),
     ],
 )
 def test_prefills_wait_beside_a_protected_decode_only(decoding, prefill, mode, gated) -> None:
