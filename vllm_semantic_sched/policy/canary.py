@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 from vllm_semantic_sched.policy.facts.job import Job, JobState
@@ -31,51 +32,37 @@ _UNSETTLED = 0.2  # of a turn, after a change
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a canary is to run.
+    """How a canary is to run."""
 
-    Attributes:
-        share: part of each period, 0 to 1, in which the new policy is in force.
-        period, lease: seconds; the canary ends after `lease`.
-        watch: measures whose promises end it (`overload.slo.MEASURES`).
-        role: of this engine.
-    """
-
-    share: float
-    period: float
-    lease: float
-    watch: tuple[str, ...]
-    role: Role = "turns"
+    share: float  # part of each period, 0 to 1, in which the new policy is in force
+    period: float  # seconds
+    lease: float  # seconds after which it ends
+    watch: tuple[str, ...]  # measures whose promises end it (`overload.slo.MEASURES`)
+    role: Role = "turns"  # of this engine
 
     def turn(self, elapsed: float) -> tuple[str, float]:
         """The policy in force after so many seconds, and for how long it has been."""
-        if self.role != "turns":
-            return self.role, elapsed % self.period
         within = elapsed % self.period
+        if self.role != "turns":
+            return self.role, within
         begin = self.period * (1.0 - self.share)
         return ("current", within) if within < begin else ("new", within - begin)
 
     def settled(self, elapsed: float) -> bool:
         """Whether a request that arrives then counts."""
         arm, since = self.turn(elapsed)
-        if self.role != "turns":
-            return True
         share = self.share if arm == "new" else 1.0 - self.share
-        return since >= _UNSETTLED * share * self.period
+        return self.role != "turns" or since >= _UNSETTLED * share * self.period
 
 
 @dataclass(slots=True)
 class Tally:
     """Latencies of one level under one policy, in clusters: requests of one turn share their luck.
-    Bounded memory.
+    Bounded memory."""
 
-    Attributes:
-        count, met: requests, and those that met their promise (without one: all).
-        clusters: turns that are over.
-    """
-
-    count: int = 0
-    met: int = 0
-    clusters: int = 0
+    count: int = 0  # requests
+    met: int = 0  # those that met their promise; without one, all
+    clusters: int = 0  # turns that are over
     _open: tuple[int, int, float] = (-1, 0, 0.0)  # number, requests, sum of logarithms
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # n, s, s*s, s*n, n*n
 
@@ -91,11 +78,8 @@ class Tally:
 
     def merged(self, other: Tally) -> Tally:
         """Both together, of two engines."""
-        for tally in (self, other):
-            tally._close()
-        sums = [mine + yours for mine, yours in zip(self._sums, other._sums, strict=True)]
-        count, met = self.count + other.count, self.met + other.met
-        return Tally(count, met, self.clusters + other.clusters, _sums=sums)
+        pairs = zip(self.plain(), other.plain(), strict=True)
+        return Tally.of_plain([mine + theirs for mine, theirs in pairs])
 
     @property
     def kept(self) -> float:
@@ -105,12 +89,7 @@ class Tally:
     def mean(self) -> tuple[float, float]:
         """Mean logarithm of the latency and its standard error, infinite with fewer than two
         turns; the mean is NaN without requests."""
-        _, requests, total = self._open
-        n, s, ss, sn, nn = self._sums
-        clusters = self.clusters
-        if requests:
-            n, s, clusters = n + requests, s + total, clusters + 1
-            ss, sn, nn = ss + total**2, sn + total * requests, nn + requests**2
+        clusters, (n, s, ss, sn, nn) = self._all_turns()
         mean = s / n if n else math.nan
         if clusters < 2:
             return mean, math.inf
@@ -134,22 +113,25 @@ class Tally:
             surprise += (1.0 - missed) * math.log((1.0 - missed) / (1.0 - allowed))
         return self.count * surprise > _SURE
 
+    def _all_turns(self) -> tuple[int, list[float]]:
+        """Clusters and sums with the open turn."""
+        _, requests, total = self._open
+        if not requests:
+            return self.clusters, self._sums
+        more = (requests, total, total**2, total * requests, requests**2)
+        return self.clusters + 1, [sum(pair) for pair in zip(self._sums, more, strict=True)]
+
     def _close(self) -> None:
-        number, requests, total = self._open
-        if requests:
-            more = (requests, total, total**2, total * requests, requests**2)
-            self._sums = [mine + new for mine, new in zip(self._sums, more, strict=True)]
-            self.clusters += 1
-        self._open = (number, 0, 0.0)
+        self.clusters, self._sums = self._all_turns()
+        self._open = (self._open[0], 0, 0.0)
 
     def plain(self) -> list[Any]:
-        """As plain values, for `of_plain`."""
+        """As plain values, for `of_plain`; ends the present cluster."""
         self._close()
         return [self.count, self.met, self.clusters, *self._sums]
 
     @classmethod
     def of_plain(cls, values: Sequence[Any]) -> Tally:
-        """From plain values."""
         count, met, clusters, *sums = values
         return cls(count, met, clusters, _sums=sums)
 
@@ -159,12 +141,7 @@ Tallies = dict[str, list[dict[str, Tally]]]
 
 
 class Canary(Listener):
-    """The requests of a canary on one engine.
-
-    Args:
-        tiers: with the promises, by level.
-        start: seconds, on the clock of `Job.arrival`.
-    """
+    """The requests of a canary on one engine. Times are on the clock of `Job.arrival`."""
 
     def __init__(self, plan: Plan, tiers: Sequence[Tier], start: float) -> None:
         self.plan = plan
@@ -173,7 +150,7 @@ class Canary(Listener):
         }
         self._tiers = tiers
         self._start = start
-        self._waiting: dict[Job, None] = {}  # that are promised a first token, oldest first
+        self._waiting: dict[Job, None] = {}  # for a first token, oldest first
 
     def arm(self, now: float) -> str:
         """The policy that is to be in force."""
@@ -215,8 +192,8 @@ class Canary(Listener):
         return None
 
     def _overdue(self, now: float) -> list[int]:
-        """Requests of the new policy, by level, that wait for a first token that is late
-        already; looks at the oldest only."""
+        """By level, those of the oldest requests whose first token, under the new policy, is late
+        already."""
         counts = [0] * len(self._tiers)
         for job in itertools.islice(self._waiting, _OLDEST):
             elapsed, target = job.arrival - self._start, self._tiers[job.level].slo.ttft
@@ -237,21 +214,14 @@ class Canary(Listener):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A measure of one level under both policies.
-
-    Attributes:
-        counts: requests, current and new.
-        means: geometric means in seconds; NaN without requests.
-        kept: shares that met the promise (1 without one); NaN without requests.
-        interval: 95 % interval of the ratio of the means, new / current; None with fewer than two
-            turns of each.
-    """
+    """A measure of one level under both policies, the current one first."""
 
     level: int
     measure: str
-    counts: tuple[int, int]
-    means: tuple[float, float]
-    kept: tuple[float, float]
+    counts: tuple[int, int]  # requests
+    means: tuple[float, float]  # geometric, in seconds; NaN without requests
+    kept: tuple[float, float]  # shares that met the promise (1 without one); NaN without requests
+    # 95 % interval of the ratio of the means, new / current; None with fewer than two turns each.
     interval: tuple[float, float] | None
 
 
@@ -260,7 +230,10 @@ def compare(each: Sequence[Tallies]) -> list[Difference]:
     found = []
     for level in range(len(each[0]["new"])) if each else ():
         for measure in MEASURES:
-            current, new = (_total([one[arm][level][measure] for one in each]) for arm in ARMS)
+            current, new = (
+                reduce(Tally.merged, (one[arm][level][measure] for one in each), Tally())
+                for arm in ARMS
+            )
             if not current.count and not new.count:
                 continue
             (before, error), (after, other) = current.mean(), new.mean()
@@ -270,20 +243,15 @@ def compare(each: Sequence[Tallies]) -> list[Difference]:
                 interval = math.exp(ratio - wide), math.exp(ratio + wide)
             found.append(
                 Difference(
-                    *(level, measure, (current.count, new.count)),
+                    level,
+                    measure,
+                    counts=(current.count, new.count),
                     means=(math.exp(before), math.exp(after)),
                     kept=(current.kept, new.kept),
                     interval=interval,
                 )
             )
     return found
-
-
-def _total(tallies: Sequence[Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        total = total.merged(tally)
-    return total
 
 
 def plain(tallies: Tallies) -> dict[str, Any]:
@@ -295,7 +263,6 @@ def plain(tallies: Tallies) -> dict[str, Any]:
 
 
 def of_plain(values: dict[str, Any]) -> Tallies:
-    """From plain values."""
     return {
         arm: [{name: Tally.of_plain(one) for name, one in level.items()} for level in levels]
         for arm, levels in values.items()

@@ -24,16 +24,11 @@ _MARK = ', "chain": "'
 
 class Chain:
     """Ends each line with a hash of it and of the hash before, so that a line cannot be changed,
-    removed or moved unnoticed.
-
-    Attributes:
-        key: of the hashes; empty: none, and whoever can write the log can hash it anew.
-        last: the hash of the line before; empty for the first one.
-    """
+    removed or moved unnoticed; without a key, whoever can write the log can hash it anew."""
 
     def __init__(self, key: bytes = b"") -> None:
         self.key = key
-        self.last = ""
+        self.last = ""  # the hash of the line before; empty for the first one
 
     def seal(self, line: Mapping[str, Any]) -> str:
         """The text of a line, with its hash as the last field."""
@@ -101,22 +96,10 @@ class Event(NamedTuple):
             ]
         if beneficiary is not None:
             more |= _for(beneficiary)
-        return cls(
-            now,
-            job.request_id[:_LONGEST_ID],
-            job.tenant,
-            job.level,
-            job.level_source.value,
-            None if before is None else before.value,
-            state.value,
-            reason,
-            plan,
-            job.prompt_tokens,
-            job.generated,
-            None if job.first_token is None else now - (time - job.first_token),
-            policy,
-            more,
-        )
+        came_from = None if before is None else before.value
+        first_token = None if job.first_token is None else now - (time - job.first_token)
+        what = (came_from, state.value, reason, plan)
+        return cls._of(job, now, what, first_token, policy, more)
 
     @classmethod
     def of_hold(cls, job: Job, seconds: float, now: float, policy: str = "") -> Event:
@@ -131,10 +114,21 @@ class Event(NamedTuple):
     ) -> Event:
         """Something that is no change of state, at Unix time `now`; see `lifecycle.Journal`."""
         state = job.state.value
-        return cls(
-            now, job.request_id[:_LONGEST_ID], job.tenant, job.level, job.level_source.value,
-            state, state, what, "", job.prompt_tokens, job.generated, None, policy, details,
-        )  # fmt: skip
+        return cls._of(job, now, (state, state, what, ""), None, policy, details)
+
+    @classmethod
+    def _of(
+        cls,
+        job: Job,
+        now: float,
+        what: tuple[str | None, str, str, str],  # before, state, reason, plan
+        first_token: float | None,
+        policy: str,
+        more: Mapping[str, Any],
+    ) -> Event:
+        who = (job.request_id[:_LONGEST_ID], job.tenant, job.level, job.level_source.value)
+        tokens = (job.prompt_tokens, job.generated)
+        return cls(now, *who, *what, *tokens, first_token, policy, more)
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
         """The JSON object; empty fields are left out."""
@@ -148,12 +142,9 @@ class Event(NamedTuple):
             "from": self.before,
             "state": self.state,
         }
-        if self.tenant:
-            line["tenant"] = self.tenant
-        if self.reason:
-            line["reason"] = self.reason
-        if self.plan:
-            line["plan"] = self.plan
+        for name in ("tenant", "reason", "plan"):
+            if value := getattr(self, name):
+                line[name] = value
         line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token is not None:
             line["first_token"] = round(self.first_token, 6)

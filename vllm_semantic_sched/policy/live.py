@@ -24,16 +24,10 @@ NEEDS_RESTART = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """The version of the policy in force.
+    """The version of the policy in force."""
 
-    Attributes:
-        number: 1 at the start of the server, plus 1 for each replacement.
-        fingerprint: twelve hexadecimal digits, a hash of all values of policy and profile. A
-            derived profile does not count: it may differ between engines of one policy.
-    """
-
-    number: int
-    fingerprint: str
+    number: int  # 1 at the start of the server, plus 1 for each replacement
+    fingerprint: str  # see the function of that name
 
     @property
     def as_number(self) -> float:
@@ -42,12 +36,12 @@ class PolicyVersion:
 
 
 def fingerprint(policy: Policy, profile: EngineProfile) -> str:
-    """See `PolicyVersion.fingerprint`."""
+    """Twelve hexadecimal digits, a hash of all values of policy and profile. A derived profile does
+    not count: it may differ between engines of one policy."""
     values = [policy.model_dump(mode="json")]
     if policy.profile != AUTO:
         values.append(profile.model_dump(mode="json"))
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def changed_keys(old: Policy, new: Policy) -> list[str]:
@@ -61,21 +55,21 @@ def check_live_change(old: Policy, new: Policy) -> None:
     Raises:
         PolicyError: with one line per key: both values and the reason.
     """
-    problems = []
-    for key, before, after in _differences(old.model_dump(), new.model_dump(), ""):
-        reason = restart_reason(key)
-        if reason is not None:
-            problems.append(f"{key}: {before!r} -> {after!r} needs a restart: {reason}")
+    problems = [
+        f"{key}: {before!r} -> {after!r} needs a restart: {reason}"
+        for key, before, after in _differences(old.model_dump(), new.model_dump(), "")
+        if (reason := restart_reason(key)) is not None
+    ]
     if problems:
         raise PolicyError("\n".join(problems))
 
 
 def restart_reason(key: str) -> str | None:
     """Why a key cannot change while the server runs; None if it can."""
-    return next(
-        (why for name, why in NEEDS_RESTART.items() if key == name or key.startswith(f"{name}.")),
-        None,
-    )
+    for name, why in NEEDS_RESTART.items():
+        if f"{key}.".startswith(f"{name}."):
+            return why
+    return None
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

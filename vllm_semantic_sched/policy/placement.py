@@ -1,12 +1,10 @@
-"""Chooses the engine of a request among several.
-
-An engine serves requests by urgency, so a request waits for those at its engine that are at least
-as urgent. It goes where they have the least work.
-"""
+"""Chooses the engine of a request among several: an engine serves by urgency, so a request goes
+where those that are at least as urgent have the least work."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,35 +23,22 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The load of an engine, whoever sent it the requests. Work has the unit of `Placement`.
+    """The load of an engine, whoever sent it the requests. Work has the unit of `Placement`."""
 
-    Attributes:
-        time: of the report, in seconds of the caller's clock.
-        work: of all requests, waiting and running.
-        by_level: the same per level, most urgent first; None if unknown.
-        kv_free: share of the KV cache that is free, 0 to 1; None if unknown.
-    """
-
-    time: float
-    work: int
-    by_level: tuple[int, ...] | None = None
-    kv_free: float | None = None
+    time: float  # of the report, in seconds of the caller's clock
+    work: int  # of all requests, waiting and running
+    by_level: tuple[int, ...] | None = None  # the most urgent first; None: unknown
+    kv_free: float | None = None  # share of the KV cache, 0 to 1; None: unknown
 
 
 class Placement:
-    """Sends each request to the engine with the least work at least as urgent.
+    """Sends each request to the engine with the least work at least as urgent, in O(engines).
 
     Ties go to the engine with the least work in total, then to the one with the most free KV, then
     in turn. It knows the requests that it has placed itself, and the others from reports. Work of
     unknown level, because a report lacks levels or is old, counts as at least as urgent as any
-    request: if no level is known, the least loaded engine is chosen.
-
-    Work is a whole number in any one unit: 1 for each request, or expected microseconds.
-
-    A choice takes O(engines) and does not depend on the number of requests.
-
-    Args:
-        engines, levels: at least 1.
+    request: if no level is known, the least loaded engine is chosen. Work is a whole number in any
+    one unit: 1 for each request, or expected microseconds.
     """
 
     def __init__(self, engines: int, levels: int) -> None:
@@ -63,7 +48,7 @@ class Placement:
         self._ahead = [[0] * engines for _ in range(levels)]
         # By engine and level: the part of it that others have placed.
         self._others = [[0] * levels for _ in range(engines)]
-        self._reports: list[EngineReport | None] = [None] * engines
+        self._reported = [math.inf] * engines  # time of the latest report that counts
         self._kv_used = [0.0] * engines
         self._turn = 0
 
@@ -90,17 +75,12 @@ class Placement:
         self._add(placed.engine, placed.level, -placed.work)
 
     def count_others(self, engine: int, ahead: list[int]) -> None:
-        """Set the work that others have placed at an engine.
-
-        Args:
-            ahead: by level: work at least as urgent as that level.
-        """
-        before = self._others[engine]
-        if ahead == before:
-            return
-        for row, then, now in zip(self._ahead, before, ahead, strict=True):
-            row[engine] += now - then
-        self._others[engine] = ahead
+        """Set the work that others have placed at an engine; `ahead`: at least as urgent as each
+        level."""
+        if ahead != self._others[engine]:
+            for row, before, now in zip(self._ahead, self._others[engine], ahead, strict=True):
+                row[engine] += now - before
+            self._others[engine] = ahead
 
     def report(self, engine: int, report: EngineReport) -> None:
         """Take in the load of an engine; a later report replaces it.
@@ -110,15 +90,23 @@ class Placement:
         """
         if report.by_level is not None and len(report.by_level) != len(self._ahead):
             raise ValueError(f"{len(report.by_level)} levels; valid: {len(self._ahead)}")
-        self._reports[engine] = report
+        self._reported[engine] = report.time
         self._kv_used[engine] = 0.0 if report.kv_free is None else 1.0 - report.kv_free
-        self._count_reported(engine, report.work, report.by_level)
+        before = self._others[engine]
+        own = [ahead[engine] - other for ahead, other in zip(self._ahead, before, strict=True)]
+        if report.by_level is None:
+            others = [max(0, report.work - own[-1])] * len(own)
+        else:
+            # A report lags behind what was placed here meanwhile.
+            reported = itertools.accumulate(report.by_level)
+            others = [max(0, load - mine) for load, mine in zip(reported, own, strict=True)]
+        self.count_others(engine, others)
 
     def expire(self, now: float) -> None:
         """Forget the levels in reports that are older than two seconds, and keep their sums."""
-        for engine, report in enumerate(self._reports):
-            if report is not None and now - report.time > _FRESH:
-                self._reports[engine] = None
+        for engine, time in enumerate(self._reported):
+            if now - time > _FRESH:
+                self._reported[engine] = math.inf
                 self._kv_used[engine] = 0.0
                 others = self._others[engine]
                 self.count_others(engine, [others[-1]] * len(others))
@@ -130,17 +118,6 @@ class Placement:
     def _add(self, engine: int, level: int, work: int) -> None:
         for ahead in self._ahead[level:]:
             ahead[engine] += work
-
-    def _count_reported(self, engine: int, work: int, by_level: Sequence[int] | None) -> None:
-        before = self._others[engine]
-        own = [ahead[engine] - other for ahead, other in zip(self._ahead, before, strict=True)]
-        if by_level is None:
-            others = [max(0, work - own[-1])] * len(own)
-        else:
-            # A report lags behind what was placed here meanwhile.
-            reported = itertools.accumulate(by_level)
-            others = [max(0, load - mine) for load, mine in zip(reported, own, strict=True)]
-        self.count_others(engine, others)
 
 
 def _least(engines: list[int], loads: Sequence[float]) -> list[int]:

@@ -60,7 +60,7 @@ class SchedulingStep:
         guarded("keeping reservations", self._keep_reservations, view)
         idle = guarded("looking for decisions", self._has_nothing_to_decide, view)
         decided_at = core.version
-        # Running requests are preempted for more urgent waiting ones.
+        # Running requests are preempted for more urgent waiting ones (`policy.eviction.victims`).
         guarded("making room for urgent requests", self._make_room, view, idle)
         # Those that were just preempted need no hold.
         watching = guarded("holding less urgent requests", self._hold, view)
