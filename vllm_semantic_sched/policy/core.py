@@ -89,12 +89,9 @@ class SchedulingCore:
         self.seating.reservation.check(policy.all_tiers)
 
     def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy that `policy.live.check_live_change` accepts.
-
-        Every decision uses the new policy at once. Queued and running jobs keep their frozen keys
-        and get new ones over the coming steps, a bounded number in each. Levels from hints stay;
-        predicted and default levels are decided again.
-        """
+        """Switch to a new policy that `policy.live.check_live_change` accepts. Every decision uses
+        it at once; queued and running jobs get new keys over the coming steps, a bounded number in
+        each. Levels from hints stay; predicted and default levels are decided again."""
         self.seating.adopt(policy)  # first: it refuses reservations that are too large
         self.protection.adopt(policy.protect)
         self.estimates.adopt(policy, profile)
@@ -132,16 +129,13 @@ class SchedulingCore:
         keeps_accounts: bool = True,
         seed: int = 0,
     ) -> None:
-        """Set the engine's capacity, once, before the first request.
+        """Set the engine's capacity, once, before the first request. PolicyError if reservations
+        leave nothing for the other tiers.
 
         Args:
             tokens_per_step: most output tokens of one request in a step.
-            keeps_accounts: whether the load is accounted for under a policy that ends no request,
-                too.
+            keeps_accounts: whether to account for the load even if the policy ends no request.
             seed: of random decisions about admission.
-
-        Raises:
-            PolicyError: reservations leave nothing for the other tiers.
         """
         self.seating.set_capacity(capacity, tokens_per_step)
         if keeps_accounts or ends_requests(self.policy):
@@ -222,11 +216,8 @@ class SchedulingCore:
     # Queueing
 
     def enqueue(self, job: Job, queue: WaitingQueue) -> None:
-        """Queue a job: in the unsorted buffer until its level is known, else by rank.
-
-        A job that returns (skipped, preempted) is ranked at once, so that the buffer stays in
-        arrival order.
-        """
+        """Queue a job: in the unsorted buffer until its level is known, else by rank. One that
+        returns (skipped, preempted) is ranked at once: the buffer stays in arrival order."""
         if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
@@ -251,15 +242,15 @@ class SchedulingCore:
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
         self.version += 1
-        if job.wait is not None and (queue is not self.waiting or job.seat is not None):
-            self._skip(job, lasting=queue is not self.waiting)
+        aside = queue is not self.waiting
+        if aside or job.seat is not None:
+            self._skip(job, lasting=aside)
         queue.push(job, self.rank(job))
-        if queue is self.waiting:
+        if not aside:
             self.seating.wait(job)
 
     def take(self, job: Job, queue: WaitingQueue) -> None:
-        """Take the job that `queue.peek` returned out of the queue. It starts or is queued again
-        in the same step."""
+        """Take out the job that `queue.peek` returned. It starts or returns in the same step."""
         self.version += 1
         if queue is self.waiting:
             self.seating.take(job)
@@ -307,12 +298,8 @@ class SchedulingCore:
     def plan_preemption(
         self, job: Job, host: HostRoom | None = None, can_drop: bool = False
     ) -> PreemptionPlan:
-        """Plan the preemption of a running job.
-
-        Args:
-            host: None without a host pool.
-            can_drop: whether the caller can end requests; the job's tier must allow it too.
-        """
+        """Plan the preemption of a running job. `can_drop`: whether the caller can end requests;
+        the job's tier must allow it too."""
         dropping = None
         if can_drop and self.policy.tier(job.level).drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
@@ -431,12 +418,8 @@ class SchedulingCore:
 
     def may_revise(self, now: float) -> bool:
         """Whether `revise` may do anything in the step that begins now, after its `tick`."""
-        return (
-            bool(self._outdated)
-            or self.running.may_outlive
-            or self.seating.kv_peak.may_outlive
-            or self.seating.may_move(now)
-        )
+        may_outlive = self.running.may_outlive or self.seating.kv_peak.may_outlive
+        return bool(self._outdated) or may_outlive or self.seating.may_move(now)
 
     def uneventful_steps(self) -> int:
         """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
@@ -509,8 +492,6 @@ class SchedulingCore:
             elif job in self.running:
                 running.append(job)
         return running, waiting
-
-    # Levels and ranks
 
     def rank(self, job: Job) -> Rank:
         """The current rank of a job."""

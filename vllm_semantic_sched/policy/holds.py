@@ -88,4 +88,4 @@ class HoldChoice:
         return sum(worth * self._requests(level) for level, worth in worths)
 
     def _requests(self, level: int) -> int:
-        return self._core.holdings.level(level).seats + self._core.lifecycle.waiting(level)
+        return self._core.holdings.levels[level].seats + self._core.lifecycle.waiting(level)

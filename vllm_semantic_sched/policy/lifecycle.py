@@ -124,11 +124,8 @@ class Lifecycle:
         plan: str = "",
         beneficiary: Job | None = None,
     ) -> None:
-        """Change a job's state; see `Transition` for the arguments.
-
-        Raises:
-            IllegalTransition: no such edge; nothing has changed.
-        """
+        """Change a job's state; see `Transition`. IllegalTransition if there is no such edge; then
+        nothing has changed."""
         before, now = job.state, self.clock()
         job.move_to(state, now)
         if before is not JobState.RUNNING:

@@ -50,11 +50,7 @@ def changed_keys(old: Policy, new: Policy) -> list[str]:
 
 
 def check_live_change(old: Policy, new: Policy) -> None:
-    """Reject a policy that needs a restart.
-
-    Raises:
-        PolicyError: with one line per key: both values and the reason.
-    """
+    """PolicyError if a policy needs a restart, with a line per key: both values and the reason."""
     problems = [
         f"{key}: {before!r} -> {after!r} needs a restart: {reason}"
         for key, before, after in _differences(old.model_dump(), new.model_dump(), "")

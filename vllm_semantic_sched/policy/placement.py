@@ -83,11 +83,8 @@ class Placement:
             self._others[engine] = ahead
 
     def report(self, engine: int, report: EngineReport) -> None:
-        """Take in the load of an engine; a later report replaces it.
-
-        Raises:
-            ValueError: the report has another number of levels.
-        """
+        """Take in the load of an engine; a later report replaces it. ValueError if it has another
+        number of levels."""
         if report.by_level is not None and len(report.by_level) != len(self._ahead):
             raise ValueError(f"{len(report.by_level)} levels; valid: {len(self._ahead)}")
         self._reported[engine] = report.time

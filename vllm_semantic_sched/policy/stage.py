@@ -36,26 +36,17 @@ def stage_limits(core: SchedulingCore, view: EngineView) -> StageLimits:
 
 def gates_prefills(decoding_level: float | None, prefill_level: float, stage: Stage) -> bool:
     """Whether this step has no prefills (paper, Alg. 2): the most urgent decoding job is protected
-    and all prefills are less urgent.
-
-    Args:
-        decoding_level: effective level of the most urgent decoding job; None without one.
-        prefill_level: effective level of the most urgent waiting or prefilling job.
-    """
+    and all prefills are less urgent. The levels are the effective ones of the most urgent decoding
+    job, None without one, and of the most urgent waiting or prefilling one."""
     if stage.mode == "off" or decoding_level is None:
         return False
     return decoding_level <= stage.protected_level and prefill_level > decoding_level
 
 
 def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: int) -> list[Job]:
-    """Running prefills that must pause for a step so that a more urgent new job can start.
-
-    vLLM serves running requests first, and a long prompt can take many whole steps.
-
-    Args:
-        newcomer: the next waiting job, which has a seat and blocks.
-        token_budget: prefill tokens in the step.
-    """
+    """Running prefills that must pause for a step so that the next waiting job, more urgent, can
+    start. vLLM serves running requests first, and a long prompt can take many whole steps.
+    `token_budget`: prefill tokens in the step."""
     wanted = newcomer.tokens
     yielding: list[Job] = []
     for job in prefilling:

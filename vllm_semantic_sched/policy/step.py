@@ -109,9 +109,8 @@ class SchedulingStep:
         only get fewer and estimates of remaining time smaller: nobody starts, nobody preempts. The
         engine may call `repeat` in place of `run` if the same prefills go on and none ended."""
         core, last = self._core, self.last
-        if core.version != last.begun or core.overload is not None:
-            return False
-        if core.may_revise(view.now()):
+        unchanged = core.version == last.begun and core.overload is None
+        if not unchanged or core.may_revise(view.now()):
             return False
         if core.version == last.repeated:
             return True

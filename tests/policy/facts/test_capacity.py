@@ -49,23 +49,23 @@ def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
         assert len(holdings) == len(blocks)
         seats = Counter(job.level for job in blocks)
         for level in range(LEVELS):
-            held = holdings.level(level)
+            held = holdings.levels[level]
             here = [job for job in blocks if job.level == level]
             assert held.seats == seats[level]
             assert held.blocks == sum(blocks[job] for job in here)
             assert held.tokens == sum(expected[job] for job in here)
-            below = holdings.below(level)
+            below = holdings.below[level]
             assert below.seats == sum(count for other, count in seats.items() if other > level)
             assert below.blocks == sum(blocks[job] for job in blocks if job.level > level)
         by_tenant = Counter(job.tenant for job in blocks)
-        assert {tenant: held.seats for tenant, held in holdings.tenants()} == by_tenant
-        assert all(holdings.blocks(job) == count for job, count in blocks.items())
+        assert {tenant: held.seats for tenant, held in holdings.tenants.items()} == by_tenant
+        assert all(job.seat.blocks == count for job, count in blocks.items())
 
 
 def test_jobs_hold_no_blocks_without_a_known_capacity() -> None:
     holdings = Holdings(LEVELS)
     job = make_job(1, tenant="a")
     holdings.occupy(job, 100)
-    assert holdings.level(1).seats == 1 and holdings.blocks(job) == 0
+    assert holdings.levels[1].seats == 1 and job.seat.blocks == 0
     holdings.expect(make_job(0), 100)  # has no seat
-    assert holdings.level(0).tokens == 0 and holdings.tenant("b") is None
+    assert holdings.levels[0].tokens == 0 and "b" not in holdings.tenants

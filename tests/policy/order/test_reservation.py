@@ -79,7 +79,7 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
                 before, job.level = job.level, level
                 holdings.relevel(job, before)
         for above in range(3):
-            assert (holdings.below(above).seats, holdings.below(above).blocks) == below(above)
+            assert (holdings.below[above].seats, holdings.below[above].blocks) == below(above)
 
 
 def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:

@@ -115,7 +115,7 @@ def _queues(core: SchedulingCore) -> Gauges:
     return {
         "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
         "waiting_requests": _by_tier(core, lifecycle.waiting),
-        "running_requests": _by_tier(core, lambda level: core.holdings.level(level).seats),
+        "running_requests": _by_tier(core, lambda level: core.holdings.levels[level].seats),
         "longest_wait_seconds": _by_tier(
             core, lambda level: round(lifecycle.longest_wait(level), 3)
         ),
@@ -138,7 +138,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
         )
     if seating.reservation.enabled:
         gauges["reservation_free_seats"] = {
-            name: limit.seats - core.holdings.below(level).seats
+            name: limit.seats - core.holdings.below[level].seats
             for level, name in enumerate(core.policy.tier_names)
             if (limit := seating.reservation.limit_below(level, hard=False)) is not None
         }

@@ -1,9 +1,8 @@
-"""Plans how much of a victim's KV is kept on device and host.
+"""Plans how much of a victim's KV is kept on device and host: that of its first tokens.
 
-A plan keeps the KV of a victim's first tokens and recomputes the rest. vLLM rebuilds a request by
-one prefill over prompt and output, so keeping the first k of L tokens costs
-save(k) + load(k) + prefill(k, L). This is concave in k: the minimum is at an end of the range that
-the constraints allow.
+vLLM rebuilds a request by one prefill over prompt and output, so keeping the first k of L tokens
+costs save(k) + load(k) + prefill(k, L). This is concave in k: the minimum is at an end of the range
+that the constraints allow.
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:
-    """Number of a victim's first tokens that will probably still be on the device later.
-
-    Args:
-        shared: first tokens in blocks that other running jobs hold as well.
-        cached: first tokens in blocks of the prefix cache.
-        free_share: share of free KV blocks, which are evicted before the victim's blocks.
-    """
+    """Number of a victim's first tokens that will probably still be on the device later: those in
+    blocks that are `shared` with running jobs, or in those of the prefix cache (`cached`) if many
+    KV blocks are free (`free_share`), which are evicted before."""
     return cached if free_share > retention.survival else shared
 
 
@@ -83,8 +78,8 @@ def plan_preemption(
 
     Args:
         host: None without a host pool.
-        drop_seconds: cost of ending the job; None: it may not be ended. It is ended if all its
-            preemptions, this one included, cost more.
+        drop_seconds: cost of ending the job; None: not allowed. It is ended if all its preemptions,
+            this one included, cost more.
         must_end: it is ended if it may be, whatever that costs.
     """
     held = job.computed

@@ -225,14 +225,11 @@ class Eviction:
     def plan(
         self, view: AdmissionView, seats: int, blocks: int, prefill_tokens: float
     ) -> dict[Job, Job]:
-        """Running jobs to preempt before a step, each with the waiting one that it makes room for.
-        vLLM itself never does that.
-
-        Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
-        each takes from the free `seats`, `blocks` and `prefill_tokens`. A job that age, deadline
-        or its tier's share put before a more urgent one takes free room first, so it counts
-        although no job is preempted for it.
-        """
+        """Running jobs to preempt before a step, each with the waiting one that it makes room for;
+        vLLM itself never does that. Goes down the waiting queue as far as jobs can be admitted in
+        this step, and subtracts what each takes from the free `seats`, `blocks` and
+        `prefill_tokens`: jobs that age, deadline or share put before more urgent ones as well,
+        though no job is preempted for them."""
         seating = self._seating
         victims: dict[Job, Job] = {}
         passed = 0
@@ -272,10 +269,8 @@ class Eviction:
 
         A victim must be worth its seat: the engine time that its preemption costs all running jobs
         is worth less than the time that `job` would wait for room to come free. What a deadline or
-        a reservation entitles to is not weighed, nor is a victim that ends (`after_limit`).
-
-        Args:
-            beside: victims that were chosen in this step for others.
+        a reservation entitles to is not weighed, nor is a victim that ends (`after_limit`). Victims
+        chosen in this step for others (`beside`) are left out.
         """
         if job is self._unpaid:
             return []
@@ -362,7 +357,7 @@ class Eviction:
     def _affordable_seconds(self, job: Job, need: Need) -> float:
         """Engine time that a victim for `job` may cost."""
         holdings = self._seating.holdings
-        levels, seats = holdings.levels(), len(holdings)
+        levels, seats = holdings.levels, len(holdings)
         blocks = sum(held.blocks for held in levels)
         lost = sum(worth * held.seats for worth, held in zip(self._worth.lost, levels, strict=True))
         # Running jobs that must end by themselves to make the room.

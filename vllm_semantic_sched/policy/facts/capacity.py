@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.facts.job import Job, Seat
@@ -60,46 +60,20 @@ class Holdings:
 
     def __init__(self, levels: int) -> None:
         self.capacity: EngineCapacity | None = None  # until it is known, jobs count without blocks
-        self._levels = [Held() for _ in range(levels)]
-        self._below = [Held() for _ in range(levels)]  # sums, asked for more often than changed
-        self._tenants: dict[str, Held] = {}
+        self.levels = [Held() for _ in range(levels)]
+        # What all jobs less urgent than each level hold; `tokens` stays 0.
+        self.below = [Held() for _ in range(levels)]
+        self.tenants: defaultdict[str, Held] = defaultdict(Held)  # with a seat
 
     def __len__(self) -> int:
-        return sum(held.seats for held in self._levels)
-
-    def blocks(self, job: Job) -> int:
-        """KV blocks of one job; 0 if it has no seat."""
-        return job.seat.blocks if job.seat is not None else 0
-
-    def level(self, level: int) -> Held:
-        return self._levels[level]
-
-    def levels(self) -> list[Held]:
-        """By level, most urgent first."""
-        return self._levels
-
-    def below(self, level: int) -> Held:
-        """What all jobs less urgent than `level` hold together; `tokens` stays 0."""
-        return self._below[level]
-
-    def tenant(self, tenant: str) -> Held | None:
-        """None if it has no seat."""
-        return self._tenants.get(tenant)
-
-    def tenants(self) -> Iterator[tuple[str, Held]]:
-        """By tenant with a seat."""
-        return iter(self._tenants.items())
+        return sum(held.seats for held in self.levels)
 
     def occupy(self, job: Job, tokens: int) -> Seat:
         """Record that a job has, or is about to get, a seat and KV for this many tokens."""
         blocks = self.capacity.blocks_for(tokens) if self.capacity is not None else 0
-        seat = job.seat
-        if seat is None:
-            seat = job.seat = Seat(blocks)
-            self._add(job, 1, blocks, 0.0)
-        else:
-            self._add(job, 0, blocks - seat.blocks, 0.0)
-            seat.blocks = blocks
+        seat = job.seat or Seat(blocks=0)
+        self._add(job, int(job.seat is None), blocks - seat.blocks, 0.0)
+        job.seat, seat.blocks = seat, blocks
         return seat
 
     def expect(self, job: Job, tokens: float) -> None:
@@ -114,8 +88,8 @@ class Holdings:
         seat, job.seat = job.seat, None
         if seat is not None:
             self._add(job, -1, -seat.blocks, -seat.expected)
-            if not self._tenants[job.tenant].seats:
-                del self._tenants[job.tenant]
+            if not self.tenants[job.tenant].seats:
+                del self.tenants[job.tenant]
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a job's holdings from level `before` to `job.level`."""
@@ -126,10 +100,9 @@ class Holdings:
 
     def _add(self, job: Job, seats: int, blocks: int, tokens: float) -> None:
         self._add_to_level(job.level, seats, blocks, tokens)
-        tenant = self._tenants.get(job.tenant) or self._tenants.setdefault(job.tenant, Held())
-        tenant.add(seats, blocks, tokens)
+        self.tenants[job.tenant].add(seats, blocks, tokens)
 
     def _add_to_level(self, level: int, seats: int, blocks: int, tokens: float) -> None:
-        self._levels[level].add(seats, blocks, tokens)
+        self.levels[level].add(seats, blocks, tokens)
         for above in range(level):
-            self._below[above].add(seats, blocks, 0.0)
+            self.below[above].add(seats, blocks, 0.0)

@@ -29,11 +29,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
-    """Read a YAML file; return its content and a name for it in messages.
-
-    Raises:
-        PolicyError: the file is missing or is not YAML.
-    """
+    """Read a YAML file; return its content and a name for it in messages. PolicyError if it is
+    missing or no YAML."""
     path = resolve_config(name_or_path, kind)
     source = f"{kind} {path}"
     try:
@@ -56,11 +53,8 @@ def shipped_names(kind: Kind) -> list[str]:
 
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
-    """Find a file by name (`ems`) or path.
-
-    Raises:
-        PolicyError: neither a shipped name nor an existing file; the message lists the names.
-    """
+    """Find a file by name (`ems`) or path. PolicyError if it is neither a shipped name nor an
+    existing file; the message lists the names."""
     names, given = shipped_names(kind), str(name_or_path)
     if given in names:
         return _folder(kind) / f"{given}.yaml"

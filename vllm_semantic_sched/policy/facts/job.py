@@ -32,14 +32,9 @@ _new_tuple = tuple.__new__
 
 
 def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> Rank:
-    """The rank of a job. Terms that the base policy ignores are zero. Overdue jobs run by arrival
-    under every policy.
-
-    Args:
-        level: effective urgency level: 0 = most urgent, `OVERDUE` before that.
-        remaining: predicted seconds of engine work left; inf if unknown.
-        sequence: arrival number.
-    """
+    """The rank of a job by its effective level and predicted seconds of engine work left (inf:
+    unknown). Terms that the base policy ignores are zero; overdue jobs run by arrival under every
+    policy."""
     if level <= OVERDUE:
         return Rank(OVERDUE, 0.0, sequence)
     terms = (
@@ -243,11 +238,8 @@ class Job:
         return self.prompt_tokens + self.generated
 
     def move_to(self, state: JobState, now: float) -> None:
-        """Change state at time `now`. Only `policy.lifecycle` calls this.
-
-        Raises:
-            IllegalTransition: no such edge; the job is unchanged.
-        """
+        """Change state at time `now`, for `policy.lifecycle` only. IllegalTransition if there is no
+        such edge; then the job is unchanged."""
         if state not in _LEGAL[self.state]:
             edge = f"{self.state.value} -> {state.value}"
             raise IllegalTransition(f"request {self.request_id}: {edge}")

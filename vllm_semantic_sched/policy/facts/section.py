@@ -33,11 +33,7 @@ S = TypeVar("S", bound=Section)
 
 
 def parse_section(model: type[S], data: Any, source: str) -> S:
-    """Validate a mapping against a section type.
-
-    Raises:
-        PolicyError: with one line per problem.
-    """
+    """Validate a mapping against a section type. PolicyError with one line per problem."""
     if not isinstance(data, dict):
         raise PolicyError(f"{source}: expected a mapping of keys, got {data!r}")
     try:

@@ -2,9 +2,9 @@
 
 At any time one cause keeps all waiting requests from starting: no seat, no KV blocks, and so on.
 The ledger adds up the seconds of each, apart by the level that got the latest seat. A request notes
-the sums when it begins to wait; how much they have grown when it starts are its causes. What
-concerns one request or one queue (unread, not ready, limits) replaces them while it lasts. So only
-changes cost anything, whatever the number of steps and of waiting requests.
+the sums when it begins to wait; their growth until it starts are its causes. What concerns one
+request or one queue (unread, not ready, limits) replaces them while it lasts. So only changes cost
+anything, not steps or waiting requests.
 """
 
 from __future__ import annotations

@@ -2,20 +2,18 @@
 
 - A request at level l that has waited k times `interval` seconds gets level l - k `step`, with at
   most `cap` promotions. Below level 0 it is *overdue*; overdue requests run by arrival.
-- The aged level orders the queue and protects a running request. It gives no right to preempt: an
-  aged request gets the next free seat.
+- The aged level orders the queue and protects a running request, but gives no right to preempt.
 - A request that aging puts before a more urgent one overtakes it. Every admission earns `share` of
-  an overtaking, and at most one is saved. So of N = ceil(1 / share) consecutive admissions one can
-  go to the oldest overdue request, and the others go by urgency.
+  an overtaking, and at most one is saved: of N = ceil(1 / share) admissions in a row one can go to
+  the oldest overdue request, and the others go by urgency.
 
 A request that can become overdue (no `cap`, or cap * step >= l + 1) gets its first seat within
 
     W + (q + 1) N T       W = interval * ceil((l + 1) / step)
 
-seconds. q is the number of older requests waiting at its arrival. T is the longest time between two
-admissions while requests wait, at most the time that one request holds a seat. If other tiers have
-hard reservations, a seat open to its tier must become free as well: add (q + 1) S, where S is the
-longest time that a request holds a seat.
+seconds. q older requests wait at its arrival; T is the longest time between two admissions while
+requests wait, at most that for which a request holds a seat. Beside hard reservations of other
+tiers, add (q + 1) S, with S the longest time that a request holds a seat.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class Promotions:
         self._timers.discard(job)
 
     def may_be_due(self, now: float) -> bool:
-        """Whether a timer may have expired."""
         return self._timers.may_reach(now)
 
     def due(self, now: float) -> list[Job]:

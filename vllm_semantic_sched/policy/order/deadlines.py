@@ -42,7 +42,6 @@ class DeadlineWatch:
         self.may_take_seats.discard(job)
 
     def may_be_due(self, now: float) -> bool:
-        """Whether a timer may have expired."""
         return self._timers.may_reach(now)
 
     def due(self, now: float) -> list[Job]:

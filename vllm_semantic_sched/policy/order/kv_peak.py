@@ -1,8 +1,7 @@
 """Admission by the predicted peak of KV use (Past-Future scheduler, Gong et al., arXiv 2507.10150).
 
-vLLM admits a request as soon as its prompt fits. Answers then grow, and when the blocks run out it
-preempts and recomputes. Here a request is admitted only if the KV of all running requests, as far
-as their lengths can be predicted, will fit at every later step.
+vLLM admits a request as soon as its prompt fits, and preempts when answers outgrow the blocks. Here
+a request is admitted only if, by predicted lengths, all running ones fit at every later step.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ class KvPeak:
     estimate. Use can only peak when a job ends.
 
     A question costs O(log running), the first one after a change O(running log running), a step
-    O(log running) per outlived estimate. Prompts that share blocks count in full, each job counts
-    a block more than its tokens fill, and a job grows from its admission on, before its prefill is
-    over: the peak is overestimated rather than missed.
-
-    A candidate answers only for the time in which it runs itself: it does not wait because of a
-    peak that comes after its end.
+    O(log running) per outlived estimate. The peak is overestimated rather than missed: shared
+    blocks count for each job, and a job counts a block more than its tokens fill and grows from its
+    admission on. A candidate does not wait because of a peak after its own end.
     """
 
     def __init__(self, knobs: KvPeakKnobs, tokens_within: Callable[[Job, float], float]) -> None:
@@ -50,7 +46,6 @@ class KvPeak:
         self._sorted: tuple[list[float], list[float], list[float]] | None = None
 
     def set_capacity(self, capacity: EngineCapacity) -> None:
-        """Set the engine's capacity."""
         self.block_size = capacity.block_size
         blocks = capacity.blocks
         self.capacity = math.inf if blocks is None else blocks * capacity.block_size
@@ -63,9 +58,8 @@ class KvPeak:
         that none waits for ever."""
         if not self.knobs.enabled or not len(self._ends) or self.capacity == math.inf:
             return True
-        if job.level <= _EXEMPT_LEVEL or job.overdue:
-            return True
-        return self.peak_with(job) <= self.capacity
+        exempt = job.level <= _EXEMPT_LEVEL or job.overdue
+        return exempt or self.peak_with(job) <= self.capacity
 
     def peak_with(self, job: Job) -> float:
         """Highest predicted use in tokens while a job runs that starts now."""
@@ -90,7 +84,6 @@ class KvPeak:
             self._sorted = None
 
     def tick(self, steps: int = 1) -> None:
-        """Count engine steps."""
         self._step += steps
 
     @property

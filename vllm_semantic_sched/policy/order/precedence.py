@@ -1,11 +1,10 @@
 """Checks two orders by urgency.
 
-- Order of first seats: no request gets its first seat after a less urgent one that arrived later. A
-  request for which it does not hold was *passed*. Of all requests that passed it, the one that
-  arrived last tells the cause. Requests that never get a seat are not counted.
-- Order of finishes (arXiv 2506.12204, eq. 2): a request that finishes before another one either
-  finishes before that one arrives, or is at least as urgent. A request that was there when a less
-  urgent one finished was *outrun*. Wherever requests of several levels share a batch, some are.
+- First seats: a request that gets its first seat after a less urgent one that arrived later was
+  *passed*; of all that passed it, the one that arrived last tells the cause. Requests without a
+  seat are not counted.
+- Finishes (arXiv 2506.12204, eq. 2): a request that was there when a less urgent one finished was
+  *outrun*. Wherever requests of several levels share a batch, some are.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class FinishOrder:
         self._latest = [(-math.inf, -math.inf)] * levels
 
     def finish(self, level: int, arrival: float, now: float) -> bool:
-        """Record a finish; returns whether the request was outrun. Times must not decrease;
-        requests that finish at the same time do not outrun each other."""
+        """Record a finish; whether the request was outrun. Times must not decrease; requests that
+        finish at the same time do not outrun each other."""
         latest, before = self._latest[level]
         outrun = (latest if latest < now else before) >= arrival
         for above in range(level):

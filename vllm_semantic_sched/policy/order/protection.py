@@ -1,14 +1,12 @@
 """Holds: less urgent decoding requests sit out steps while a protected one runs.
 
-A held request keeps its seat and its KV and gets no token. Prefills go on and waiting requests
-start as without protection, so that a hold delays a first token only by the work that it costs.
-Nobody is held while the next waiting request can start: the batch would grow by those that are
-held, and its longer steps would take back what was gained.
+A held request keeps its seat and its KV and gets no token; prefills and admissions go on. Nobody is
+held while the next waiting request can start: its longer steps would take back what was gained.
 
 **Worth.** A step with holds is shorter, and each request in it gains that. It computes fewer tokens
-for the same fixed time; what it loses is its own time less what its tokens cost in a full step. All
-requests, running and waiting, are that much later. Gain and loss are weighted by urgency
-(`decision.level_worth`). The least urgent are held, as many as makes the difference largest.
+for the same fixed time: its loss is its own time less what its tokens cost in a full step, by which
+all requests, running and waiting, are later. Weighted by urgency (`decision.level_worth`), the
+difference is made largest.
 
 **Price.** Over any `WINDOW` seconds of engine time, at most `price` of that time is lost. The less
 of it is left, the more a step must be worth.
@@ -41,7 +39,7 @@ class Budget:
 
     @property
     def total(self) -> float:
-        """Seconds that may be lost in `WINDOW` seconds."""
+        """Seconds that may be lost in `WINDOW`."""
         return self.price * WINDOW
 
     @property
@@ -51,11 +49,11 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds that may be lost now."""
+        """Of these, what may be lost now."""
         return self.total - self.recent
 
     def work(self, seconds: float) -> None:
-        """Record that the engine has computed for this long."""
+        """Record seconds of engine time."""
         self.worked += seconds
         slots = self._slots
         while slots and slots[0][0] <= self.worked - WINDOW:
@@ -64,7 +62,6 @@ class Budget:
             self.recent = 0.0  # without what rounding left
 
     def spend(self, seconds: float) -> None:
-        """Record a loss."""
         self.recent += seconds
         if not self._slots or self._slots[-1][0] <= self.worked:
             self._slots.append([self.worked + _SLOT, 0.0])
@@ -109,8 +106,7 @@ class Protection:
         return job.level_source is not LevelSource.INSTANT or not job.awaits_prediction
 
     def yields(self, job: Job) -> bool:
-        """Whether a job gives way to protected ones. One that waiting has made as urgent does
-        not."""
+        """Whether a job gives way to protected ones; not if waiting has made it as urgent."""
         return self.knobs.level is not None and job.effective_level > self.knobs.level
 
     def begin_step(self, now: float, busy: bool) -> bool:

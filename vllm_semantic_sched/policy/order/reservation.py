@@ -1,8 +1,8 @@
 """Seats and KV blocks that tiers reserve for themselves and more urgent ones.
 
-Tiers up to level T reserve R(T), the sum of their reservations. All less urgent tiers together may
-hold total - R(T), for every T. Hard reservations enforce this limit at admission. Soft ones may be
-borrowed: borrowers are preempted first, even if they are protected otherwise.
+Tiers up to level T reserve R(T), the sum of their reservations; all less urgent tiers together may
+hold total - R(T). Hard reservations enforce this at admission. Soft ones may be borrowed: borrowers
+are preempted first, even if they are protected otherwise.
 """
 
 from __future__ import annotations
@@ -63,15 +63,13 @@ class Reservation:
         return None if limit is _UNLIMITED else limit
 
     def admits(self, level: int, tokens: int) -> bool:
-        """Whether a request may take a seat and KV for this many tokens.
-
-        A request that alone exceeds its limit of blocks may run when no other one does.
-        """
+        """Whether a request may take a seat and KV for this many tokens. One that alone exceeds its
+        limit of blocks may run when no other one does."""
         if not self.has_hard:
             return True
         blocks = self._blocks_for(tokens)
         for above in range(level):
-            limit, held = self._hard[above], self._holdings.below(above)
+            limit, held = self._hard[above], self._holdings.below[above]
             if held.seats + 1 > limit.seats:
                 return False
             if held.seats and held.blocks + blocks > limit.blocks:
@@ -84,7 +82,7 @@ class Reservation:
         if not self.has_hard:
             return None
         for level, limit in enumerate(self._hard):
-            held = self._holdings.below(level)
+            held = self._holdings.below[level]
             if held.seats > limit.seats or (held.seats > 1 and held.blocks > limit.blocks):
                 return level
         return None
@@ -103,11 +101,11 @@ class Reservation:
         excess = list(self._excess(level))
 
         def borrowed(job: Job) -> bool:
-            found = False
+            found, held = False, job.seat.blocks if job.seat is not None else 0
             for place, (above, seats, blocks) in enumerate(excess):
                 if job.level > above and (seats > 0 or blocks > 0):
                     found = True
-                    excess[place] = (above, seats - 1, blocks - self._holdings.blocks(job))
+                    excess[place] = (above, seats - 1, blocks - held)
             return found
 
         return borrowed
@@ -118,7 +116,7 @@ class Reservation:
         if self.has_hard:
             wanted = self._blocks_for(tokens)
             for above in range(level):
-                limit, held = self._hard[above], self._holdings.below(above)
+                limit, held = self._hard[above], self._holdings.below[above]
                 seats = max(seats, held.seats + 1 - limit.seats)
                 blocks = max(blocks, held.blocks + wanted - limit.blocks)
         return Need(math.ceil(seats), math.ceil(blocks))
@@ -131,7 +129,7 @@ class Reservation:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
         for above, limit in enumerate(self._soft[level:], start=level):
-            reserve, held = self._tiers[above].reserve, self._holdings.below(above)
+            reserve, held = self._tiers[above].reserve, self._holdings.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.blocks
 

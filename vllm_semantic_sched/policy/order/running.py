@@ -15,9 +15,8 @@ class RunningSet:
 
     All running jobs advance by one token per step, so their order by remaining time does not
     change. It is stored as a finish tag: virtual time at the start plus remaining seconds, where
-    virtual time advances by one decode step (`step_seconds`) per engine step. Tags stay frozen, and
-    jobs that started at different times compare correctly. A held job does not advance: its tag
-    moves by as much as it missed when it is released.
+    virtual time advances by one decode step (`step_seconds`) per engine step. A held job does not
+    advance: when it is released, its tag moves by what it missed.
     """
 
     def __init__(self, step_seconds: float) -> None:
@@ -81,7 +80,7 @@ class RunningSet:
         return max(0.0, tag - (self._now if held_at is None else held_at))
 
     def least_urgent(self) -> Job | None:
-        """The root of the eviction heap: least urgent, most remaining time."""
+        """The root of the eviction heap."""
         return self._eviction.peek()
 
     def by_eviction(self) -> Iterator[Job]:

@@ -24,11 +24,8 @@ _NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
 class Seating(QueueRules):
-    """Follows jobs through the queue and their seats, and rules the order of the queue.
-
-    A job that the engine takes out of the queue either starts or returns within the same step,
-    because it was not ready.
-    """
+    """Follows jobs through the queue and their seats, and rules the order of the queue. A job that
+    is taken out of the queue either starts within the same step or, not ready, returns."""
 
     def __init__(self, policy: Policy, estimates: Estimator) -> None:
         super().__init__(policy)
@@ -54,11 +51,8 @@ class Seating(QueueRules):
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy.
-
-        Raises:
-            PolicyError: its reservations leave nothing for the other tiers; nothing has changed.
-        """
+        """Switch to a new policy. PolicyError if its reservations leave nothing for the other
+        tiers; then nothing has changed."""
         self.reservation.set_tiers(policy.all_tiers)
         self.adopt_rules(policy)
         self.promotions.knobs = self.overtaking.knobs = policy.aging
@@ -117,7 +111,7 @@ class Seating(QueueRules):
         charge = job.seat.charge if job.seat is not None else None
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
-            self._account(job, charge.level, -charge.seconds, first=not job.preemptions)
+            self._charge(job, -charge.seconds, charge.level, to_tenant=not job.preemptions)
         self.holdings.release(job)
         self.kv_peak.discard(job)
         self._start_timers(job)
@@ -212,15 +206,16 @@ class Seating(QueueRules):
         seat = self.holdings.occupy(job, job.tokens + AHEAD)
         seat.charge = Charge(job.level, seconds, overtook, credit, passes)
         self.kv_peak.add(job)
-        self._account(job, job.level, seconds, first=not job.preemptions)
+        self._charge(job, seconds, to_tenant=not job.preemptions)
         self.waiting.changed()
 
-    def _charge(self, job: Job, seconds: float) -> None:
-        self._account(job, job.level, seconds, first=True)
-
-    def _account(self, job: Job, level: int, seconds: float, first: bool) -> None:
-        """Charge the tier, and unless it recomputes after a preemption the tenant."""
+    def _charge(
+        self, job: Job, seconds: float, level: int | None = None, to_tenant: bool = True
+    ) -> None:
+        """Charge engine time to the job's tier, or the one given, and unless it recomputes after a
+        preemption to its tenant."""
+        level = job.level if level is None else level
         self.fair_share.charge(level, seconds)
-        if first:
+        if to_tenant:
             queue = self.waiting.queue(level)
             queue.counters.charge(queue.tenant_of(job), seconds)

@@ -3,12 +3,8 @@
 Fairness follows virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
 Models, algorithm 2), counted in engine seconds: within a level the tenant with the least service is
 next, and a tenant that returns after a pause gets no credit for it. While two tenants both wait at
-a level, their counters differ by at most
-
-    U = P + m D
-
-with P the engine time of the longest prefill, m the seats and D the engine time of the longest
-decode. Their service over any such time differs by at most 2 U.
+a level, their counters differ by at most U = P + m D, and their service over any such time by 2 U:
+P is the engine time of the longest prefill, m the seats, D the engine time of the longest decode.
 """
 
 from __future__ import annotations
@@ -133,12 +129,8 @@ class TopLevelGuard:
     def level(
         self, tenant: str, level: int, lowest: int, now: float, before: int | None = None
     ) -> int:
-        """The level at which a request with a hinted or predicted `level` is served.
-
-        Args:
-            lowest: the least urgent level.
-            before: the level at which the same request was served so far, if it has been counted.
-        """
+        """The level at which a request with a hinted or predicted `level` is served; `lowest`: the
+        least urgent level, `before`: its level so far, if it has been counted."""
         if not self.limits or lowest < _TOP_LEVELS:
             return level
         window = self._windows.setdefault(tenant, _Window())
@@ -161,11 +153,8 @@ class TopLevelGuard:
 
 
 class TenantCaps:
-    """Limits the seats and KV blocks of each tenant, so that others find some free at once.
-
-    A tenant may always have one request of any size. There is no limit until the engine's capacity
-    is known.
-    """
+    """Limits the seats and KV blocks of each tenant, so that others find some free at once. One
+    request of any size is always allowed, and all are until the engine's capacity is known."""
 
     def __init__(self, knobs: Tenants, holdings: Holdings) -> None:
         self.knobs = knobs
@@ -180,7 +169,7 @@ class TenantCaps:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
         if not self.limits:
             return True
-        held, capacity = self._holdings.tenant(job.tenant), self._holdings.capacity
+        held, capacity = self._holdings.tenants.get(job.tenant), self._holdings.capacity
         if held is None or capacity is None:
             return True
         share, limit = self.knobs.seats, self._block_limit
@@ -195,7 +184,7 @@ class TenantCaps:
         limit = self._block_limit
         if limit is None:
             return None
-        for tenant, held in self._holdings.tenants():
+        for tenant, held in self._holdings.tenants.items():
             if held.seats > 1 and held.blocks > limit:
                 return tenant
         return None

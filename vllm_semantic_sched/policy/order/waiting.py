@@ -50,7 +50,6 @@ class WaitingQueue:
         return sorted(level for level, queue in self._levels.items() if queue)
 
     def queue(self, level: int) -> LevelQueue:
-        """The queue of a level."""
         if level not in self._levels:
             self._levels[level] = LevelQueue(self._rules)
         return self._levels[level]
@@ -125,8 +124,7 @@ class WaitingQueue:
 
     def ordered(self) -> Iterator[Job]:
         """The jobs in the order in which they would run if all got seats and nothing else
-        happened, lazily. The queue must not change during the iteration. The first job is the
-        result of `peek`, unless that is None."""
+        happened, lazily: first the result of `peek`. The queue must not change meanwhile."""
         first = self.peek()
         if first is not None:
             yield first
@@ -155,30 +153,26 @@ class WaitingQueue:
     def _choose_anew(self) -> tuple[Job | None, bool]:
         if not self._places:
             return None, False
-        rules = self._rules
-        admits = rules.admits
-        heads: list[tuple[Rank, Job]] = []
-        best: tuple[Rank, Job] | None = None
-        for queue in self._levels.values():
-            head = queue.peek()
-            if head is None or not admits(head[1]):
-                continue
-            heads.append(head)
-            key = self._key(*head)
-            if best is None or key < best[0]:
-                best = (key, head[1])
-        first = best[1] if best else None
-        if not rules.may_overtake():
+        admits = self._rules.admits
+        heads = [
+            head
+            for queue in self._levels.values()
+            if (head := queue.peek()) is not None and admits(head[1])
+        ]
+        first = self._best(heads)
+        if not self._rules.may_overtake():
             return first, False
         aged = self._oldest_overdue()
-        if aged is not None:
-            # While it is not admitted no other job overtakes, so that it gets the next seat.
-            aged = aged if admits(aged) else None
-        elif heads:
-            # Keys differ in the sequence number, so that jobs are not compared.
-            aged = min([(self._key(rank, job, aged=True), job) for rank, job in heads])[1]
+        if aged is None:
+            aged = self._best(heads, aged=True)
+        elif not admits(aged):
+            aged = None  # nor does another job overtake, so that it gets the next seat
         overtakes = aged is not None and aged is not first
         return (aged if overtakes else first), overtakes
+
+    def _best(self, heads: list[tuple[Rank, Job]], aged: bool = False) -> Job | None:
+        # Keys differ in the sequence number, so that jobs are not compared.
+        return min([(self._key(rank, job, aged), job) for rank, job in heads])[1] if heads else None
 
     def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
         if self.overtakes(job):

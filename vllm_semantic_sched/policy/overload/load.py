@@ -172,7 +172,7 @@ class LoadMonitor:
         """Predicted tokens of waiting and running jobs, per level."""
         return [
             held.tokens + self.account.level(level).tokens
-            for level, held in enumerate(self._holdings.levels())
+            for level, held in enumerate(self._holdings.levels)
         ]
 
     def drain_seconds(self, level: int) -> float:
@@ -206,7 +206,7 @@ class LoadMonitor:
 
     def _predicted_tokens(self) -> float:
         """Total KV tokens that running jobs are predicted to need."""
-        return sum(held.tokens for held in self._holdings.levels())
+        return sum(held.tokens for held in self._holdings.levels)
 
     def _record(self, job: Job, now: float, **seconds: float | None) -> None:
         for monitor in (self.slo, self._recent):
