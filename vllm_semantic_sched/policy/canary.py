@@ -57,8 +57,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """Latencies of one level under one policy, in clusters: requests of one turn share their luck.
-    Bounded memory."""
+    """Latencies of a level under one policy, by turn: requests of one share their luck."""
 
     count: int = 0  # requests
     met: int = 0  # those that met their promise; without one, all
@@ -87,8 +86,7 @@ class Tally:
         return self.met / self.count if self.count else math.nan
 
     def mean(self) -> tuple[float, float]:
-        """Mean logarithm of the latency and its standard error, infinite with fewer than two
-        turns; the mean is NaN without requests."""
+        """Mean log latency (NaN without any) and its standard error (inf below two turns)."""
         clusters, (n, s, ss, sn, nn) = self._all_turns()
         mean = s / n if n else math.nan
         if clusters < 2:
@@ -153,7 +151,6 @@ class Canary(Listener):
         self._waiting: dict[Job, None] = {}  # for a first token, oldest first
 
     def arm(self, now: float) -> str:
-        """The policy that is to be in force."""
         return self.plan.turn(now - self._start)[0]
 
     def is_over(self, now: float) -> bool:
@@ -192,8 +189,7 @@ class Canary(Listener):
         return None
 
     def _overdue(self, now: float) -> list[int]:
-        """By level, those of the oldest requests whose first token, under the new policy, is late
-        already."""
+        """By level: old requests under the new policy whose first token is late already."""
         counts = [0] * len(self._tiers)
         for job in itertools.islice(self._waiting, _OLDEST):
             elapsed, target = job.arrival - self._start, self._tiers[job.level].slo.ttft
@@ -255,7 +251,6 @@ def compare(each: Sequence[Tallies]) -> list[Difference]:
 
 
 def plain(tallies: Tallies) -> dict[str, Any]:
-    """As plain values, for `of_plain`."""
     return {
         arm: [{name: tally.plain() for name, tally in level.items()} for level in levels]
         for arm, levels in tallies.items()

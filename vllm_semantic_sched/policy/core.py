@@ -109,7 +109,6 @@ class SchedulingCore:
 
     @property
     def holdings(self) -> Holdings:
-        """Seats and KV blocks of running jobs."""
         return self.seating.holdings
 
     @property
@@ -258,8 +257,7 @@ class SchedulingCore:
             queue.remove(job)
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
-        """Apply a prediction, or its failure (None), and move the job to its new rank; see
-        `Levels.read` and `Levels.look_again`."""
+        """Apply a prediction, or its failure (None), and move the job to its new rank."""
         self.version += 1
         if prediction is None or not prediction.again:
             self.levels.read(job, prediction)
@@ -286,8 +284,7 @@ class SchedulingCore:
         self._store_running(job)
 
     def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
-        """Rank all running jobs anew, once `observe` has updated their `generated` and `computed`;
-        returns them."""
+        """Rank all running jobs anew, after `observe` has updated each; returns them."""
         self.version += 1
         running = list(self.running)
         for job in running:
@@ -351,8 +348,7 @@ class SchedulingCore:
             self.waiting.push(job, self.rank(job))
 
     def first_token(self, job: Job) -> bool:
-        """Record a job's first token, and end its deadline boost; whether its place among the
-        running jobs may have changed."""
+        """Record a job's first token; whether its rank among the running jobs may have changed."""
         self.lifecycle.first_token(job)
         boost, job.deadline_boost = job.deadline_boost, 0.0
         if not boost or job not in self.running:
@@ -422,8 +418,7 @@ class SchedulingCore:
         return bool(self._outdated) or may_outlive or self.seating.may_move(now)
 
     def uneventful_steps(self) -> int:
-        """Number of coming steps in which `tick` and `revise` only count, unless a job comes,
-        goes or is predicted."""
+        """Coming steps that only count, unless a job comes, goes or is predicted."""
         if self._outdated or not self.seating.timeless:
             return 0
         return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
@@ -477,8 +472,7 @@ class SchedulingCore:
             self.lifecycle.waits.skip(job.wait, lasting)
 
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
-        """Continue the re-ranking after `adopt`; returns running jobs, which the caller stores, and
-        waiting jobs with another level."""
+        """Re-rank some more: running jobs, not stored yet, and waiting ones of another level."""
         running, waiting = [], []
         for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
             job = self._outdated.pop()
@@ -494,7 +488,6 @@ class SchedulingCore:
         return running, waiting
 
     def rank(self, job: Job) -> Rank:
-        """The current rank of a job."""
         seconds = self.estimates.rank_seconds(job)
         return rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
 

@@ -52,8 +52,7 @@ def keyed_hash(key: bytes, text: str) -> str:
 
 
 def hashed_id(key: bytes, name: str) -> str:
-    """A keyed hash in place of a request's id or a tenant. What vLLM has added to the client's id
-    stays."""
+    """A keyed hash in place of an id; what vLLM has added to the client's id stays."""
     end = _SUFFIX.search(name)
     kept = "" if end is None else end[0]
     return keyed_hash(key, name.removesuffix(kept))[:16] + kept
@@ -67,22 +66,11 @@ def hash_ids(line: dict[str, Any], key: bytes) -> None:
 
 
 class Event(NamedTuple):
-    """A copy of a transition's data, because the job changes later."""
+    """A line of the log, copied from a job because that changes later."""
 
     time: float  # Unix time
-    request: str
-    tenant: str
     level: int
-    level_from: str
-    before: str | None
-    state: str
-    reason: str
-    plan: str
-    prompt_tokens: int
-    output_tokens: int
-    first_token: float | None  # Unix time
-    policy: str  # fingerprint
-    more: Mapping[str, Any] = NOTHING
+    fields: Mapping[str, Any]  # the others, in order; empty ones are left out
 
     @classmethod
     def of(cls, transition: Transition, now: float, policy: str = "") -> Event:
@@ -97,9 +85,10 @@ class Event(NamedTuple):
         if beneficiary is not None:
             more |= _for(beneficiary)
         came_from = None if before is None else before.value
-        first_token = None if job.first_token is None else now - (time - job.first_token)
-        what = (came_from, state.value, reason, plan)
-        return cls._of(job, now, what, first_token, policy, more)
+        if job.first_token is not None:
+            first_token = {"first_token": round(now - (time - job.first_token), 6)}
+            more = first_token | more
+        return cls._of(job, now, (came_from, state.value, reason, plan), policy, more)
 
     @classmethod
     def of_hold(cls, job: Job, seconds: float, now: float, policy: str = "") -> Event:
@@ -114,46 +103,42 @@ class Event(NamedTuple):
     ) -> Event:
         """Something that is no change of state, at Unix time `now`; see `lifecycle.Journal`."""
         state = job.state.value
-        return cls._of(job, now, (state, state, what, ""), None, policy, details)
+        return cls._of(job, now, (state, state, what, ""), policy, details)
 
     @classmethod
     def _of(
         cls,
         job: Job,
         now: float,
-        what: tuple[str | None, str, str, str],  # before, state, reason, plan
-        first_token: float | None,
+        what: tuple[str | None, str, str, str],
         policy: str,
         more: Mapping[str, Any],
     ) -> Event:
-        who = (job.request_id[:_LONGEST_ID], job.tenant, job.level, job.level_source.value)
-        tokens = (job.prompt_tokens, job.generated)
-        return cls(now, *who, *what, *tokens, first_token, policy, more)
+        before, state, reason, plan = what
+        fields = {
+            "request": job.request_id[:_LONGEST_ID],
+            "tier": "",
+            "level": job.level,
+            "level_from": job.level_source.value,
+            "from": before,
+            "state": state,
+            "tenant": job.tenant,
+            "reason": reason,
+            "plan": plan,
+            "prompt_tokens": job.prompt_tokens,
+            "output_tokens": job.generated,
+            **more,
+            "policy": policy,
+        }
+        return cls(now, job.level, fields)
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
-        """The JSON object; empty fields are left out."""
-        line: dict[str, Any] = {
-            "time": round(self.time, 6),
-            "engine": engine,
-            "request": self.request,
-            "tier": tier,
-            "level": self.level,
-            "level_from": self.level_from,
-            "from": self.before,
-            "state": self.state,
-        }
-        for name in ("tenant", "reason", "plan"):
-            if value := getattr(self, name):
-                line[name] = value
-        line |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
-        if self.first_token is not None:
-            line["first_token"] = round(self.first_token, 6)
-        line |= self.more
-        if blocks := line.get("blocks"):
-            line["blocks"] = short_hashes(blocks)
-        if self.policy:
-            line["policy"] = self.policy
-        return line
+        """The JSON object."""
+        fields = {**self.fields, "tier": tier}
+        if blocks := fields.get("blocks"):
+            fields["blocks"] = short_hashes(blocks)
+        filled = {name: value for name, value in fields.items() if value != "" or name == "tier"}
+        return {"time": round(self.time, 6), "engine": engine, **filled}
 
 
 def _for(job: Job) -> dict[str, Any]:
@@ -168,7 +153,6 @@ class EngineLine(NamedTuple):
     level: int = 0
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
-        """The JSON object."""
         return {"time": round(self.time, 6), "engine": engine, "log": "engine", **self.facts}
 
 
@@ -191,7 +175,6 @@ def _replayed(job: Job) -> dict[str, Any]:
 
 
 def short_hashes(hashes: Sequence[bytes]) -> str:
-    """Three bytes for each hash, in base64: four characters each. Equal hashes give equal ones
-    within this process only."""
+    """Three bytes of each hash, in base64; they are comparable within this process only."""
     short = (hashlib.blake2b(one, digest_size=3, key=_SALT).digest() for one in hashes)
     return base64.b64encode(b"".join(short)).decode()

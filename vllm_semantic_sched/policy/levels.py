@@ -96,8 +96,7 @@ class Levels:
         return True
 
     def explain(self, job: Job) -> Mapping[str, Any]:
-        """The rule that decided a job's level and the probabilities that it decided by, if that is
-        logged."""
+        """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:
             return NOTHING
         rule, prediction = deciding_rule(self.policy, job), job.prediction

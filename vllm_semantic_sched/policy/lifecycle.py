@@ -30,8 +30,7 @@ class Transition(NamedTuple):
 
 
 class Listener:
-    """Receives state changes, and ignores them here. Must not raise, block, or change a job's
-    state."""
+    """Receives state changes, and ignores them here. Must not raise, block or change a job."""
 
     def moved(self, transition: Transition) -> None:
         """Called when a job arrived or changed state."""
@@ -52,11 +51,12 @@ class Journal(Protocol):
         had its KV again)."""
 
 
-# By method of `Listener`: what an error interrupts.
+# By method of `Listener` and `Journal`: what an error interrupts.
 _RECORDING = {
     "moved": "recording a transition",
     "first_token": "recording a first token",
     "held": "recording a hold",
+    "noted": "recording a decision",
 }
 
 
@@ -74,7 +74,6 @@ class _Waiting:
 
     @property
     def oldest(self) -> Job | None:
-        """The job that has waited longest; None without any."""
         first, moved = next(iter(self.in_order), None), self.moved.peek()
         if first is None or moved is None:
             return first or moved
@@ -124,8 +123,7 @@ class Lifecycle:
         plan: str = "",
         beneficiary: Job | None = None,
     ) -> None:
-        """Change a job's state; see `Transition`. IllegalTransition if there is no such edge; then
-        nothing has changed."""
+        """Change a job's state; IllegalTransition, with no effect, if there is no such edge."""
         before, now = job.state, self.clock()
         job.move_to(state, now)
         if before is not JobState.RUNNING:
@@ -145,26 +143,22 @@ class Lifecycle:
             self.starting.pop(job, None)
         if self.listeners or self.later_listeners:
             transition = Transition(job, before, state, now, reason, plan, beneficiary, waited)
-            self._tell(self._all_listeners, "moved", transition)
+            self._tell_all("moved", transition)
 
     def first_token(self, job: Job) -> None:
         """Record the time of a job's first token."""
         if job.first_token is None:
             self.starting.pop(job, None)
             job.first_token = self.clock()
-            self._tell(self._all_listeners, "first_token", job)
+            self._tell_all("first_token", job)
 
     def held(self, job: Job, seconds: float) -> None:
-        """Record that a running job was held for this long."""
-        self._tell(self._all_listeners, "held", job, seconds)
+        self._tell_all("held", job, seconds)
 
     def note(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
         """See `Journal.noted`."""
         if self.journal is not None:
-            try:
-                self.journal.noted(job, what, details)
-            except Exception:
-                self._failed("recording a decision")
+            self._tell((self.journal,), "noted", job, what, details)
 
     def relevel(self, job: Job, before: int, unread: bool = False) -> None:
         """Move a waiting job from level `before` to `job.level`; `unread`: that its text had not
@@ -184,18 +178,14 @@ class Lifecycle:
         oldest = self._waiting[level].oldest
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
-    @property
-    def _all_listeners(self) -> Iterable[Listener]:
-        return (*self.listeners, *self.later_listeners)
+    def _tell_all(self, what: str, *details: Any) -> None:
+        self._tell((*self.listeners, *self.later_listeners), what, *details)
 
-    def _tell(self, listeners: Iterable[Listener], what: str, *details: Any) -> None:
+    def _tell(self, listeners: Iterable[Listener | Journal], what: str, *details: Any) -> None:
         for listener in listeners:
             try:
                 getattr(listener, what)(*details)
             except Exception:
-                self._failed(_RECORDING[what])
-
-    def _failed(self, doing: str) -> None:
-        if self._on_error is None:
-            raise
-        self._on_error(doing)
+                if self._on_error is None:
+                    raise
+                self._on_error(_RECORDING[what])

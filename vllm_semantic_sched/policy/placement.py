@@ -75,8 +75,7 @@ class Placement:
         self._add(placed.engine, placed.level, -placed.work)
 
     def count_others(self, engine: int, ahead: list[int]) -> None:
-        """Set the work that others have placed at an engine; `ahead`: at least as urgent as each
-        level."""
+        """Set the work of others at an engine that is at least as urgent as each level."""
         if ahead != self._others[engine]:
             for row, before, now in zip(self._ahead, self._others[engine], ahead, strict=True):
                 row[engine] += now - before
@@ -109,7 +108,6 @@ class Placement:
                 self.count_others(engine, [others[-1]] * len(others))
 
     def work(self, engine: int) -> int:
-        """Work at an engine."""
         return self._ahead[-1][engine]
 
     def _add(self, engine: int, level: int, work: int) -> None:

@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeVar, TypeVarTuple
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.waits import Cause
-from vllm_semantic_sched.policy.holds import HoldChoice
+from vllm_semantic_sched.policy.holds import HoldChoice, stage_limits
 from vllm_semantic_sched.policy.overload.control import Ended
-from vllm_semantic_sched.policy.stage import stage_limits
 from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
 
 
@@ -88,8 +87,7 @@ class SchedulingStep:
             view.reposition([job])
 
     def filled(self, view: EngineView) -> None:
-        """Record what keeps requests waiting after the engine has filled a step, if that is
-        logged and anything has changed."""
+        """Record why requests wait once a step is filled, if that is logged and has changed."""
         core, waits = self._core, self._core.lifecycle.waits
         if waits is None or (core.version == self._explained and not waits.has_skipped):
             return
@@ -147,13 +145,10 @@ class SchedulingStep:
                 view.observe(job)
             self._core.predicted(job, prediction)
             changed.append(job)
-        if changed:
-            self._changed(view, changed)
+        self._changed(view, changed)
 
     def _revise_estimates(self, view: EngineView) -> None:
-        changed = self._core.revise(view.observe, view.now())
-        if changed:
-            self._changed(view, changed)
+        self._changed(view, self._core.revise(view.observe, view.now()))
 
     def _end_overdue(self, view: EngineView) -> None:
         overload = self._core.overload
@@ -228,7 +223,8 @@ class SchedulingStep:
         return Cause.TOKENS if has_room(newcomer, view) else Cause.KV
 
     def _changed(self, view: EngineView, jobs: list[Job]) -> None:
-        view.reposition(jobs)
+        if jobs:
+            view.reposition(jobs)
         overload = self._core.overload
         if overload is None:
             return

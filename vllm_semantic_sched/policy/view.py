@@ -38,8 +38,7 @@ class EngineView(AdmissionView, Protocol):
         """The running jobs, most urgent first."""
 
     def can_advance(self, job: Job) -> bool:
-        """Whether a running job would get a token in the coming step; not if its last one is in
-        flight."""
+        """Whether a running job gets a token in the next step: not if its last is in flight."""
 
     def prefilling(self) -> Collection[Job]:
         """Running jobs whose prefill is not complete; their `computed` is up to date."""

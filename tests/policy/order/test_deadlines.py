@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.estimates.hints import Hint
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
+from vllm_semantic_sched.policy.order.aging import DeadlineWatch
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 

@@ -131,7 +131,6 @@ class Eviction:
         self.adopt(policy)
 
     def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy."""
         self._policy = policy
         self._worth = level_worth(policy)
         self._unpaid: Job | None = None  # found no victim worth a seat, and none came free since
@@ -186,8 +185,7 @@ class Eviction:
         return preempting_level(job.prediction.urgency, job.level, knobs)
 
     def _may_be_passed(self, job: Job) -> bool:
-        """Whether `job`, which may not preempt, can be ahead of one that may: the order is not by
-        urgency alone, or its level is provisional."""
+        """Whether a job that may not preempt can be ahead of one that may."""
         if self._seating.reorders_levels or job.level_source is not LevelSource.INSTANT:
             return self._seating.reorders_levels
         worst = self._running.least_urgent()

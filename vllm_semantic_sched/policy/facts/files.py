@@ -29,8 +29,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
-    """Read a YAML file; return its content and a name for it in messages. PolicyError if it is
-    missing or no YAML."""
+    """Content of a YAML file and its name in messages; PolicyError if it cannot be read."""
     path = resolve_config(name_or_path, kind)
     source = f"{kind} {path}"
     try:

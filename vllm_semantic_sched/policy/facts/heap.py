@@ -93,8 +93,7 @@ class AddressableHeap(Generic[T]):
         return item
 
     def may_reach(self, key: Any) -> bool:
-        """Whether an item may be stored under a key up to `key`: a dead entry's is a lower
-        bound."""
+        """Whether an item may be stored under a key up to `key`; a False is certain."""
         return bool(self._entries) and bool(self._entries[0][0] <= key)
 
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
@@ -110,8 +109,7 @@ class AddressableHeap(Generic[T]):
             yield self.pop()
 
     def ordered(self) -> Iterator[T]:
-        """Yield the items by rising key: the first k cost O(k log k). The heap must not change
-        during the iteration."""
+        """The items by rising key, k of them in O(k log k); the heap must not change meanwhile."""
         return (item for _, item in self.ordered_pairs())
 
     def ordered_pairs(self) -> Iterator[tuple[Any, T]]:

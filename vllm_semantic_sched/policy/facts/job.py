@@ -80,7 +80,6 @@ class JobState(enum.Enum):
 
     @property
     def is_end(self) -> bool:
-        """Whether this is an end state."""
         return self in _ENDS
 
 
@@ -238,8 +237,7 @@ class Job:
         return self.prompt_tokens + self.generated
 
     def move_to(self, state: JobState, now: float) -> None:
-        """Change state at time `now`, for `policy.lifecycle` only. IllegalTransition if there is no
-        such edge; then the job is unchanged."""
+        """Change state, for `policy.lifecycle` only; IllegalTransition if there is no such edge."""
         if state not in _LEGAL[self.state]:
             edge = f"{self.state.value} -> {state.value}"
             raise IllegalTransition(f"request {self.request_id}: {edge}")

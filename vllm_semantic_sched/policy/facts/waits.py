@@ -160,8 +160,7 @@ class WaitLedger:
         self._open(wait)
 
     def skip(self, wait: Wait, lasting: bool = False) -> None:
-        """Record that the engine found a request not ready, until it starts if `lasting`, else
-        until a step in which it is not skipped."""
+        """The engine found a request not ready: in this step or, `lasting`, until it starts."""
         if wait.override is None:
             self.split(wait)
             wait.override = Cause.NOT_READY

@@ -1,4 +1,5 @@
-"""Aging: waiting requests are promoted by steps, so that none starves.
+"""Levels that waiting requests gain, by timers: for a near deadline, and by aging in steps, so that
+none starves.
 
 - A request at level l that has waited k times `interval` seconds gets level l - k `step`, with at
   most `cap` promotions. Below level 0 it is *overdue*; overdue requests run by arrival.
@@ -18,37 +19,45 @@ tiers, add (q + 1) S, with S the longest time that a request holds a seat.
 
 from __future__ import annotations
 
-from vllm_semantic_sched.policy.config.order import ROUNDING, Aging
+from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.tiers import Slo
 
-_MOST_PER_STEP = 20  # promotions, so that a burst of the same age does not delay a step
+_MOST_PER_STEP = 20  # jobs, so that a burst of the same age does not delay a step
+_DEADLINE_LEVELS = 0.5  # gained: below 1, so that a request only moves ahead within its own level
 
 
-class Promotions:
-    """Promotes waiting jobs by a timer heap, O(log n) each."""
+class _Timers:
+    """Timers of waiting jobs; O(log n) each."""
 
-    def __init__(self, knobs: Aging) -> None:
-        self.knobs = knobs
-        self.count = 0  # promotions so far
+    def __init__(self) -> None:
+        self.count = 0  # jobs promoted or raised so far
         self._timers: AddressableHeap[Job] = AddressableHeap()
 
+    def stop(self, job: Job) -> None:
+        """Stop a job's timer; it keeps what it has gained."""
+        self._timers.discard(job)
+
+    def may_be_due(self, now: float) -> bool:
+        return self._timers.may_reach(now)
+
+
+class Promotions(_Timers):
+    """Promotes waiting jobs by steps (aging)."""
+
+    def __init__(self, knobs: Aging) -> None:
+        super().__init__()
+        self.knobs = knobs
+
     def wait(self, job: Job) -> None:
-        """Start the timer of a job that waits, or waits again; time in a seat counts only while
-        it was held."""
+        """Start the timer of a job that waits; time in a seat counts only while it was held."""
         done = job.promotions and job.promotions >= self.knobs.most_promotions(job.level)
         if done or not self.knobs.enabled:
             self._timers.discard(job)
             return
         due = job.entered - job.waited + (job.promotions + 1) * self.knobs.interval
         self._timers.push(job, due)
-
-    def stop(self, job: Job) -> None:
-        """Stop a job's timer; it keeps its promotions."""
-        self._timers.discard(job)
-
-    def may_be_due(self, now: float) -> bool:
-        return self._timers.may_reach(now)
 
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose timers have expired, and return them."""
@@ -60,8 +69,7 @@ class Promotions:
         return promoted
 
     def earn(self, job: Job, waited: float, least: int = 0) -> bool:
-        """Give a job the promotions that `waited` seconds are worth, at least `least`; whether it
-        got any."""
+        """Give a job the promotions that `waited` seconds are worth; whether it got any."""
         if not self.knobs.enabled:
             return False
         most = self.knobs.most_promotions(job.level)
@@ -97,3 +105,53 @@ class Overtaking:
         """Undo an admission."""
         self.count -= overtook
         self._credit = min(1.0, self._credit - change)
+
+
+class DeadlineWatch(_Timers):
+    """Raises waiting jobs shortly before their promised time to first token."""
+
+    def __init__(self, knobs: Deadlines) -> None:
+        super().__init__()
+        self.knobs = knobs
+        # Raised waiting jobs that may preempt a job that has its first token.
+        self.may_take_seats: set[Job] = set()
+        self._takes_seats: dict[Job, bool] = {}
+
+    def wait(self, job: Job, slo: Slo) -> None:
+        """Start the timer of a job that begins to wait or has changed to a tier with this SLO."""
+        if not self.knobs.enabled or slo.ttft is None or job.generated:
+            job.deadline_boost = 0.0
+            if job in self._takes_seats:
+                self.stop(job)
+            return
+        job.deadline = job.arrival + slo.ttft
+        raise_at = job.deadline - self.knobs.before * slo.ttft
+        self._timers.push(job, job.deadline if job.deadline_boost else raise_at)
+        self._takes_seats[job] = slo.takes_seats
+        self._update_may_take_seats(job)
+
+    def stop(self, job: Job) -> None:
+        """Stop a job's timer; a raised job stays raised until its first token."""
+        super().stop(job)
+        self._takes_seats.pop(job, None)
+        self.may_take_seats.discard(job)
+
+    def due(self, now: float) -> list[Job]:
+        """Raise jobs whose timers have expired, lower those past their deadline; returns both."""
+        moved = []
+        for job in self._timers.pop_until(now, _MOST_PER_STEP):
+            was_near, is_near = bool(job.deadline_boost), now < job.deadline
+            job.deadline_boost = _DEADLINE_LEVELS if is_near else 0.0
+            if is_near:
+                self.count += 1
+                self._timers.push(job, job.deadline)
+            self._update_may_take_seats(job)
+            if was_near != is_near:
+                moved.append(job)
+        return moved
+
+    def _update_may_take_seats(self, job: Job) -> None:
+        if job.deadline_boost and self._takes_seats[job]:
+            self.may_take_seats.add(job)
+        else:
+            self.may_take_seats.discard(job)

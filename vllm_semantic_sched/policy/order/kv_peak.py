@@ -54,8 +54,7 @@ class KvPeak:
         return len(self._ends)
 
     def admits(self, job: Job) -> bool:
-        """Whether a waiting job may start by its predicted use. Always, if no other job runs, so
-        that none waits for ever."""
+        """Whether a waiting job may start by its predicted use; always, if no other job runs."""
         if not self.knobs.enabled or not len(self._ends) or self.capacity == math.inf:
             return True
         exempt = job.level <= _EXEMPT_LEVEL or job.overdue
@@ -79,7 +78,6 @@ class KvPeak:
             self._sorted = None
 
     def discard(self, job: Job) -> None:
-        """Forget a job; no-op if it is not counted."""
         if self._ends.discard(job):
             self._sorted = None
 
@@ -98,8 +96,7 @@ class KvPeak:
         return self._ends.may_reach(self._step + 1)
 
     def revise(self, observe: Callable[[Job], None]) -> bool:
-        """Estimate jobs again that have outlived their estimate, once `observe` has updated their
-        `generated`; whether there was one."""
+        """Estimate jobs anew that have outlived their estimate; whether there was one."""
         outlived = list(self._ends.pop_until(self._step, len(self._ends)))
         for job in outlived:
             observe(job)

@@ -41,7 +41,6 @@ class Meter:
         self._due: AddressableHeap[Job] = AddressableHeap()
 
     def __len__(self) -> int:
-        """Number of jobs with a seat."""
         return len(self._due)
 
     def admission_seconds(self, job: Job) -> float:
@@ -67,8 +66,7 @@ class Meter:
         self._charge(job, seconds)
 
     def step(self, observe: Callable[[Job], None]) -> None:
-        """Count an engine step and visit the jobs that are due, after `observe` has updated their
-        `generated`."""
+        """Count an engine step, and observe and visit the jobs that are due."""
         self._step += 1
         while (job := self._due.peek()) is not None and self._due.key(job) <= self._step:
             observe(job)

@@ -39,7 +39,6 @@ class Budget:
 
     @property
     def total(self) -> float:
-        """Seconds that may be lost in `WINDOW`."""
         return self.price * WINDOW
 
     @property
@@ -49,11 +48,10 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Of these, what may be lost now."""
+        """What may be lost now."""
         return self.total - self.recent
 
     def work(self, seconds: float) -> None:
-        """Record seconds of engine time."""
         self.worked += seconds
         slots = self._slots
         while slots and slots[0][0] <= self.worked - WINDOW:
@@ -95,7 +93,6 @@ class Protection:
 
     @property
     def enabled(self) -> bool:
-        """Whether any job may be protected."""
         return self.knobs.level is not None and self.knobs.price > 0 and not self.unsafe
 
     def protects(self, job: Job) -> bool:
@@ -110,8 +107,7 @@ class Protection:
         return self.knobs.level is not None and job.effective_level > self.knobs.level
 
     def begin_step(self, now: float, busy: bool) -> bool:
-        """Account for the step that is over, in which the engine computed if `busy`; whether jobs
-        may be held in the coming one."""
+        """Account for the step that is over; whether jobs may be held in the coming one."""
         if busy and self._last is not None:
             self.budget.work(max(0.0, now - self._last))
         self._last = now

@@ -21,7 +21,6 @@ class QueueRules:
         self.adopt_rules(policy)
 
     def adopt_rules(self, policy: Policy) -> None:
-        """Switch to the rules of a new policy."""
         self.policy = policy
         self.weights = policy.weighted_levels  # how urgency and remaining time count together
 
@@ -78,8 +77,7 @@ class TenantQueue:
         return len(self._heap) + len(self.buffer)
 
     def push(self, job: Job, rank: Rank) -> bool:
-        """Put a job into the heap, or move it to its new rank; whether `peek` may return something
-        else now."""
+        """Put a job into the heap, or move it there; whether `peek` may change."""
         if self.buffer and self.buffer.pop(job, self) is not self:
             self._heap.push(job, rank)
             return True
@@ -122,16 +120,13 @@ class LevelQueue:
 
     @property
     def buffered(self) -> int:
-        """Number of jobs that await their prediction."""
         return sum(len(queue.buffer) for queue in self._queues.values())
 
     def is_buffered(self, job: Job) -> bool:
-        """Whether a job of this level is in a buffer."""
         return job in self._queues[self.tenant_of(job)].buffer
 
     def push(self, job: Job, rank: Rank) -> bool:
-        """Queue a job, or move it to its new rank; whether another job, or this one under another
-        rank, may be the next one now."""
+        """Queue a job, or move it to its new rank; whether `peek` may change."""
         head_changed = self._queue_of(job).push(job, rank)
         if job.aged and job.overdue:
             self.overdue.push(job, job.sequence)

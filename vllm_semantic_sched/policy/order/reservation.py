@@ -57,8 +57,7 @@ class Reservation:
             self._set(tiers, self._holdings.capacity)
 
     def limit_below(self, level: int, hard: bool) -> Limit | None:
-        """Most that tiers less urgent than `level` may hold; None if `level` and more urgent tiers
-        reserve nothing."""
+        """Most that tiers less urgent than `level` may hold; None: unlimited."""
         limit = (self._hard if hard else self._soft)[level]
         return None if limit is _UNLIMITED else limit
 
@@ -77,8 +76,7 @@ class Reservation:
         return True
 
     def over_limit(self) -> int | None:
-        """The most urgent level whose hard reservation is partly held by others, because a request
-        grew or became less urgent; None without one."""
+        """The most urgent level whose hard reservation others hold a part of, or None."""
         if not self.has_hard:
             return None
         for level, limit in enumerate(self._hard):

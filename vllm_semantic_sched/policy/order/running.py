@@ -36,12 +36,10 @@ class RunningSet:
         return job in self._eviction
 
     def __iter__(self) -> Iterator[Job]:
-        """The jobs, in no particular order."""
         return iter(self._eviction)
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
-        """Store a job, or update it after its level or prediction changed; `remaining`: predicted
-        seconds of work left, even if the rank does not use them."""
+        """Store or update a job; `remaining`: seconds of work left, whatever its rank uses."""
         # Zero means that the rank does not use remaining time: order by arrival alone.
         tag = self._now + rank.remaining if rank.remaining else 0.0
         self._eviction.push(job, (-rank.level, -tag, -rank.sequence))
@@ -80,7 +78,6 @@ class RunningSet:
         return max(0.0, tag - (self._now if held_at is None else held_at))
 
     def least_urgent(self) -> Job | None:
-        """The root of the eviction heap."""
         return self._eviction.peek()
 
     def by_eviction(self) -> Iterator[Job]:
@@ -105,6 +102,5 @@ class RunningSet:
         self._now += steps * self._step_seconds
 
     def outlived(self) -> list[Job]:
-        """Jobs that have outlived their estimate. The caller stores each again with a revised one
-        (the supervisor of S3), so a job is returned O(log length) times."""
+        """Jobs that have outlived their estimate; the caller stores them with a new one (S3)."""
         return list(self._due.pop_until(self._now, len(self._due)))

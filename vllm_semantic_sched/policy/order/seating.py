@@ -9,8 +9,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
-from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
-from vllm_semantic_sched.policy.order.deadlines import DeadlineWatch
+from vllm_semantic_sched.policy.order.aging import DeadlineWatch, Overtaking, Promotions
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
@@ -124,7 +123,6 @@ class Seating(QueueRules):
         self._admit(job, overtook, passes)
 
     def start(self, job: Job) -> None:
-        """Record that a job got its seat."""
         if job.seat is None or job.seat.charge is None:
             self._admit(job, overtook=False)
         assert job.seat is not None and job.seat.charge is not None
@@ -150,7 +148,6 @@ class Seating(QueueRules):
         self.waiting.changed()
 
     def relevel(self, job: Job, before: int) -> None:
-        """Move a job from level `before` to `job.level`."""
         self.holdings.relevel(job, before)
         if job in self.waiting:
             self._start_timers(job)
@@ -174,19 +171,16 @@ class Seating(QueueRules):
     # Derived state
 
     def preempting_level(self, level: int) -> float:
-        """The level that counts when a job of `level` preempts: `level` plus the offset of a tier
-        over its share."""
+        """The level at which a job of `level` preempts: a tier over its share is less urgent."""
         return level + max(0.0, self.offset(level))
 
     def shortage(self, job: Job) -> Need:
-        """Seats and blocks that less urgent tiers must free before hard reservations admit a
-        job."""
+        """What less urgent tiers must free before hard reservations admit a job."""
         return self.reservation.shortage(job.level, job.tokens + AHEAD)
 
     @property
     def timeless(self) -> bool:
-        """Whether the order of the queue changes only when a job comes, goes, is predicted or
-        outlives its estimate."""
+        """Whether only jobs that come, go, are predicted or outlive estimates change the order."""
         policy = self.policy
         return not (self.metered or policy.aging.enabled or policy.deadlines.enabled)
 
@@ -212,8 +206,7 @@ class Seating(QueueRules):
     def _charge(
         self, job: Job, seconds: float, level: int | None = None, to_tenant: bool = True
     ) -> None:
-        """Charge engine time to the job's tier, or the one given, and unless it recomputes after a
-        preemption to its tenant."""
+        """Charge a tier, and the tenant too unless it recomputes after a preemption."""
         level = job.level if level is None else level
         self.fair_share.charge(level, seconds)
         if to_tenant:

@@ -30,8 +30,7 @@ _ALLOWANCE = 5  # top-level requests in the window that every tenant may have
 
 
 def read_tenant(extra_args: Any) -> str:
-    """The tenant of a request by its `vllm_xargs` of any type, cut to 64 characters; `ANONYMOUS` if
-    it has no usable one."""
+    """The tenant named in `vllm_xargs` of any type, cut to 64 characters; else `ANONYMOUS`."""
     name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -54,8 +53,7 @@ class VirtualCounters:
         return len(self._waiting)
 
     def enter(self, tenant: str) -> None:
-        """Add a waiting tenant. Its counter rises to at least the lowest of the waiting tenants,
-        or to that of the last one that waited."""
+        """Add a waiting tenant; its counter is at least the lowest, or that of the last one."""
         if tenant in self._waiting:
             return
         least = self._waiting.peek()
@@ -179,8 +177,7 @@ class TenantCaps:
         return limit is None or held.blocks + needed <= limit
 
     def over_limit(self) -> str | None:
-        """A tenant with several requests and more KV blocks than its cap, or None. O(tenants with
-        a seat)."""
+        """A tenant with several requests and more KV than its cap, in O(tenants with a seat)."""
         limit = self._block_limit
         if limit is None:
             return None

@@ -36,12 +36,10 @@ class WaitingQueue:
         return job in self._places
 
     def __iter__(self) -> Iterator[Job]:
-        """The jobs, in no particular order."""
         return iter(self._places)
 
     @property
     def buffered(self) -> int:
-        """Number of jobs that await their prediction."""
         return sum(queue.buffered for queue in self._levels.values())
 
     @property
@@ -69,8 +67,7 @@ class WaitingQueue:
         self.add(job, rank)
 
     def add(self, job: Job, rank: Rank) -> None:
-        """Queue a new job by rank. The cached choice stays valid unless the job is the first of
-        its level, which few are."""
+        """Queue a new job by rank; the cached choice stays unless it is the first of its level."""
         self._places[job] = job.level
         if self.queue(job.level).push(job, rank):
             self._next = None
@@ -106,8 +103,7 @@ class WaitingQueue:
         return overtakes and chosen is job
 
     def passes(self, job: Job) -> dict[int, PassCause]:
-        """Why `job`, the result of `peek`, goes before the waiting jobs of each more urgent level.
-        O(levels)."""
+        """Why `job`, the result of `peek`, goes before the jobs of each more urgent level."""
         return {
             level: self._why_passed(queue, job)
             for level, queue in self._levels.items()

@@ -4,7 +4,7 @@ import pytest
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config.order import Stage
-from vllm_semantic_sched.policy.stage import gates_prefills, prefills_that_yield
+from vllm_semantic_sched.policy.holds import gates_prefills, prefills_that_yield
 
 
 @pytest.mark.parametrize(
