@@ -237,16 +237,9 @@ def compare(each: Sequence[Tallies]) -> list[Difference]:
             if math.isfinite(wide):
                 ratio = after - before
                 interval = math.exp(ratio - wide), math.exp(ratio + wide)
-            found.append(
-                Difference(
-                    level,
-                    measure,
-                    counts=(current.count, new.count),
-                    means=(math.exp(before), math.exp(after)),
-                    kept=(current.kept, new.kept),
-                    interval=interval,
-                )
-            )
+            counts, kept = (current.count, new.count), (current.kept, new.kept)
+            means = (math.exp(before), math.exp(after))
+            found.append(Difference(level, measure, counts, means, kept, interval))
     return found
 
 

@@ -313,11 +313,7 @@ class SchedulingCore:
         self.lifecycle.note(job, "restored", {"restored": round(seconds, 6)})
 
     def preempt(
-        self,
-        job: Job,
-        plan: PreemptionPlan,
-        reason: str = "",
-        beneficiary: Job | None = None,
+        self, job: Job, plan: PreemptionPlan, reason: str = "", beneficiary: Job | None = None
     ) -> bool:
         """Take a running job's seat, for the `beneficiary` if that is known; the caller queues it
         again, or ends it if the plan says so. Returns whether it is thrashing: it got few new

@@ -184,12 +184,13 @@ class Eviction:
         knobs = self._policy.predictor.instant
         return preempting_level(job.prediction.urgency, job.level, knobs)
 
-    def _may_be_passed(self, job: Job) -> bool:
-        """Whether a job that may not preempt can be ahead of one that may."""
-        if self._seating.reorders_levels or job.level_source is not LevelSource.INSTANT:
-            return self._seating.reorders_levels
+    def held_back(self, job: Job) -> bool:
+        """Whether `job` may not preempt only because its level is provisional."""
         worst = self._running.least_urgent()
-        return worst is not None and self._level_may_preempt(job.level, worst.effective_level)
+        if job.level_source is not LevelSource.INSTANT or worst is None:
+            return False
+        final_level_may = self._level_may_preempt(job.level, worst.effective_level)
+        return final_level_may and not self.worth_preempting(job)
 
     def _level_may_preempt(self, level: int, worst: float) -> bool:
         """Whether jobs of `level` may preempt one of the effective level `worst`."""
@@ -237,7 +238,8 @@ class Eviction:
             entitled = self.worth_preempting(job)
             if not entitled:
                 passed += 1
-                if passed > (_PASSED if self._may_be_passed(job) else 0):
+                out_of_order = seating.reorders_levels or self.held_back(job)
+                if passed > (_PASSED if out_of_order else 0):
                     break
             if not seating.kv_peak.admits(job):
                 break

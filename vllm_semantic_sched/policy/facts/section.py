@@ -118,8 +118,5 @@ def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterat
             yield Key(f"{prefix}{name}", "", "", meaning)
         if section is not None:
             inner = field.default if defaults is None else getattr(defaults, name)
-            yield from _keys(
-                section,
-                f"{prefix}{name}{'[]' if is_list else ''}.",
-                inner if isinstance(inner, Section) else None,
-            )
+            inner = inner if isinstance(inner, Section) else None
+            yield from _keys(section, f"{prefix}{name}{'[]' if is_list else ''}.", inner)

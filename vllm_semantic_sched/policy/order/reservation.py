@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
 from vllm_semantic_sched.policy.facts.job import Job
@@ -17,8 +17,7 @@ from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.facts.tiers import Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """Seats and KV blocks that all tiers less urgent than one may hold together."""
 
     seats: float
