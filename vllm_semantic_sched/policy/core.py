@@ -52,8 +52,7 @@ class SchedulingCore:
     Args:
         buckets: length buckets of the predictor; set later if it is still starting.
         clock: seconds, for the times of the lifecycle; decisions do not read it.
-        on_error: told, inside the except block, which part of a step or which listener failed; the
-            others go on. None: errors are raised.
+        on_error: told, in the except block, what failed; the rest goes on. None: errors are raised.
     """
 
     def __init__(

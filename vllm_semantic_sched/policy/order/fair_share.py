@@ -12,11 +12,8 @@ _TOLERANCE = 0.1  # relative distance from the share at which the full gain or l
 
 
 class FairShare:
-    """Recent engine time of each tier, and the level offset that follows from it.
-
-    Shares are relative to the tiers with waiting requests, so unused shares go to the others and
-    the engine never idles for a share.
-    """
+    """Recent engine time of each tier, and the level offset that follows from it. Shares are
+    relative to the tiers with waiting requests, so that the engine never idles for one."""
 
     def __init__(self, knobs: FairShareKnobs, tiers: Sequence[Tier]) -> None:
         self.adopt(knobs, tiers)

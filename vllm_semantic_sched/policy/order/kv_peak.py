@@ -24,9 +24,9 @@ class KvPeak:
     """Predicts the KV tokens of the running jobs at every later step.
 
     All running jobs grow by one token per step, so with n jobs left until step e, which had b
-    tokens at step 0 if counted back, they hold the sum of b + n e tokens at step e. That does not
-    depend on the present step: the sums change only when a job comes, goes or outlives its
-    estimate. Use can only peak when a job ends.
+    tokens at step 0 if counted back, they hold the sum of b + n e tokens at step e, whatever the
+    present step: only jobs that come, go or outlive their estimate change it. Use peaks when a job
+    ends.
 
     A question costs O(log running), the first one after a change O(running log running), a step
     O(log running) per outlived estimate. The peak is overestimated rather than missed: shared

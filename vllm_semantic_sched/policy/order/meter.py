@@ -14,16 +14,11 @@ AHEAD = 64
 
 
 class Meter:
-    """Follows jobs while they have a seat.
+    """Follows jobs while they have a seat; `len` counts them.
 
-    A job is visited before it outgrows its reported KV, which is up to `AHEAD` tokens more than
-    its actual KV. Engine time is charged after use.
-
-    Args:
-        profile: the engine profile as corrected so far.
-        charge: gets engine seconds that a job used; negative for a prefill that was charged on
-            admission but not computed.
-        holdings: get the most KV tokens of a job until its next visit.
+    A job is visited before it outgrows the KV that `holdings` know of, up to `AHEAD` tokens more
+    than it has. Engine seconds are charged after use, negative ones for a prefill that was charged
+    on admission but not computed.
     """
 
     def __init__(

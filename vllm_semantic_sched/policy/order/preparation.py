@@ -19,11 +19,8 @@ _TURN = 0.1
 
 
 class PreparationQueue(Generic[_Ticket]):
-    """Lets a few requests at a time be prepared, the most urgent first. Every step is O(log n).
-
-    Args:
-        slots: requests that are prepared at the same time.
-    """
+    """Lets so many requests (`slots`) at a time be prepared, the most urgent first. Every step is
+    O(log n); `len` counts those that wait."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -32,15 +29,11 @@ class PreparationQueue(Generic[_Ticket]):
         self._count = itertools.count()
 
     def __len__(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._waiting)
 
     def enter(self, ticket: _Ticket, level: int, now: float, tenant: str = "") -> bool:
         """Add a request; whether it gets a slot at once. If not, `leave` will return its ticket.
-
-        Args:
-            tenant: empty if unknown; then it waits for no request of its own.
-        """
+        One of an unknown (empty) tenant waits for none of its own."""
         if self._free:
             self._free -= 1
             return True
