@@ -241,6 +241,8 @@ def _probes() -> Iterator[Callable[[Keys], Any]]:
 
 
 PROBES = tuple(_probes())
+shown_by: dict[tuple[Any, ...], int] = {}
+"""The probe that last showed the effect of a key, by its name: the first to try."""
 
 
 @cache
@@ -286,7 +288,12 @@ def has_effect(policy: str, path: tuple[Any, ...]) -> bool:
             return False
     except PolicyError:
         return True  # other keys of the file need it
-    return any(probe(reset) != outcome(policy, n) for n, probe in enumerate(PROBES))
+    first = shown_by.get(path[-2:], 0)
+    for n in (first, *range(len(PROBES))):
+        if PROBES[n](reset) != outcome(policy, n):
+            shown_by[path[-2:]] = n
+            return True
+    return False
 
 
 CASES = [(name, path) for name in shipped_names("policy") for path in leaves(shipped(name))]
