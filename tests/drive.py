@@ -7,10 +7,10 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
-from vllm_semantic_sched.sim.assembly import make_engine
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
+from vllm_semantic_sched.sim.spans import HELD, Span
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 
@@ -57,7 +57,7 @@ def drive(
     core = SchedulingCore(
         parse_policy({"predictor": {"enabled": False}} | policy), profile, clock=lambda: now
     )
-    simulated = make_engine(core, EngineModel(**engine), profile, keep_seats=True)
+    simulated = Engine(core, EngineModel(**engine), profile, keep_seats=True)
     if choose is not None:
         hold_by(simulated, choose)
     runs: list[Run] = []
@@ -76,6 +76,11 @@ def drive(
         now += seconds
         simulated.end_step(now)
     return runs
+
+
+def seats_of(run: Run) -> list[Span]:
+    """The times in which a request had a seat."""
+    return [span for span in run.spans if span.end_kind != HELD]
 
 
 def _run(core: SchedulingCore, request: SimRequest) -> Run:

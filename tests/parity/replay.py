@@ -9,17 +9,15 @@ from typing import Any
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.policy.view import StageLimits
-from vllm_semantic_sched.sim.blocks import BlockPool
-from vllm_semantic_sched.sim.cost import SumOfTokens
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.sections import EngineModel
 
 from .recording import BUCKETS, Arrival, Decision, DecisionLog, Output, Recording, Step
 
@@ -33,20 +31,16 @@ class ReplayEngine(Engine):
         policy = load_policy(recording.policy)
         profile = load_profile(policy.profile)
         core = SchedulingCore(policy, profile, BUCKETS, clock=lambda: self._now)
-        capacity = EngineCapacity(recording.seats, recording.blocks, recording.block_size)
-        core.set_capacity(capacity)
-        core.lifecycle.listeners.append(log)
-        host = None
-        if recording.host_blocks is not None:
-            host = BlockPool(recording.host_blocks, recording.block_size)
-        super().__init__(
-            core,
-            SumOfTokens(profile),
-            BlockPool(None, recording.block_size),
+        model = EngineModel(
             seats=recording.seats,
             token_budget=recording.token_budget,
-            host=host,
+            block_size=recording.block_size,
+            kv_blocks=recording.blocks,
+            swap=recording.host_blocks is not None,
+            host_blocks=recording.host_blocks,
         )
+        super().__init__(core, model, profile)
+        core.lifecycle.listeners.append(log)
         self._log = log
         self._jobs: dict[str, Job] = {}
         self._here = Step(0.0)
@@ -139,7 +133,7 @@ class ReplayEngine(Engine):
         return self._free
 
     def decode_tokens(self) -> int:
-        return sum(job not in self._prefilling and job not in self._held for job in self.running)
+        return sum(job not in self._prefilling and job not in self.held for job in self.running)
 
     def is_ready(self, job: Job) -> bool:
         return job.request_id not in self._here.unready

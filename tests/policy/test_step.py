@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.step import SchedulingStep
-from vllm_semantic_sched.sim.assembly import make_engine
+from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
 
@@ -30,7 +30,7 @@ PARTS = [
 def make_world(policy: dict, **engine):
     core = SchedulingCore(parse_policy(policy), PROFILE)
     core.estimates.buckets = LengthBuckets((100,), (50.0, 200.0))
-    return core, make_engine(core, EngineModel(**engine), PROFILE)
+    return core, Engine(core, EngineModel(**engine), PROFILE)
 
 
 def arrive(core, engine, index: int, urgency: int | None = None, prediction=None) -> Run:

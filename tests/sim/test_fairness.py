@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from drive import PROFILE, drive
+from drive import PROFILE, drive, seats_of
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.order.meter import AHEAD
@@ -68,7 +68,7 @@ def older_waiting(runs: list[Run], run: Run) -> int:
 
 def longest_admission_gap(runs: list[Run]) -> float:
     """T: the longest time between two admissions while a request waits."""
-    starts = sorted(span.start for run in runs for span in run.seats)
+    starts = sorted(span.start for run in runs for span in seats_of(run))
     longest = 0.0
     for before, after in zip([0.0, *starts], starts, strict=False):
         since = [r.request.arrival for r in runs if r.request.arrival <= after <= r.started]
@@ -88,7 +88,7 @@ def test_no_request_waits_longer_than_the_bound_under_100_random_policies(block:
         aging = parse_policy(policy).aging
         gap = longest_admission_gap(runs)
         reserved = policy["tiers"][0]["reserve"]["seats"]
-        stint = max(span.end - span.start for run in runs for span in run.seats)
+        stint = max(span.end - span.start for run in runs for span in seats_of(run))
         for run in runs:
             bound = aging.wait_bound(
                 run.request.level, older_waiting(runs, run), gap, stint if reserved else 0.0
@@ -170,7 +170,7 @@ def test_shares_do_not_make_tiers_preempt_each_other() -> None:
     }  # fmt: skip
     runs = drive(policy, saturate(3, 600), until=60.0, seats=8)
     preemptions = sum(run.recomputes for run in runs)
-    assert preemptions <= 0.02 * sum(bool(run.seats) for run in runs)
+    assert preemptions <= 0.02 * sum(bool(run.spans) for run in runs)
 
 
 def test_counters_of_two_backlogged_tenants_stay_within_the_bound() -> None:
@@ -240,7 +240,7 @@ def test_hard_reservations_hold_in_every_step(seed: int) -> None:
     def watch(engine: Engine, now: float) -> None:
         others = [job for job in engine.running if job.level > 0]
         assert len(others) <= seats - kept
-        held = sum(engine.blocks_of(job) for job in others)
+        held = sum(engine.freeable_blocks(job) for job in others)
         assert held <= blocks * (1 - share) or len(others) == 1
         used.add(len(others))
 

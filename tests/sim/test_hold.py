@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from drive import PROFILE, Choose, drive, hold_by
+from drive import PROFILE, Choose, drive, hold_by, seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,6 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED
-from vllm_semantic_sched.sim.assembly import make_engine
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
@@ -25,7 +24,7 @@ class World:
         policy = parse_policy({"predictor": {"enabled": False}})
         self.now = 0.0
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
-        self.engine = make_engine(self.core, EngineModel(**engine), PROFILE, keep_seats=True)
+        self.engine = Engine(self.core, EngineModel(**engine), PROFILE, keep_seats=True)
         self.runs: list[Run] = []
         hold_by(self.engine, choose, before)
 
@@ -57,13 +56,13 @@ def test_held_decode_keeps_its_blocks_and_gets_no_token() -> None:
     for _ in range(3):
         world.step()
     assert world.generated(urgent) == world.generated(other) == 3
-    blocks, engine = world.engine.blocks_of(other.job), world.engine
+    blocks, engine = world.engine.freeable_blocks(other.job), world.engine
     holding.append(other.job)
     for _ in range(6):
         world.step()
     assert (world.generated(urgent), world.generated(other)) == (9, 3)
-    assert engine.blocks_of(other.job) == blocks and engine.decode_tokens() == 1
-    assert engine.pool.free == 40 - engine.blocks_of(urgent.job) - blocks
+    assert engine.freeable_blocks(other.job) == blocks and engine.decode_tokens() == 1
+    assert engine.pool.free == 40 - engine.freeable_blocks(urgent.job) - blocks
     holding.clear()
     world.step()
     assert (world.generated(urgent), world.generated(other)) == (10, 4)
@@ -156,8 +155,8 @@ def test_held_request_can_be_preempted_and_comes_back_whole(swap) -> None:
     world.add(0, 8, 40)
     world.step()
     assert second.job.state is not JobState.RUNNING and second.job.generated == 3
-    assert second.seats[-1].end_kind in ("swap", "recompute")
-    assert second.seats[-1].held == second.held > 0.0
+    assert second.spans[-1].end_kind in ("swap", "recompute")
+    assert second.spans[-1].held == second.held > 0.0
     holding.clear()
     while world.step() is not None:
         pass
@@ -200,7 +199,7 @@ class Naive:
                 # What advances has its block for the coming token already.
                 coming = job in decoding and job not in held
                 tokens = job.tokens if coming or job not in decoding else job.tokens - 1
-                assert engine.blocks_of(job) == -(-tokens // self.block_size)
+                assert engine.freeable_blocks(job) == -(-tokens // self.block_size)
         advancing = [job for job in decoding if job not in held]
         assert engine.decode_tokens() == len(advancing)
         assert engine._decoding.context == sum(job.tokens for job in advancing)
@@ -208,7 +207,7 @@ class Naive:
             0,
             max((job.tokens for job in advancing), default=0),
         )
-        in_use = sum(engine.blocks_of(job) for job in engine.running)
+        in_use = sum(engine.freeable_blocks(job) for job in engine.running)
         assert engine.pool.total - engine.pool.free == in_use
         for job in advancing:
             self.generated[job] = self.generated.get(job, 0) + 1
@@ -225,7 +224,7 @@ class Naive:
         for job in engine.running:
             engine.observe(job)
         growing = sum(
-            engine.pool.needed(job.tokens) > engine.blocks_of(job) for job in engine.running
+            engine.pool.needed(job.tokens) > engine.freeable_blocks(job) for job in engine.running
         )
         if self.limited:
             assert engine.free_blocks() == engine.pool.free - growing
@@ -291,8 +290,8 @@ def test_random_holds_agree_with_a_count_of_each_request(
     if blocks is not None:
         assert world.engine.pool.free == blocks
     for run in world.runs:
-        assert abs(run.held - sum(seat.held for seat in run.seats)) < 1e-9
-        assert run.held <= sum(seat.end - seat.start for seat in run.seats) + 1e-9
+        assert abs(run.held - sum(seat.held for seat in seats_of(run))) < 1e-9
+        assert run.held <= sum(seat.end - seat.start for seat in seats_of(run)) + 1e-9
 
 
 def test_holding_nobody_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from drive import seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,12 +73,14 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
 
 
 def check_capacity(engine: Engine) -> None:
-    held = sum(engine.blocks_of(job) for job in engine.running)
+    held = sum(engine.freeable_blocks(job) for job in engine.running)
     assert len(engine.running) <= engine.seats
     assert held + engine.pool.free == engine.pool.total
     assert engine.pool.free >= 0
     for job in engine.running:
-        assert not engine.pool.limited or engine.blocks_of(job) >= engine.pool.needed(job.computed)
+        assert not engine.pool.limited or engine.freeable_blocks(job) >= engine.pool.needed(
+            job.computed
+        )
     orders = [engine.core.running.order(job) for job in engine.running]
     assert orders == sorted(orders)
 
@@ -94,13 +97,13 @@ def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> Non
         request = run.request
         if run.refused:
             assert bounded and run.finish is None and run.blocks == 0
-            assert "finish" not in [seat.end_kind for seat in run.seats]
+            assert "finish" not in [seat.end_kind for seat in run.spans]
             continue
         assert run.started is not None and run.first_token is not None and run.finish is not None
         assert request.arrival <= run.started < run.first_token <= run.finish
         assert run.job.generated == request.output_tokens
         assert run.blocks == 0 and run.offset is None
-        kinds = [seat.end_kind for seat in run.seats]
+        kinds = [seat.end_kind for seat in seats_of(run)]
         assert kinds.count("finish") == 1 and kinds[-1] == "finish"
         assert kinds.count("recompute") == run.recomputes and kinds.count("swap") == run.swaps
         assert run.swaps == 0 or scenario.settings.engine.swap
@@ -126,7 +129,7 @@ def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: 
         if waiting is None or waiting.level > 0:
             return
         lesser = [job for job in engine.running if job.level > waiting.level]
-        blocks = engine.pool.free + sum(engine.blocks_of(job) for job in lesser)
+        blocks = engine.pool.free + sum(engine.freeable_blocks(job) for job in lesser)
         assert not lesser or blocks < engine.pool.needed(waiting.tokens)
 
     simulate(scenario, "it", before_step=check)

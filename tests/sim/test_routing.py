@@ -4,9 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_scenario import SMALL
 
-from vllm_semantic_sched.sim.routing import Router
 from vllm_semantic_sched.sim.scenario import parse_scenarios
-from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.simulation import Router, simulate
 
 
 def test_each_routing_chooses_the_expected_engine() -> None:

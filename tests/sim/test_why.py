@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from drive import seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def crowded(draw: st.DrawFn) -> Scenario:
         "seed": draw(st.integers(0, 9999)),
         "workload": {
             "arrivals": draw(st.sampled_from(["bursts", "poisson"])),
-            "requests": draw(st.integers(20, 60)),
+            "requests": draw(st.integers(15, 40)),
             "rate": draw(st.sampled_from([5.0, 50.0])),
             "prompt": {"kind": "uniform", "low": 1, "high": 300},
             "output": {"kind": "uniform", "low": 1, "high": 80},
@@ -133,8 +134,8 @@ def test_causes_add_up_to_the_measured_wait(scenario: Scenario) -> None:
         found = [delay for delay in delays[name] if delay.cause != "restoring"]
         assert not any(delay.cause == "unknown" for delay in found)
         assert all(delay.seconds >= 0 for delay in found)
-        seated = sum(seat.end - seat.start for seat in run.seats)
-        held = sum(seat.held for seat in run.seats)
+        seated = sum(seat.end - seat.start for seat in seats_of(run))
+        held = sum(seat.held for seat in seats_of(run))
         measured = ends[name] - run.request.arrival - seated + held
         assert sum(delay.seconds for delay in found) == pytest.approx(measured, abs=1e-4)
         until = unread.get(name)

@@ -1,9 +1,10 @@
-"""The pool of KV blocks."""
+"""The pool of KV blocks, and the prefix cache."""
 
 from __future__ import annotations
 
-# Number of blocks if the engine's memory is not modeled.
-UNLIMITED = 1 << 60
+from collections import Counter, OrderedDict
+
+from vllm_semantic_sched.sim.request import Run
 
 
 class BlockPool:
@@ -11,14 +12,9 @@ class BlockPool:
 
     def __init__(self, blocks: int | None, block_size: int) -> None:
         self.limited = blocks is not None
-        self.total = UNLIMITED if blocks is None else blocks
+        self.total = 1 << 60 if blocks is None else blocks
         self.free = self.total
         self.block_size = block_size
-
-    @property
-    def use(self) -> float:
-        """Share of the blocks in use."""
-        return (self.total - self.free) / self.total if self.limited else 0.0
 
     def needed(self, tokens: int) -> int:
         """Blocks for the KV of this many tokens."""
@@ -35,3 +31,57 @@ class BlockPool:
         """Return blocks that were allocated."""
         self.free += blocks
         assert self.free <= self.total, "more blocks returned than there are"
+
+
+class PrefixCache:
+    """Whole blocks that requests with the same beginning share, by the hash of all tokens so far.
+
+    A shared block is taken from the pool once. An unused one stays until its room is needed; the
+    oldest goes first. vLLM also evicts such blocks while blocks without a hash are free, if those
+    were freed later.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._users: Counter[int] = Counter()
+        self._unused: OrderedDict[int, None] = OrderedDict()
+
+    def hits(self, run: Run) -> tuple[int, int]:
+        """First blocks of a waiting request that are cached, and how many of these are in use. The
+        block of its last token is computed in any case."""
+        while len(self._unused) > self._pool.free:
+            self._unused.popitem(last=False)
+        most = (run.job.tokens - 1) // self._pool.block_size
+        found = used = 0
+        for block in run.request.blocks[:most]:
+            if block in self._users:
+                used += 1
+            elif block not in self._unused:
+                break
+            found += 1
+        return found, used
+
+    def enter(self, run: Run, tokens: int) -> None:
+        """The first `tokens` of a request with a seat have KV, or get it in this step. Blocks that
+        another request computed at the same time stay its own."""
+        blocks = run.request.blocks
+        for place in range(run.cached, min(tokens // self._pool.block_size, len(blocks))):
+            block = blocks[place]
+            if block in self._users and place >= run.shared:
+                break
+            self._unused.pop(block, None)
+            self._users[block] += 1
+            run.cached = place + 1
+
+    def leave(self, run: Run) -> int:
+        """A request gives back its seat; how many of its blocks others still use."""
+        kept = 0
+        for block in reversed(run.request.blocks[: run.cached]):
+            self._users[block] -= 1
+            if self._users[block]:
+                kept += 1
+            else:
+                del self._users[block]
+                self._unused[block] = None
+        run.cached = run.shared = 0
+        return kept

@@ -1,9 +1,7 @@
-"""Readers of the optional data folder used for training, evaluation and load generation.
+"""Readers of the optional data folder, for training, evaluation and load generation. Each takes the
+folder's root (see `data_root`) and yields records in file order.
 
-Serving does not need it. Each reader takes the folder's root (see `data_root`) and yields plain
-records in file order.
-
-Expected files below the root (each folder's own SOURCE.txt gives origin and license):
+Files below the root (each folder's own SOURCE.txt gives origin and license):
 
     alpagasus/random_9k.json, alpagasus/dolly_3k.json   prompts with real responses
     alpaca_eval_outputs/alpaca_eval_outputs.jsonl       prompts with answers of 14 models
@@ -23,10 +21,8 @@ from typing import Literal
 
 Split = Literal["train", "validation", "test"]
 
-TOKENS_PER_WORD = 1.3
-"""Output tokens per word of English prose, for the vocabularies of current chat models."""
-
-_DATA_VARIABLE = "SEMSCHED_DATA"
+# Output tokens per word of English prose, for the vocabularies of current chat models.
+_TOKENS_PER_WORD = 1.3
 _NHAMCS_SPLITS: dict[str, Split] = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -57,13 +53,10 @@ class PromptAnswers:
 
 @dataclass(frozen=True, slots=True)
 class TriageVisit:
-    """One emergency visit of the NHAMCS survey; missing facts are None, or "" for `injury`.
+    """One emergency visit of the NHAMCS survey; missing facts are None, or "" for `injury`."""
 
-    `level` is the nurse's triage level minus one: 0 (immediate) to 4. `split` is by hospital.
-    """
-
-    level: int
-    split: Split
+    level: int  # the nurse's triage level minus one: 0 (immediate) to 4
+    split: Split  # by hospital
     text: str
     age: int | None
     sex: str
@@ -86,25 +79,21 @@ class KtasVisit:
 
 def data_root() -> Path | None:
     """The data folder: `SEMSCHED_DATA`, else `../shared/data` beside the project, else None."""
-    configured = os.environ.get(_DATA_VARIABLE)
-    if configured:
-        root = Path(configured)
-    else:
-        root = Path(__file__).resolve().parents[3] / "shared" / "data"
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    root = Path(os.environ.get("SEMSCHED_DATA") or beside)
     return root if root.is_dir() else None
 
 
 def split_of(key: str) -> Split:
     """Assign `key` to a split, 80/10/10, by its MD5: the same on every machine and run."""
     tenth = int.from_bytes(hashlib.md5(key.encode("utf-8")).digest()[:8], "big") % 10
-    if tenth == 0:
-        return "test"
-    return "validation" if tenth == 1 else "train"
+    parts: dict[int, Split] = {0: "test", 1: "validation"}
+    return parts.get(tenth, "train")
 
 
 def tokens_of_words(words: int) -> int:
     """Estimated tokens of a text of `words` words (at least 1)."""
-    return max(1, round(words * TOKENS_PER_WORD))
+    return max(1, round(words * _TOKENS_PER_WORD))
 
 
 def instruction_pairs(
@@ -112,11 +101,10 @@ def instruction_pairs(
 ) -> Iterator[TextLength]:
     """Alpaca and Dolly instructions with the length of their real response; `names` picks one."""
     for name in names:
-        for record in json.loads(_existing(root / "alpagasus" / name).read_text("utf-8")):
+        for record in json.loads("".join(_lines(root / "alpagasus" / name))):
             prompt = str(record["instruction"]).strip()
             context = str(record.get("input") or "").strip()
-            if context:
-                prompt = f"{prompt}\n{context}"
+            prompt += f"\n{context}" if context else ""
             response = str(record["output"]).split()
             if prompt and response:
                 yield TextLength(prompt, tokens_of_words(len(response)))
@@ -124,25 +112,21 @@ def instruction_pairs(
 
 def alpaca_eval_answers(root: Path) -> Iterator[PromptAnswers]:
     """AlpacaEval instructions with the lengths of 14 models' answers, without empty answers."""
-    path = _existing(root / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl")
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            words = {model: len(answer.split()) for model, answer in record["outputs"].items()}
-            tokens = {model: tokens_of_words(count) for model, count in words.items() if count}
-            yield PromptAnswers(str(record["instruction"]).strip(), tokens)
+    path = root / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl"
+    for record in map(json.loads, _lines(path)):
+        words = {model: len(answer.split()) for model, answer in record["outputs"].items()}
+        tokens = {model: tokens_of_words(count) for model, count in words.items() if count}
+        yield PromptAnswers(str(record["instruction"]).strip(), tokens)
 
 
 def medical_questions(root: Path) -> Iterator[TextLength]:
     """MedQuAD questions with the length of their answer; a question occurs only once."""
     seen: set[str] = set()
-    with _existing(root / "medquad" / "medquad.jsonl").open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            question = " ".join(str(record["question"]).replace(" ?", "?").split())
-            if question and question not in seen and record["answer_words"] > 0:
-                seen.add(question)
-                yield TextLength(question, tokens_of_words(int(record["answer_words"])))
+    for record in map(json.loads, _lines(root / "medquad" / "medquad.jsonl")):
+        question = " ".join(str(record["question"]).replace(" ?", "?").split())
+        if question and question not in seen and record["answer_words"] > 0:
+            seen.add(question)
+            yield TextLength(question, tokens_of_words(int(record["answer_words"])))
 
 
 def triage_visits(root: Path) -> Iterator[TriageVisit]:
@@ -151,20 +135,17 @@ def triage_visits(root: Path) -> Iterator[TriageVisit]:
     if not paths:
         raise DataNotFound(f"no CSV file in {root / 'nhamcs_ed_triage'}")
     for path in paths:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                if row["hosp_l1_outlier"] != "1":
-                    yield _triage_visit(row)
+        for row in csv.DictReader(_lines(path)):
+            if row["hosp_l1_outlier"] != "1":
+                yield _triage_visit(row)
 
 
 def ktas_visits(root: Path) -> Iterator[KtasVisit]:
     """KTAS visits whose complaint is readable."""
-    path = _existing(root / "ktas" / "ktas_half.csv")
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            complaint = " ".join(row["Chief_complain"].split())
-            if row["garbled"] != "1" and complaint:
-                yield KtasVisit(int(row["KTAS_expert"]) - 1, complaint)
+    for row in csv.DictReader(_lines(root / "ktas" / "ktas_half.csv")):
+        complaint = " ".join(row["Chief_complain"].split())
+        if row["garbled"] != "1" and complaint:
+            yield KtasVisit(int(row["KTAS_expert"]) - 1, complaint)
 
 
 def _triage_visit(row: dict[str, str]) -> TriageVisit:
@@ -192,7 +173,8 @@ def _number(value: str) -> int | None:
         return None
 
 
-def _existing(path: Path) -> Path:
+def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
         raise DataNotFound(f"data file not found: {path}")
-    return path
+    with path.open(encoding="utf-8", newline="") as lines:
+        yield from lines

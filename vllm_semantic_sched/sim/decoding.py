@@ -13,22 +13,16 @@ class Decoding:
     The tick counts the steps; a sequence's tokens and KV blocks follow from it. A sequence needs
     another block every `block_size` ticks, so sequences are grouped by that tick modulo
     `block_size`. The work of a step depends on the changes in it, not on the size of the batch.
-
-    Args:
-        find_longest: whether `longest_context` is used.
-
-    Attributes:
-        tick: steps so far.
-        held_growth: blocks that held sequences need for their next token.
+    `find_longest`: whether `longest_context` is used.
     """
 
     def __init__(self, pool: BlockPool, find_longest: bool) -> None:
         self.tick = 0
-        self.held_growth = 0
+        self.held_growth = 0  # blocks that held sequences need for their next token
         self._pool = pool
         self._count = 0
         self._tokens = 0  # of all sequences at tick 0
-        self._held: dict[Run, int] = {}  # and the blocks that each needs for its next token
+        self._held: dict[Run, int] = {}  # and how many of these
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
         self._ends: AddressableHeap[Run] = AddressableHeap()
         # Empty if blocks are unlimited, because none are counted then.
@@ -95,8 +89,7 @@ class Decoding:
         run.offset = None
 
     def hold(self, run: Run) -> None:
-        """Let the others advance without a sequence, which keeps its blocks; no-op if it does not
-        decode."""
+        """Hold a sequence, which keeps its blocks; no-op if it does not decode."""
         if self._ends.discard(run):
             self.observe(run)
             self._stop(run)
@@ -105,7 +98,7 @@ class Decoding:
             self.held_growth += self._held[run]
 
     def release(self, run: Run) -> None:
-        """Let a held sequence advance with the others again; no-op if it is not held."""
+        """Let a sequence advance again; no-op if it is not held."""
         if run in self._held:
             self.held_growth -= self._held.pop(run)
             self.add(run)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionKind, PreemptionPlan
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.policy.view import NO_LIMITS, StageLimits
-from vllm_semantic_sched.sim.blocks import BlockPool
-from vllm_semantic_sched.sim.cost import Chunk, StepCost, StepWork
+from vllm_semantic_sched.sim.blocks import BlockPool, PrefixCache
+from vllm_semantic_sched.sim.cost import Chunk, StepWork, slowest_of_batch, sum_of_tokens
 from vllm_semantic_sched.sim.decoding import Decoding
-from vllm_semantic_sched.sim.prefixes import PrefixCache
-from vllm_semantic_sched.sim.request import Run, Seat
+from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.sections import EngineModel
+from vllm_semantic_sched.sim.spans import HELD
 
 
 class RequestTooLarge(ValueError):
@@ -26,7 +30,7 @@ class RequestTooLarge(ValueError):
 
 
 class Engine:
-    """Seats, KV blocks and steps, as vLLM's V1 engine has them. A `policy.view.EngineView`.
+    """Seats, KV blocks and steps of vLLM's V1 engine. A `policy.view.EngineView`.
 
     `begin_step` takes the decisions of `policy.step`, then does what vLLM does with them:
     decoding requests take the blocks that they need, at the expense of the tail of the running
@@ -34,63 +38,57 @@ class Engine:
     Decodes take their tokens from the budget before prefills do.
 
     Args:
-        seats: sequences in a step at most (the paper's batch size).
-        token_budget: tokens in a step at most; None for whole prompts whatever their length.
-        host: where victims' KV may go; None: nowhere.
-        prefixes: the prefix cache; None: none.
+        profile: true times.
         keep_seats: record when each request had a seat and was held.
         ended: told of each request that the policy ends.
-
-    Attributes:
-        running: jobs with a seat, most urgent first.
-        waiting: how many wait for a seat, by true level.
+        seed: of what is random in the policy's limits.
     """
 
     def __init__(
         self,
         core: SchedulingCore,
-        cost: StepCost,
-        pool: BlockPool,
-        seats: int,
-        token_budget: int | None,
-        host: BlockPool | None,
+        model: EngineModel,
+        profile: EngineProfile,
         keep_seats: bool = False,
         ended: Callable[[Run], None] = lambda run: None,
-        prefixes: PrefixCache | None = None,
+        seed: int = 0,
     ) -> None:
         self.core = core
-        self._prefixes = prefixes
-        self.pool = pool
-        self.seats = seats
-        self.running: list[Job] = []
+        self.seats = model.seats
+        capacity = EngineCapacity(model.seats, model.kv_blocks, model.block_size)
+        core.set_capacity(capacity, keeps_accounts=False, seed=seed)
+        self.pool = BlockPool(model.kv_blocks, model.block_size)
+        self._host = BlockPool(model.host_blocks, model.block_size) if model.swap else None
+        self._prefixes = PrefixCache(self.pool) if model.prefix_caching else None
+        is_paper = model.kind == "paper"
+        # The paper's engine takes whole prompts, whatever their length.
+        self._token_budget = math.inf if is_paper else model.token_budget
+        if not is_paper:
+            batch = model.batch or profile.batch_terms
+            profile = profile.model_copy(update={"batch": batch})
+        self._step_seconds = partial(slowest_of_batch if is_paper else sum_of_tokens, profile)
+        self._decoding = Decoding(self.pool, find_longest=is_paper)
+        self.running: list[Job] = []  # jobs with a seat, most urgent first
         self._orders: list[tuple[float, float, int]] = []  # of these
-        self.waiting = [0] * core.policy.levels
+        self.waiting = [0] * core.policy.levels  # requests without a seat, by true level
         self.step = SchedulingStep(core)
-        self._cost = cost
-        self._token_budget = math.inf if token_budget is None else token_budget
-        self._host = host
         self._keep_seats = keep_seats
         self._ended = ended
         self._now = 0.0
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
-        self._decoding = Decoding(pool, cost.uses_longest)
         self._chunks: dict[Job, int] = {}
         self._swapped_out: list[int] = []
         self._predictions: list[Run] = []
         self._limits = NO_LIMITS
         core.seating.precedence.level_of = lambda job: self._runs[job].request.level
-        self._held: dict[Job, float] = {}  # and since when
+        self.held: dict[Job, float] = {}  # running jobs without a token in this step, since when
         self._hold_given = False  # in this step
 
     # Requests
 
     def submit(self, run: Run, now: float) -> None:
-        """A request arrives at the queue.
-
-        Raises:
-            RequestTooLarge: its prompt and answer exceed the KV cache.
-        """
+        """Queue a request. RequestTooLarge if its prompt and answer exceed the KV cache."""
         request = run.request
         needed = self.pool.needed(request.prompt_tokens + request.output_tokens)
         if needed > self.pool.total:
@@ -109,15 +107,6 @@ class Engine:
         """The prediction for a submitted request has come back; the next step applies it."""
         self._predictions.append(run)
 
-    @property
-    def held(self) -> Collection[Job]:
-        """Running jobs that get no token in this step."""
-        return self._held
-
-    def blocks_of(self, job: Job) -> int:
-        """KV blocks that a submitted job holds."""
-        return self._decoding.blocks(self._runs[job])
-
     # Steps
 
     def begin_step(self, now: float) -> float | None:
@@ -128,24 +117,24 @@ class Engine:
         if self._repeats():
             self.step.repeat(self)
             self._grow()
-            return self._cost.seconds(self._step_work())
+            return self._work_seconds()
         self._swapped_out = []
         self._chunks = {}
         self._limits = NO_LIMITS
         self._hold_given = False
         self.step.run(self)
-        if self._held and not self._hold_given:
+        if self.held and not self._hold_given:
             self.hold(())
         if self.step.is_quiet:
             self._grow()
         else:
             self._arrange()
         self.step.filled(self)
-        return self._cost.seconds(self._step_work())
+        return self._work_seconds()
 
     def _repeats(self) -> bool:
         """Whether the coming step does what the last one did, with the next tokens."""
-        if self._predictions or self._held or self._limits.held or not self.step.repeats(self):
+        if self._predictions or self.held or self._limits.held or not self.step.repeats(self):
             return False
         for job, tokens in self._chunks.items():
             if job not in self._prefilling or job.tokens - job.computed < tokens:
@@ -179,17 +168,11 @@ class Engine:
         return finished
 
     def skip_steps(self, available: float) -> tuple[int, float]:
-        """Take those of the coming steps at once that do nothing but go on decoding, into free
-        blocks where they need more.
-
-        Args:
-            available: seconds within which nothing comes from outside.
-
-        Returns:
-            How many they are, and their duration. A step's time grows linearly with the context, so
-            that the first and the last of them tell the sum.
+        """Take at once the coming steps that only go on decoding, into free blocks where they need
+        more, while nothing comes from outside (`available`, seconds). Returns their number and
+        duration. A step's time is linear in the context, so the first and the last give the sum.
         """
-        if not self.step.is_quiet or self._held:
+        if not self.step.is_quiet or self.held:
             return 0, 0.0
         decoding = self._decoding
         steps = min(self.core.uneventful_steps(), decoding.uneventful_steps)
@@ -204,7 +187,7 @@ class Engine:
                 context=decoding.context + number * len(decoding),
                 longest_context=decoding.longest_context + number,
             )
-            return self._cost.seconds(work)
+            return self._step_seconds(work)
 
         def seconds(count: int) -> float:
             return count * (first + step_seconds(count - 1)) / 2.0
@@ -241,13 +224,11 @@ class Engine:
         return self._prefilling
 
     def most_urgent_decode(self) -> Job | None:
-        best = self.running[0] if self.running else None
-        return None if best is None or best in self._prefilling else best
+        decodes = self.running and self.running[0] not in self._prefilling
+        return self.running[0] if decodes else None
 
     def can_advance(self, job: Job) -> bool:
-        """A running simulated job always can: no token is in flight between two steps, and KV is
-        loaded within one."""
-        return True
+        return True  # no token is in flight between steps, and KV is loaded within one
 
     def is_paused(self) -> bool:
         return False
@@ -256,12 +237,12 @@ class Engine:
         return self.seats - len(self.running)
 
     def free_blocks(self) -> int:
-        """KV blocks for waiting requests: free ones less those that decodes are about to take,
-        in the coming step or when they are no longer held."""
+        """Free blocks less those that decodes take in the coming step, or when released."""
         return self.pool.free - self._decoding.growth(1) - self._decoding.held_growth
 
     def kv_use(self) -> float:
-        return self.pool.use
+        pool = self.pool
+        return (pool.total - pool.free) / pool.total if pool.limited else 0.0
 
     def token_budget(self) -> float:
         return self._token_budget
@@ -276,13 +257,11 @@ class Engine:
 
     def needed_blocks(self, job: Job) -> int:
         """KV blocks that a waiting job takes, less those that others hold of it."""
-        needed = self.pool.needed(job.tokens)
-        return (
-            needed if self._prefixes is None else needed - self._prefixes.hits(self._runs[job])[1]
-        )
+        used = 0 if self._prefixes is None else self._prefixes.hits(self._runs[job])[1]
+        return self.pool.needed(job.tokens) - used
 
     def freeable_blocks(self, job: Job) -> int | None:
-        return self.blocks_of(job)
+        return self._decoding.blocks(self._runs[job])
 
     def preemption_seconds(self, job: Job) -> float:
         return self._plan(job).seconds
@@ -329,11 +308,11 @@ class Engine:
     def hold(self, jobs: Collection[Job]) -> None:
         self._hold_given = True
         coming = dict.fromkeys(jobs)
-        for job in [job for job in self._held if job not in coming]:
+        for job in [job for job in self.held if job not in coming]:
             self._release(self._runs[job])
         for job in coming:
-            if job not in self._held:
-                self._held[job] = self._now
+            if job not in self.held:
+                self.held[job] = self._now
                 self._decoding.hold(self._runs[job])
 
     # What vLLM does with a step
@@ -342,7 +321,7 @@ class Engine:
         preempted = self._grow()
         limits = self._limits
         budget = 0.0 if limits.gated else self._token_budget - len(self._decoding)
-        prefilling, held = self._prefilling, self._held
+        prefilling, held = self._prefilling, self.held
         for job in self.running if prefilling else ():
             if job in prefilling and job not in limits.held and job not in held and budget > 0:
                 budget -= self._schedule(job, budget)
@@ -355,9 +334,8 @@ class Engine:
         enough = self.pool.allocate(decoding.growth(1))
         if not enough:
             # The tail goes first, which has not got its own yet.
-            for run in sorted(
-                decoding.outgrowing(), key=lambda run: self.core.running.order(run.job)
-            ):
+            order = self.core.running.order
+            for run in sorted(decoding.outgrowing(), key=lambda run: order(run.job)):
                 while run in decoding and not self.pool.allocate(1):
                     self.preempt(self.running[-1], "kv_shortage", run.job)
         decoding.grow()
@@ -398,7 +376,8 @@ class Engine:
             self._prefixes.enter(self._runs[job], job.computed + tokens)
         return tokens
 
-    def _step_work(self) -> StepWork:
+    def _work_seconds(self) -> float:
+        """Duration of a step whose work has been arranged."""
         work = StepWork(
             decodes=len(self._decoding),
             context=self._decoding.context,
@@ -409,7 +388,7 @@ class Engine:
             run, start = self._runs[job], job.computed
             work.chunks.append(Chunk(start, start + tokens, run.loading))
             run.loading = 0
-        return work
+        return self._step_seconds(work)
 
     # Bookkeeping
 
@@ -421,15 +400,15 @@ class Engine:
 
     def _release(self, run: Run) -> None:
         """A held request goes on from where it was."""
-        since = self._held.pop(run.job)
+        since = self.held.pop(run.job)
         run.held += self._now - since
         if self._keep_seats:
-            run.holds.append((since, self._now))
+            run.holds.append(run.span(since, self._now, HELD))
         self._decoding.release(run)
 
     def _leave(self, run: Run, kind: str) -> None:
         """A request gives back its seat and its blocks."""
-        if run.job in self._held:
+        if run.job in self.held:
             self._release(run)
         self._remove(run.job)
         self._decoding.discard(run)
@@ -441,7 +420,8 @@ class Engine:
         self.pool.give_back(run.blocks - kept)
         run.blocks = 0
         if self._keep_seats:
-            run.seats.append(Seat(run.seated, self._now, kind, run.holds))
+            held = sum(hold.end - hold.start for hold in run.holds)
+            run.spans += [*run.holds, run.span(run.seated, self._now, kind, held)]
             run.holds = []
 
     def _remove(self, job: Job) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 
 class Order(enum.IntEnum):
-    """Order of simultaneous events: the engine is last, so that a step sees all arrivals and
-    predictions until then."""
+    """Order of simultaneous events: the engine is last, so a step sees all arrivals and predictions
+    until then."""
 
     ARRIVAL = 0
     PREDICTOR = 1
@@ -23,7 +23,7 @@ class EventQueue:
     the order of scheduling, so that runs are reproducible."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 0.0  # may be moved on, by `quiet` at most
         self._heap: list[tuple[float, Order, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
@@ -44,10 +44,6 @@ class EventQueue:
     def quiet(self) -> float:
         """Seconds until the next event; inf if there is none."""
         return self._heap[0][0] - self.now if self._heap else math.inf
-
-    def skip(self, seconds: float) -> None:
-        """Move the clock on, by `quiet` at most."""
-        self.now += seconds
 
     def run(self) -> None:
         """Run until no event is left."""

@@ -4,7 +4,8 @@ depth over time. Of a finished request two numbers are kept, for the percentiles
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -73,8 +74,9 @@ class Recorder:
         """Take in a finished or refused request."""
         request = run.request
         if run.refused:
+            promised = is_promised(self._slos[request.level])
             for row in (self._levels[request.level], self._all):
-                row.add_refused(request.arrival, is_promised(self._slos[request.level]))
+                row.add_refused(request.arrival, promised)
             return
         assert run.started is not None and run.first_token is not None and run.finish is not None
         if request.tenant:
@@ -91,18 +93,16 @@ class Recorder:
             self._add_block()
 
     def levels(self) -> dict[str, dict[str, float]]:
-        """Metrics by level (`"0"`, ...) and over all levels; levels without requests are left
-        out."""
+        """Metrics by level (`"0"`, ...) and over all; levels without requests are left out."""
         if self._finished:
             self._add_block()
-        rows = {
-            str(level): row.metrics([row]) for level, row in enumerate(self._levels) if row.count
-        }
-        if not rows:
-            return {}
-        fairness = self._service.fairness()
-        extra = {} if fairness is None else {"fairness": fairness}
-        return rows | {ALL: self._all.metrics(self._levels) | extra}
+        rows = {str(n): row.metrics([row]) for n, row in enumerate(self._levels) if row.count}
+        if rows:
+            rows[ALL] = self._all.metrics(self._levels)
+            fairness = self._service.fairness()
+            if fairness is not None:
+                rows[ALL]["fairness"] = fairness
+        return rows
 
     def _add_block(self) -> None:
         table = np.array(self._finished).reshape(-1, len(_COLUMNS))
@@ -111,17 +111,15 @@ class Recorder:
         block["e2e"] = block["finish"] - block["arrival"]
         block["ttft"] = block["first_token"] - block["arrival"]
         # An answer of one token has no time between tokens.
-        block["tpot"] = (block["finish"] - block["first_token"]) / np.maximum(
-            1, block["tokens"] - 1
-        )
+        gaps = np.maximum(1, block["tokens"] - 1)
+        block["tpot"] = (block["finish"] - block["first_token"]) / gaps
         block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
-        for level, slo in enumerate(self._slos):
-            here = block["level"] == level
+        levels = [block["level"] == level for level in range(len(self._slos))]
+        for here, slo in zip(levels, self._slos, strict=True):
             if is_promised(slo):
                 block["promised"] |= here
                 block["kept"] |= here & _met(slo, block)
-        for level, row in enumerate(self._levels):
-            here = block["level"] == level
+        for here, row in zip(levels, self._levels, strict=True):
             if here.any():
                 members = {name: values[here] for name, values in block.items()}
                 row.add(members)
@@ -151,7 +149,7 @@ class _Row:
         self.count = 0
         self.values: dict[str, list[np.ndarray]] = {name: [] for name in _PERCENTILES}
         self._refused = self._refused_promised = 0
-        self._sums: dict[str, float] = {}
+        self._sums: defaultdict[str | PassCause, float] = defaultdict(float)
         self._first_arrival = float("inf")
         self._last_arrival = self._last_finish = 0.0
 
@@ -166,13 +164,12 @@ class _Row:
     def add(self, block: dict[str, np.ndarray]) -> None:
         """Take in finished requests: a column per property."""
         self.count += len(block["e2e"])
-        sums = {name: block[name].sum() for name in _SUMMED}
-        sums["normalized"] = (block["e2e"] / block["tokens"]).sum()
-        for cause, place in _CAUSES.items():
-            sums[f"seat_order_{cause.value}"] = (block["cause"] == place).sum()
-        sums["queueing"] = (block["started"] - block["arrival"]).sum()
-        for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        summed: dict[str | PassCause, np.ndarray] = {name: block[name] for name in _SUMMED}
+        summed["normalized"] = block["e2e"] / block["tokens"]
+        summed["queueing"] = block["started"] - block["arrival"]
+        summed |= {cause: block["cause"] == place for cause, place in _CAUSES.items()}
+        for name, values in summed.items():
+            self._sums[name] += float(values.sum())
         self._first_arrival = min(self._first_arrival, float(block["arrival"].min()))
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last_finish = max(self._last_finish, float(block["finish"].max()))
@@ -187,32 +184,28 @@ class _Row:
             "requests_per_second": (self.count - 1)
             / max(self._last_arrival - self._first_arrival, 1e-9),
         }
-        promised = sums.get("promised", 0.0) + self._refused_promised
+        promised = sums["promised"] + self._refused_promised
         if promised:
-            row["slo_met"] = sums.get("kept", 0.0) / promised
+            row["slo_met"] = sums["kept"] / promised
             row["goodput"] = row["slo_met"] * promised / self.count * row["requests_per_second"]
         if finished:
             span = self._last_finish - self._first_arrival
-            preemptions = sums["recomputes"] + sums["swaps"]
+            by_cause = {f"seat_order_{cause.value}": sums[cause] for cause in _CAUSES}
             row |= {
                 "normalized_waiting": sums["normalized"] / finished,
                 "waiting_per_token": sums["e2e"] / sums["tokens"],
-                "e2e_mean": sums["e2e"] / finished,
-                "ttft_mean": sums["ttft"] / finished,
-                "tpot_mean": sums["tpot"] / finished,
-                "queueing_mean": sums["queueing"] / finished,
-                "held_mean": sums["held"] / finished,
+                **{
+                    f"{name}_mean": sums[name] / finished
+                    for name in ("e2e", "ttft", "tpot", "queueing", "held")
+                },
                 "recomputes": sums["recomputes"],
                 "swaps": sums["swaps"],
-                "preemptions_per_minute": preemptions / span * 60,
+                "preemptions_per_minute": (sums["recomputes"] + sums["swaps"]) / span * 60,
                 "tokens_per_second": sums["tokens"] / span,
+                "finish_order_violations": sums["outrun"] / finished,
+                "seat_order_violations": sum(by_cause.values()) / finished,
+                **{name: count / finished for name, count in by_cause.items()},
             }
-            by_cause = {
-                f"seat_order_{cause.value}": sums[f"seat_order_{cause.value}"] for cause in _CAUSES
-            }
-            row["finish_order_violations"] = sums["outrun"] / finished
-            row["seat_order_violations"] = sum(by_cause.values()) / finished
-            row |= {name: count / finished for name, count in by_cause.items()}
             for name, columns in _PERCENTILES.items():
                 values = np.concatenate([part for other in rows for part in other.values[name]])
                 found = np.percentile(values, list(columns.values()))
@@ -246,22 +239,19 @@ class TenantService:
         return jain_index(rates) if len(rates) > 1 else None
 
 
-def jain_index(values: Iterable[float]) -> float:
+def jain_index(values: Sequence[float]) -> float:
     """(sum of x)^2 / (n sum of x^2), 1 / n to 1 (Jain et al. 1984); there must be values."""
-    given = list(values)
-    squares = sum(value * value for value in given)
-    return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def mean_levels(repeats: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """The mean of each metric of each level over the repeats that have it."""
-    means = {}
+    means: dict[str, dict[str, float]] = {}
     for level in dict.fromkeys(level for repeat in repeats for level in repeat):
         rows = [repeat[level] for repeat in repeats if level in repeat]
-        names = [name for name in METRICS if any(name in row for row in rows)]
-        means[level] = {
-            name: float(np.mean([row[name] for row in rows if name in row])) for name in names
-        }
+        each = {name: [row[name] for row in rows if name in row] for name in METRICS}
+        means[level] = {name: float(np.mean(values)) for name, values in each.items() if values}
     return means
 
 
@@ -273,12 +263,12 @@ class DepthHistory:
         self._width = width
         self._areas = [[0.0] * levels for _ in range(_DEPTH_BINS)]
         self._now = 0.0
-        self._depths: list[int] = [0] * levels
+        self._depths: Sequence[int] = [0] * levels
 
     def record(self, now: float, depths: Sequence[int]) -> None:
         """Set the number of waiting requests per level from `now` on."""
         self._fill(now)
-        self._depths = list(depths)
+        self._depths = depths
 
     def points(self) -> list[tuple[float, tuple[float, ...]]]:
         """Middle of each bin in seconds, and the mean depth per level in it."""

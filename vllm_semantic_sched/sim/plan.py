@@ -1,5 +1,4 @@
-"""Capacity planning by simulation: the largest load that keeps all promises, and the number of
-engines that a load needs."""
+"""Capacity planning: the largest load that keeps all promises, the fewest engines for a load."""
 
 from __future__ import annotations
 
@@ -10,14 +9,12 @@ from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import is_promised, mean_levels
-from vllm_semantic_sched.sim.routing import Routing
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
+from vllm_semantic_sched.sim.sections import Routing
 from vllm_semantic_sched.sim.spans import Span
 
-MOST_ENGINES = 64
-"""Largest number of engines that is tried."""
-
+MOST_ENGINES = 64  # that are tried
 _LOAD_RANGE = 64.0  # factor on the given load, up and down
 _TOLERANCE = 1.03  # ratio of the smallest load that fails to the largest that holds
 
@@ -31,25 +28,23 @@ QUESTIONS: tuple[Question, ...] = ("now", "load", *ENGINE_QUESTIONS)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The scenario at one load (factor on the given one) and number of engines: whether all
-    promises were kept, see `holds`, and metrics by level, see `metrics.Recorder`."""
+    """The scenario at one load and number of engines."""
 
-    load: float
+    load: float  # factor on the given one
     engines: int
-    holds: bool
-    levels: dict[str, dict[str, float]]
+    holds: bool  # whether all promises were kept, see `holds`
+    levels: dict[str, dict[str, float]]  # metrics by level, see `metrics.Recorder`
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question about one scheduler: the best trial (None if no trial holds), all
-    trials in the order in which they were made, and times in seats in the first repeat of `now`."""
+    """The answer to one question about one scheduler."""
 
     scheduler: str
     question: Question
-    best: Trial | None
-    trials: tuple[Trial, ...]
-    spans: tuple[Span, ...] = ()
+    best: Trial | None  # None if no trial holds
+    trials: tuple[Trial, ...]  # in the order in which they were made
+    spans: tuple[Span, ...] = ()  # in the first repeat of `now`
 
 
 Answers = Mapping[tuple[str, Question], Answer]
@@ -57,11 +52,9 @@ Answers = Mapping[tuple[str, Question], Answer]
 
 
 def answer(task: tuple[Scenario, str, Question]) -> Answer:
-    """Answer a question about one scheduler of a scenario.
-
-    `now` tries the given load and engines. `load` finds the largest load that the engines hold,
-    within 3 %, by bisection from 1/64 to 64 times the given load. `engines` finds the smallest
-    number of engines that hold the given load, at most 64.
+    """Answer a question about one scheduler of a scenario. `now` tries the given load and engines.
+    `load` finds the largest load that the engines hold, within 3 %, by bisection from 1/64 to 64
+    times the given load. `engines` finds the fewest engines that hold the given load, at most 64.
     """
     scenario, scheduler, question = task
     engine = scenario.settings.engine
@@ -89,8 +82,7 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
 def _try(
     scenario: Scenario, scheduler: str, load: float, engines: int, routing: Routing
 ) -> tuple[Trial, tuple[Span, ...]]:
-    """Run all repeats at another load and number of engines; also returns the times in seats of the
-    first one."""
+    """Run all repeats at another load and number of engines; with the spans of the first."""
     settings = scenario.settings
     workload = settings.workload.model_copy(update={"speed": settings.workload.speed * load})
     engine = settings.engine.model_copy(update={"replicas": engines, "routing": routing})
@@ -104,8 +96,7 @@ def _try(
 
 
 def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
-    """Whether each level's targets were met for the promised percentage of its requests. All
-    targets of a request must be met for it to count."""
+    """Whether each level kept its promise: all targets met by the promised share of requests."""
     return all(
         levels[str(level)]["slo_met"] >= slo.percentile / 100
         for level, slo in enumerate(slos)
@@ -116,12 +107,10 @@ def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
 def largest_load(attempt: Callable[[float], Trial]) -> Trial | None:
     """The trial with the largest load that holds; None if even the smallest load fails."""
     best, worst = attempt(1.0), None
-    if not best.holds:
-        worst = best
-        while not best.holds:
-            if best.load <= 1 / _LOAD_RANGE:
-                return None
-            worst, best = best, attempt(best.load / 2)
+    while not best.holds:
+        if best.load <= 1 / _LOAD_RANGE:
+            return None
+        worst, best = best, attempt(best.load / 2)
     while worst is None:
         if best.load >= _LOAD_RANGE:
             return best
@@ -143,8 +132,5 @@ def fewest_engines(attempt: Callable[[int], Trial]) -> Trial | None:
         best = attempt(short * 2)
     while best.engines - short > 1:
         middle = attempt((best.engines + short) // 2)
-        if middle.holds:
-            best = middle
-        else:
-            short = middle.engines
+        best, short = (middle, short) if middle.holds else (best, middle.engines)
     return best

@@ -28,14 +28,9 @@ def draw_predictions(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions:
     """Draw the predictor's predictions for the requests of a run."""
-    buckets, true_buckets = _bucketed(model, workload)
+    errors = model.urgency_error, model.length_error
     clipped = model.mistakes == "clipped"
-    if model.confusion:
-        predicted = _confused(workload.levels, model.confusion, rng)
-    else:
-        predicted = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
-    lengths = mistaken(true_buckets, len(buckets.means), model.length_error, rng, clipped)
-    return _predictions(predicted, lengths, levels, buckets, doubt=0.0)
+    return _draw(model, workload, levels, rng, *errors, clipped, model.confusion)
 
 
 def draw_instant(
@@ -46,29 +41,36 @@ def draw_instant(
     error = model.instant_error
     if error is None:
         return None
-    buckets, true_buckets = _bucketed(model, workload)
-    predicted = mistaken(workload.levels, levels, error, rng)
-    lengths = mistaken(true_buckets, len(buckets.means), error, rng)
-    return _predictions(predicted, lengths, levels, buckets, doubt=error)
+    return _draw(model, workload, levels, rng, error, error, doubt=error)
 
 
-def _predictions(
-    levels: np.ndarray, lengths: np.ndarray, level_count: int, buckets: LengthBuckets, doubt: float
+def _draw(
+    model: PredictorModel,
+    workload: Workload,
+    levels: int,
+    rng: np.random.Generator,
+    level_error: float,
+    length_error: float,
+    clipped: bool = False,
+    confusion: Sequence[Sequence[float]] = (),
+    doubt: float = 0.0,
 ) -> Predictions:
     """A level and a bucket for each request; the rest share the probability `doubt`."""
+    if confusion:
+        predicted = _confused(workload.levels, confusion, rng)
+    else:
+        predicted = mistaken(workload.levels, levels, level_error, rng, clipped)
+    buckets = make_buckets(model, workload.outputs)
     count = len(buckets.means)
+    true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
+    lengths = mistaken(true_buckets, count, length_error, rng, clipped)
     by_length = [_peaked(bucket, count, doubt) for bucket in range(count)]
     by_level = [
-        [Prediction(_peaked(level, level_count, doubt), length) for length in by_length]
-        for level in range(level_count)
+        [Prediction(_peaked(level, levels, doubt), length) for length in by_length]
+        for level in range(levels)
     ]
-    pairs = zip(levels.tolist(), lengths.tolist(), strict=True)
+    pairs = zip(predicted.tolist(), lengths.tolist(), strict=True)
     return Predictions([by_level[level][length] for level, length in pairs], buckets)
-
-
-def _bucketed(model: PredictorModel, workload: Workload) -> tuple[LengthBuckets, np.ndarray]:
-    buckets = make_buckets(model, workload.outputs)
-    return buckets, np.searchsorted(buckets.edges, workload.outputs, side="right")
 
 
 def mistaken(
@@ -78,15 +80,14 @@ def mistaken(
     rng: np.random.Generator,
     clipped: bool = False,
 ) -> np.ndarray:
-    """Predicted classes for an error rate (paper, section 4.1), which is both the share of wrong
-    classes and their mean distance from the true class as a share of the number of classes.
-    Mistakes go either way with equal probability, and stop at the first and last class. Those
-    beyond the ends are dropped if `clipped`; otherwise they go the other way."""
+    """Predicted classes for an error rate (paper, section 4.1): both the share of wrong classes and
+    their mean distance from the true class as a share of the number of classes. Mistakes go either
+    way with equal probability, and stop at the first and last class. Those beyond the ends are
+    dropped if `clipped`; otherwise they go the other way."""
     wrong = np.zeros(len(classes), dtype=bool)
     wrong[rng.permutation(len(classes))[: round(error_rate * len(classes))]] = True
-    distance = error_rate * count
     # A fractional distance is the mean of its two neighbors, drawn in proportion.
-    steps = np.floor(distance + rng.random(len(classes))).astype(int)
+    steps = np.floor(error_rate * count + rng.random(len(classes))).astype(int)
     steps = np.clip(steps, 1, max(1, count - 1))
     up = rng.random(len(classes)) < 0.5
     higher = np.minimum(classes + steps, count - 1)
@@ -136,10 +137,10 @@ def _peaked(index: int, count: int, doubt: float) -> tuple[float, ...]:
 class PredictorQueue:
     """Requests that wait for the predictor, which processes one batch at a time.
 
-    In mode `immediate` the predictor, when free, takes the waiting requests up to a full batch or
-    `max_pass` seconds, the most urgent first as far as is known. In mode `full_batching` it waits
-    for a full batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets the
-    requests of a batch when their predictions are ready.
+    In mode `immediate` it takes, when free, the waiting requests up to a full batch or `max_pass`
+    seconds, the most urgent first as far as is known. In mode `full_batching` it waits for a full
+    batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets the requests of a
+    batch when their predictions are ready.
     """
 
     def __init__(
@@ -160,9 +161,10 @@ class PredictorQueue:
     def submit(self, run: Run, level: int = 0) -> None:
         """Add a request; more urgent ones, as far as the level is known, are read first. The
         predictor starts after all arrivals of this moment."""
-        deadline = self._events.now + self._policy.max_wait
+        now = self._events.now
+        deadline = now + self._policy.max_wait
         self._queue.append((level, deadline, run))
-        self._events.at(self._events.now, Order.PREDICTOR, self._start_batch)
+        self._events.at(now, Order.PREDICTOR, self._start_batch)
         if self._policy.mode == "full_batching":
             self._events.at(deadline, Order.PREDICTOR, self._start_batch)
 
@@ -179,11 +181,8 @@ class PredictorQueue:
         batch = [run for _, _, run in self._queue[:size]]
         del self._queue[:size]
         self._busy = True
-        seconds = (
-            self._model.latency
-            + self._model.latency_per_request * size
-            + self._policy.extra_latency
-        )
+        model = self._model
+        seconds = model.latency + model.latency_per_request * size + self._policy.extra_latency
         self._events.at(self._events.now + seconds, Order.PREDICTOR, lambda: self._done(batch))
 
     def _largest_batch(self) -> int:

@@ -14,7 +14,7 @@ from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_levels
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import Given, simulate
-from vllm_semantic_sched.sim.spans import HELD, Span
+from vllm_semantic_sched.sim.spans import Span
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,20 +34,18 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one run: metrics by level, see `metrics.Recorder`; times in seats of the first
-    requests; and, of the first repeat only, queue depth over time, see `DepthHistory.points`."""
+    """Result of one run."""
 
-    levels: dict[str, dict[str, float]]
-    depth: list[tuple[float, tuple[float, ...]]]
-    spans: tuple[Span, ...]
+    levels: dict[str, dict[str, float]]  # metrics, see `metrics.Recorder`
+    depth: list[tuple[float, tuple[float, ...]]]  # of the first repeat: `DepthHistory.points`
+    spans: tuple[Span, ...]  # of the first requests of the first repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Cell(Outcome):
-    """One scheduler at one point of the sweep (fields and values), over all repeats; `depth` and
-    `spans` are of the first."""
+    """One scheduler at one point of the sweep, over all repeats."""
 
-    point: dict[str, Any]
+    point: dict[str, Any]  # fields and values
     scheduler: str
 
 
@@ -66,12 +64,12 @@ def run_task(task: Task) -> Outcome:
     scenario, first = task.scenario, task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
-    followed: list[Run] = []
+    spans: dict[int, list[Span]] = {}
 
     def finished(run: Run) -> None:
         recorder.add(run)
         if first and run.request.index < _FOLLOWED:
-            followed.append(run)
+            spans[run.request.index] = run.spans
 
     simulate(
         *(scenario, task.scheduler, task.repeat),
@@ -80,17 +78,13 @@ def run_task(task: Task) -> Outcome:
         depth=depth,
         given=task.given,
     )
-    return Outcome(
-        recorder.levels(),
-        depth.points() if depth is not None else [],
-        tuple(_spans(sorted(followed, key=lambda run: run.request.index))),
-    )
+    in_order = (span for _, each in sorted(spans.items()) for span in each)
+    return Outcome(recorder.levels(), depth.points() if depth else [], tuple(in_order))
 
 
 @contextmanager
 def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[Iterator[R]]:
-    """The results of the tasks in their order, computed by `workers` processes. `work` and the
-    tasks must be picklable."""
+    """The results of the tasks in their order, by `workers` processes; all must be picklable."""
     if workers == 1 or len(tasks) == 1:
         yield map(work, tasks)
         return
@@ -115,13 +109,3 @@ def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
         levels = mean_levels([one.levels for one in outcomes])
         cells.append(Cell(levels, first.depth, first.spans, task.scenario.point, task.scheduler))
     return cells
-
-
-def _spans(runs: Sequence[Run]) -> Iterator[Span]:
-    for run in runs:
-        request = run.request
-        same = request.index, request.level, request.arrival
-        for seat in run.seats:
-            for start, end in seat.holds:
-                yield Span(*same, start, end, HELD, run.engine)
-            yield Span(*same, seat.start, seat.end, seat.end_kind, run.engine, seat.held)

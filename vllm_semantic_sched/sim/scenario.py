@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from vllm_semantic_sched.sim.sections import PredictorModel, Settings
 
 @dataclass(frozen=True)
 class Scenario:
-    """One cell of the sweep (`point`: swept fields and values): all inputs of its runs. `profile`
-    has the true times of the engine, `assumed_profile` those that the policies (by scheduler)
-    assume."""
+    """One cell of the sweep: all inputs of its runs."""
 
-    point: dict[str, Any]
+    point: dict[str, Any]  # swept fields and values
     settings: Settings
-    profile: EngineProfile
-    assumed_profile: EngineProfile
-    policies: dict[str, Policy]
+    profile: EngineProfile  # true times of the engine
+    assumed_profile: EngineProfile  # what the policies assume
+    policies: dict[str, Policy]  # by scheduler
 
     def slos(self, scheduler: str) -> list[Slo]:
         """The promises to each level under a scheduler."""
@@ -64,22 +62,19 @@ def parse_scenarios(
     return scenarios
 
 
-def _points(settings: Settings, source: str) -> list[dict[str, Any]]:
+def _points(settings: Settings, source: str) -> Iterator[dict[str, Any]]:
     axes = []
     for axis in settings.sweep:
-        counts = {len(values) for values in axis.values()}
-        if len(counts) != 1 or counts == {0}:
+        counts = {path: len(values) for path, values in axis.items()}
+        if len(set(counts.values())) != 1 or not all(counts.values()):
             raise PolicyError(
                 f"{source}: sweep: fields of one axis need equally many values, "
-                f"got {json.dumps({path: len(values) for path, values in axis.items()})}"
+                f"got {json.dumps(counts)}"
             )
-        axes.append(
-            [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)]
-        )
-    return [
-        {path: value for part in parts for path, value in part.items()}
-        for parts in itertools.product(*axes)
-    ]
+        points = zip(*axis.values(), strict=True)
+        axes.append([tuple(zip(axis, values, strict=True)) for values in points])
+    for parts in itertools.product(*axes):
+        yield dict(itertools.chain(*parts))
 
 
 def _set(data: dict[str, Any], path: str, value: Any, source: str) -> None:
@@ -103,25 +98,24 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     confusion = _confusion(settings.predictor, source)
     predictor = settings.predictor.model_copy(update={"confusion": confusion})
     settings = settings.model_copy(update={"predictor": predictor})
-    count = levels.pop()
-    _check_entries("workload.mix", settings.workload.mix, count, source)
-    _check_entries("slos", settings.slos, count, source)
-    _check_entries("predictor.confusion", confusion, count, source)
+    by_level: list[tuple[str, Sequence[object]]] = [
+        ("workload.mix", settings.workload.mix),
+        ("slos", settings.slos),
+        *(("predictor.confusion", entries) for entries in (confusion, *confusion)),
+    ]
+    (count,) = levels
+    for field, entries in by_level:
+        if len(entries) not in (0, count):
+            raise PolicyError(
+                f"{source}: {field}: {len(entries)} entries, but the policies have {count} levels"
+            )
     for row in confusion:
-        _check_entries("predictor.confusion", row, count, source)
         if not any(row) or not all(math.isfinite(weight) and weight >= 0 for weight in row):
             raise PolicyError(f"{source}: predictor.confusion: {list(row)} are not weights")
     engine = settings.engine
     profile = load_profile(engine.profile)
     assumed = load_profile(engine.assumed_profile) if engine.assumed_profile else profile
     return Scenario(point, settings, profile, assumed, policies)
-
-
-def _check_entries(field: str, entries: Sequence[object], count: int, source: str) -> None:
-    if len(entries) not in (0, count):
-        raise PolicyError(
-            f"{source}: {field}: {len(entries)} entries, but the policies have {count} levels"
-        )
 
 
 def _confusion(model: PredictorModel, source: str) -> tuple[tuple[float, ...], ...]:
@@ -143,8 +137,8 @@ def _policy(name: str, content: dict[str, Any], settings: Settings, source: str)
     where = f"{source}: schedulers.{name}"
     data: Any = {}
     if base is not None:
-        data, where = read_config(base, kind="policy")
-        where = f"{source}: schedulers.{name} ({where})"
+        data, file = read_config(base, kind="policy")
+        where = f"{where} ({file})"
     # fcfs stands for vLLM's own scheduler, which reads no policy.
     overrides = settings.overrides if (data or {}).get("base", keys.get("base")) != "fcfs" else {}
     policy = parse_policy(_merged(_merged(data or {}, overrides), keys), where)
@@ -152,9 +146,8 @@ def _policy(name: str, content: dict[str, Any], settings: Settings, source: str)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+    merged = base | changes
     for key, value in changes.items():
-        below = merged.get(key)
-        both = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = _merged(below or {}, value) if both else value
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merged(base[key], value)
     return merged

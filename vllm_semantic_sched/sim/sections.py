@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from vllm_semantic_sched.policy.facts.section import Section
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import BatchTerms
-from vllm_semantic_sched.sim.routing import Routing
+
+Routing = Literal["round_robin", "least_loaded", "urgency_aware"]
+"""`urgency_aware` is the policy's `Placement`; see `EngineModel.routing`."""
 
 _LENGTH_NEEDS = {
     "constant": ("value",),
@@ -37,9 +39,7 @@ class Lengths(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Lengths:
-        missing = [name for name in _LENGTH_NEEDS[self.kind] if not getattr(self, name)]
-        if self.kind == "lognormal" and self.sigma == 0:
-            missing = [name for name in missing if name != "sigma"]
+        missing = [name for name in _LENGTH_NEEDS[self.kind] if getattr(self, name) in (None, ())]
         if missing:
             raise ValueError(f"lengths of kind {self.kind} need {' and '.join(missing)}")
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -52,9 +52,8 @@ class WorkloadModel(Section):
 
     arrivals: Literal["bursts", "poisson", "gamma", "jsonl", "azure"] = Field(
         "bursts",
-        description="`bursts`: 0 to `max_burst` requests at once, every `gap` seconds (paper, "
-        "section 4). `poisson`, `gamma`: `rate` requests per second on average. `jsonl`, `azure`: "
-        "replay of a recorded trace.",
+        description="`bursts`: 0 to `max_burst` requests every `gap` seconds (paper, section 4). "
+        "`poisson`, `gamma`: `rate` requests per second. `jsonl`, `azure`: a recorded trace.",
     )
     requests: int | None = Field(
         None, ge=1, description="Number of requests. Of a trace the first ones; unset: all."
@@ -68,8 +67,7 @@ class WorkloadModel(Section):
     cv: float = Field(
         2.0,
         gt=0,
-        description="`gamma`: coefficient of variation of the gaps; 1 is Poisson, larger values "
-        "are burstier.",
+        description="`gamma`: coefficient of variation of gaps; 1: Poisson, >1: bursty.",
     )
     path: str | None = Field(
         None,
@@ -83,8 +81,7 @@ class WorkloadModel(Section):
     output: Lengths = Lengths(value=128)
     mix: tuple[float, ...] = Field(
         (),
-        description="Weights of the levels, most urgent first; unset: all equal. Levels in a "
-        "trace take precedence.",
+        description="Weights of levels, most urgent first, unless a trace has them; unset: equal.",
     )
     tenants: tuple[float, ...] = Field(
         (), description="Weights of the tenants; unset: requests have no tenant."
@@ -94,8 +91,8 @@ class WorkloadModel(Section):
     )
     limits: bool = Field(
         False,
-        description="Clients set `max_tokens` to the true length of their answer, which a policy "
-        "can read. Otherwise all requests have the same limit.",
+        description="Clients set `max_tokens`, which a policy can read, to the true length of "
+        "their answer. Otherwise all requests have the same limit.",
     )
 
     @model_validator(mode="after")
@@ -106,9 +103,7 @@ class WorkloadModel(Section):
             raise ValueError(
                 f"workload.path: {self.path!r} is not an Azure trace; valid: conv, code"
             )
-        counted = self.requests is not None or (
-            self.arrivals == "bursts" and self.bursts is not None
-        )
+        counted = self.requests or (self.arrivals == "bursts" and self.bursts)
         if self.arrivals in ("bursts", "poisson", "gamma") and not counted:
             raise ValueError("workload.requests: give the number of requests")
         for name in ("mix", "tenants"):
@@ -129,8 +124,8 @@ class PredictorModel(Section):
         0.0,
         ge=0,
         le=1,
-        description="Error rate of the level as defined in the paper (section 4.1): the share of "
-        "wrong levels, and also their mean distance as a share of the number of levels.",
+        description="Error rate of the level (paper, section 4.1): the share of wrong levels, and "
+        "their mean distance as a share of the number of levels.",
     )
     length_error: float = Field(
         0.0, ge=0, le=1, description="The same for the output-length bucket."
@@ -142,9 +137,7 @@ class PredictorModel(Section):
         "end, so half the mistakes about the most urgent level vanish.",
     )
     confusion: tuple[tuple[float, ...], ...] = Field(
-        (),
-        description="Instead of `urgency_error`: one row per true level, weights of the levels "
-        "predicted for it.",
+        (), description="Instead of `urgency_error`: per true level, weights of predicted levels."
     )
     confusion_report: str | None = Field(
         None, description="Instead of `confusion`: a report.json of `semsched evaluate`."
@@ -178,8 +171,7 @@ class EngineModel(Section):
         "profile's terms.",
     )
     profile: str = Field(
-        "default",
-        description="Engine profile by name or path: the true times in the simulation.",
+        "default", description="Engine profile by name or path: the true times in the simulation."
     )
     assumed_profile: str | None = Field(
         None, description="Profile that the policies assume; unset: the true one."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -11,8 +13,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level
 from vllm_semantic_sched.policy.facts.job import StatedLength
-from vllm_semantic_sched.policy.placement import Placed
-from vllm_semantic_sched.sim.assembly import make_engine
+from vllm_semantic_sched.policy.placement import Placed, Placement
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
@@ -22,13 +23,13 @@ from vllm_semantic_sched.sim.predictor import (
     draw_instant,
     draw_predictions,
 )
-from vllm_semantic_sched.sim.request import Run, SimRequest
-from vllm_semantic_sched.sim.routing import Router
+from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
+from vllm_semantic_sched.sim.sections import Routing
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
-Given = tuple[Workload, Predictions | None]
-"""Requests and their predictions (None: drawn as the scenario says)."""
+Given = tuple[Workload, Predictions]
+"""Requests and their predictions."""
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
 
@@ -52,85 +53,86 @@ def simulate(
     given: Given | None = None,
     watch: Callable[[SchedulingCore], None] | None = None,
 ) -> Result:
-    """Run one scheduler on one draw of the workload. All schedulers get the same draw.
+    """Run one scheduler on the draw of the workload of a repeat, the same for all schedulers.
+    TraceError if a trace cannot be read, RequestTooLarge if a request does not fit into the engine.
 
     Args:
-        repeat: number of the repeat.
         keep_seats: record each request's times in seats.
         before_step: called when an engine has decided on a step, for checks.
         finished: gets each finished or refused request; then none is kept.
         depth: records the number of waiting requests.
         given: instead of the requests that the scenario describes.
         watch: called with each engine's core before the first request.
-
-    Raises:
-        TraceError: a trace cannot be read.
-        RequestTooLarge: a request does not fit into the engine.
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
 
     def random(stream: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed + repeat, stream])
 
+    levels, model = policy.levels, settings.predictor
     if given is None:
-        drawn = draw_workload(settings.workload, policy.levels, random(_WORKLOAD_STREAM))
-        given = drawn, None
+        drawn = draw_workload(settings.workload, levels, random(_WORKLOAD_STREAM))
+        given = drawn, draw_predictions(model, drawn, levels, random(_PREDICTOR_STREAM))
     workload, predictions = given
-    if predictions is None:
-        read = (settings.predictor, workload, policy.levels)
-        predictions = draw_predictions(*read, random(_PREDICTOR_STREAM))
-    instant = draw_instant(settings.predictor, workload, policy.levels, random(_INSTANT_STREAM))
+    instant = draw_instant(model, workload, levels, random(_INSTANT_STREAM))
     runs: list[Run] = []
-    simulation = _Simulation(scenario, policy, workload, predictions, instant, keep_seats)
-    simulation.before_step = before_step
-    simulation.depth = depth
-    simulation.finished = finished or runs.append
-    if watch is not None:
-        for replica in simulation.replicas:
+    router = Router(settings.engine.routing, settings.engine.replicas, levels)
+    finished = finished or runs.append
+    simulation = _Simulation(
+        *(scenario, workload, predictions, instant, router, finished, before_step, depth)
+    )
+    for _ in range(settings.engine.replicas):
+        replica = _Replica(policy, simulation, keep_seats)
+        simulation.replicas.append(replica)
+        if watch is not None:
             watch(replica.core)
-    simulation.run()
+    if len(workload):
+        simulation.expect(0)
+    simulation.events.run()
     runs.sort(key=lambda run: run.request.index)
     return Result(runs, simulation.steps)
 
 
+class Router(Placement):
+    """Assigns each arriving request to one of several independent engines, see `Routing`."""
+
+    def __init__(self, routing: Routing, engines: int, levels: int) -> None:
+        # With one level all requests are equally urgent.
+        self._last_level = levels - 1 if routing == "urgency_aware" else 0
+        self._in_turn = itertools.cycle(range(engines)) if routing == "round_robin" else None
+        super().__init__(engines, self._last_level + 1)
+
+    def choose(self, level: int) -> Placed:
+        """Choose an engine for a request of this level, and count it there until `leave`."""
+        level = min(level, self._last_level)
+        if self._in_turn is not None:
+            return self.count(next(self._in_turn), level)
+        return self.place(level)
+
+
+@dataclass
 class _Simulation:
     """Generates arrivals, routes them to engines and runs the events. For the attributes see
     `simulate`; `steps` counts those of all engines."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        policy: Policy,
-        workload: Workload,
-        predictions: Predictions,
-        instant: Predictions | None,
-        keep_seats: bool,
-    ) -> None:
-        self.scenario = scenario
-        self.events = EventQueue()
-        self.steps = 0
-        self.finished: Callable[[Run], None] = lambda run: None
-        self.before_step: Callable[[Engine], None] | None = None
-        self.depth: DepthHistory | None = None
-        self._workload = workload
-        self._predictions = predictions
-        self._instant = instant
-        self._longest = int(workload.outputs.max(initial=1))
-        self._depths: list[int] = []
-        model = scenario.settings.engine
-        self._router = Router(model.routing, model.replicas, policy.levels)
-        self._placed: dict[int, Placed] = {}
-        self.replicas = []
-        for number in range(model.replicas):
-            core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: self.events.now)
-            if policy.reads(hinted=False):
-                core.estimates.buckets = predictions.buckets
-            self.replicas.append(_Replica(number, core, self, keep_seats))
+    scenario: Scenario
+    workload: Workload
+    predictions: Predictions
+    instant: Predictions | None
+    router: Router
+    finished: Callable[[Run], None]
+    before_step: Callable[[Engine], None] | None
+    depth: DepthHistory | None
+    steps: int = 0
+    replicas: list[_Replica] = field(default_factory=list)
+    events: EventQueue = field(default_factory=EventQueue)
+    placed: dict[int, Placed] = field(default_factory=dict)
+    depths: list[int] = field(default_factory=list)
 
-    def run(self) -> None:
-        if len(self._workload):
-            self._expect(0)
-        self.events.run()
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return int(self.workload.outputs.max(initial=1))
 
     def decided(self, engine: Engine) -> None:
         """Record that an engine has decided on a step."""
@@ -143,61 +145,61 @@ class _Simulation:
         """Record the number of waiting requests if it has changed."""
         if self.depth is None:
             return
-        depths = [
-            sum(counts) for counts in zip(*(r.engine.waiting for r in self.replicas), strict=True)
-        ]
-        if depths != self._depths:
-            self._depths = depths
+        waiting = [replica.engine.waiting for replica in self.replicas]
+        depths = [sum(counts) for counts in zip(*waiting, strict=True)]
+        if depths != self.depths:
+            self.depths = depths
             self.depth.record(self.events.now, depths)
 
     def done(self, run: Run) -> None:
         """Record that a request is finished or refused."""
-        self._router.leave(self._placed.pop(run.request.index))
+        self.router.leave(self.placed.pop(run.request.index))
         self.finished(run)
 
-    def _expect(self, index: int) -> None:
-        arrival = float(self._workload.arrivals[index])
+    def expect(self, index: int) -> None:
+        """Schedule the arrival of a request."""
+        arrival = float(self.workload.arrivals[index])
         self.events.at(arrival, Order.ARRIVAL, lambda: self._arrive(index))
 
     def _arrive(self, index: int) -> None:
-        request = self._workload.request(index)
+        request = self.workload.request(index)
         settings = self.scenario.settings
         limits = settings.workload.limits
         any_core = self.replicas[0].core
         stated = request.hint
         if stated is None and settings.workload.hints:
             stated = request.level
-        extra_args = None if stated is None else {"urgency": stated}
-        hint = any_core.read_hints(extra_args, 0)
+        hint = any_core.read_hints(None if stated is None else {"urgency": stated}, 0)
         reads = any_core.policy.reads(hinted=hint.level is not None)
-        prediction = self._predictions.each[index] if reads else None
+        prediction = self.predictions.each[index] if reads else None
         awaits = prediction is not None
-        instant = self._instant.each[index] if awaits and self._instant is not None else None
+        instant = self.instant.each[index] if awaits and self.instant is not None else None
         level = reading_level(any_core.policy, hint, instant)
-        placed = self._placed[index] = self._router.choose(level)
+        placed = self.placed[index] = self.router.choose(level)
         replica = self.replicas[placed.engine]
+        exact = request.shortest and request.shortest == request.limit
         job = replica.core.arrive(
             replica.core.draft(
                 str(index),
                 prompt_tokens=request.prompt_tokens,
                 # One limit for all clients must not tell the policy the length of an answer.
                 max_output_tokens=request.limit
-                or (request.output_tokens if limits else self._longest),
+                or (request.output_tokens if limits else self.longest),
                 hint=hint,
                 awaits_prediction=awaits,
                 tenant=request.tenant,
                 provisional=instant,
-                stated=_stated(request),
+                stated=StatedLength(request.shortest, request.shortest if exact else None),
             ),
             request.arrival,
         )
-        run = Run(request, job, prediction, engine=replica.number)
+        run = Run(request, job, prediction, engine=placed.engine)
         if awaits:
             replica.predictor.submit(run, level)
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
-        if index + 1 < len(self._workload):
-            self._expect(index + 1)
+        if index + 1 < len(self.workload):
+            self.expect(index + 1)
         else:
             for each in self.replicas:
                 each.predictor.drain()
@@ -206,24 +208,19 @@ class _Simulation:
 class _Replica:
     """One of several engines at work: takes requests and steps while there is something to do."""
 
-    def __init__(
-        self,
-        number: int,
-        core: SchedulingCore,
-        simulation: _Simulation,
-        keep_seats: bool,
-    ) -> None:
+    def __init__(self, policy: Policy, simulation: _Simulation, keep_seats: bool) -> None:
         scenario, settings = simulation.scenario, simulation.scenario.settings
-        self.number = number
-        self.core = core
-        self.engine = make_engine(
-            core, settings.engine, scenario.profile, keep_seats, simulation.done, settings.seed
+        events = self._events = simulation.events
+        self.core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: events.now)
+        if policy.reads(hinted=False):
+            self.core.estimates.buckets = simulation.predictions.buckets
+        self.engine = Engine(
+            self.core, settings.engine, scenario.profile, keep_seats, simulation.done, settings.seed
         )
         self.predictor = PredictorQueue(
-            simulation.events, core.policy.predictor, settings.predictor, self._predicted
+            events, policy.predictor, settings.predictor, self._predicted
         )
         self._simulation = simulation
-        self._events = simulation.events
         self._holds = settings.predictor.hold
         self._busy = False
         self._arrival_seconds = settings.engine.arrival
@@ -256,13 +253,10 @@ class _Replica:
                 self._events.at(end, Order.ENGINE, self._end_step)
                 return
             self._finish_step()
-            self._skip_steps()
-
-    def _skip_steps(self) -> None:
-        if self._simulation.before_step is None:  # which is told of every step
-            steps, seconds = self.engine.skip_steps(self._events.quiet)
-            self._events.skip(seconds)
-            self._simulation.steps += steps
+            if self._simulation.before_step is None:  # which is told of every step
+                steps, skipped = self.engine.skip_steps(self._events.quiet)
+                self._events.now += skipped
+                self._simulation.steps += steps
 
     def _end_step(self) -> None:
         self._finish_step()
@@ -281,8 +275,3 @@ class _Replica:
             self._taken_in = 0
             self._simulation.decided(self.engine)
         return seconds
-
-
-def _stated(request: SimRequest) -> StatedLength:
-    exact = request.shortest and request.shortest == request.limit
-    return StatedLength(request.shortest, request.shortest if exact else None)

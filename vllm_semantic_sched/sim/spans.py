@@ -26,17 +26,11 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A request's time in a seat, or a part of it in which the request was held.
+    """A request's time in a seat, or a part of it in which the request was held (`HELD`); times in
+    seconds on one clock. A request that never had a seat has one span of length zero.
 
-    Attributes:
-        request: number or id.
-        level: urgency level.
-        arrival, start, end: seconds on one clock.
-        end_kind: why it ended: `finish`, `failed`, `cancelled`, `refused`, or what a preemption
-            did with the KV (`recompute`, `swap`, `partial`, `drop`). Other words are drawn grey.
-            `held` marks a hold. A request that never had a seat has one span of length zero.
-        engine: number of the engine.
-        held: seconds of it without a token, because the request was held.
+    `end_kind`: why it ended: `finish`, `failed`, `cancelled`, `refused`, or what a preemption did
+    with the KV (`recompute`, `swap`, `partial`, `drop`). Other words are drawn grey.
     """
 
     request: int | str
@@ -46,7 +40,7 @@ class Span:
     end: float
     end_kind: str
     engine: int = 0
-    held: float = 0.0
+    held: float = 0.0  # seconds of it without a token, because the request was held
 
 
 def phases(spans: Iterable[Span]) -> Iterator[tuple[str, float, float, Span]]:
@@ -82,36 +76,20 @@ def chrome_trace(
             threads[key] = place["tid"]
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
-        if phase != RUNNING:
-            events.append(_slice(phase, place, start, end, span))
-            continue
-        running = "running, " if end > start else ""
-        ran = _slice(f"{running}{span.end_kind}", place, start, end, span)
-        if span.held:
-            ran["args"]["held_seconds"] = span.held
-        events.append(ran)
+        title, args = phase, {"level": span.level, "end": span.end_kind}
+        if phase == RUNNING:
+            title = f"running, {span.end_kind}" if end > start else span.end_kind
+            args |= {"held_seconds": span.held} if span.held else {}
+        times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+        level = {"cat": f"urgency {span.level}"}
+        events.append({"ph": "X", "name": title, **level, **place, **times, "args": args})
     for engine in sorted({engine for engine, _ in threads}):
         label = {"name": f"engine {engine}"}
         events.append({"ph": "M", "name": "process_name", "pid": engine, "tid": 0, "args": label})
     counter = {"ph": "C", "name": "queue depth", "pid": 0, "tid": 0}
-    events += [
-        counter | {"ts": time * _MICROSECONDS, "args": dict(counts)} for time, counts in depths
-    ]
+    for time, counts in depths:
+        events.append(counter | {"ts": time * _MICROSECONDS, "args": dict(counts)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _slice(
-    name: str, place: dict[str, int], start: float, end: float, span: Span
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": f"urgency {span.level}",
-        **place,
-        "ts": start * _MICROSECONDS,
-        "dur": (end - start) * _MICROSECONDS,
-        "args": {"level": span.level, "end": span.end_kind},
-    }
 
 
 def level_color(level: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,23 +26,14 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All requests of a run in order of arrival, as one array per property. A million requests
-    take 21 MB.
+    """All requests of a run in order of arrival, as one array per property: 21 MB for a million."""
 
-    Attributes:
-        arrivals: seconds since the first arrival.
-        levels: true urgency levels.
-        prompts, outputs: lengths in tokens.
-        tenants: number of each request's tenant; None: requests have no tenant.
-        recorded: the requests themselves, if more of them is known.
-    """
-
-    arrivals: np.ndarray
-    levels: np.ndarray
-    prompts: np.ndarray
+    arrivals: np.ndarray  # seconds since the first arrival
+    levels: np.ndarray  # true ones
+    prompts: np.ndarray  # tokens
     outputs: np.ndarray
-    tenants: np.ndarray | None = None
-    recorded: Sequence[SimRequest] = ()
+    tenants: np.ndarray | None = None  # number of each request's tenant
+    recorded: Sequence[SimRequest] = ()  # the requests themselves, if more of them is known
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -61,18 +53,13 @@ class Workload:
 
 
 def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
-    """Draw the requests of a run, or read them from a trace.
-
-    Raises:
-        TraceError: the trace cannot be read.
-    """
+    """Draw the requests of a run, or read them from a trace. TraceError if it cannot be read."""
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         drawn = draw_levels(model.mix, levels, len(rows), rng)
         known = np.array([drawn[i] if r.level is None else r.level for i, r in enumerate(rows)])
-        arrivals = np.array([row.arrival for row in rows]) - rows[0].arrival
-        prompts = np.array([row.prompt_tokens for row in rows])
-        outputs = np.array([row.output_tokens for row in rows])
+        times, prompts, outputs = np.array([row[:3] for row in rows]).T
+        arrivals = times - times[0]
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
@@ -98,26 +85,21 @@ def _draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray
         return _draw_bursts(model, rng)
     assert model.requests is not None
     if model.arrivals == "poisson":
-        gaps = rng.exponential(1 / model.rate, model.requests)
-    else:
-        shape = 1 / model.cv**2
-        gaps = rng.gamma(shape, 1 / (model.rate * shape), model.requests)
-    arrivals: np.ndarray = np.cumsum(gaps)
-    return arrivals
+        return np.cumsum(rng.exponential(1 / model.rate, model.requests))
+    shape = 1 / model.cv**2
+    return np.cumsum(rng.gamma(shape, 1 / (model.rate * shape), model.requests))
 
 
 def _draw_bursts(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
     """Burst sizes are uniform from 0 to `max_burst`, as in the authors' simulator."""
+    total, above = model.requests, model.max_burst + 1
     if model.bursts is not None:
-        sizes = rng.integers(0, model.max_burst + 1, model.bursts)
-        total = sizes.sum() if model.requests is None else model.requests
+        sizes = rng.integers(0, above, model.bursts)
     else:
-        assert model.requests is not None
-        total = model.requests
-        drawn: list[int] = []
-        while sum(drawn) < total:
-            drawn += rng.integers(0, model.max_burst + 1, 1 + total // model.max_burst).tolist()
-        sizes = np.array(drawn)
+        assert total is not None
+        sizes = np.zeros(0, dtype=int)
+        while sizes.sum() < total:
+            sizes = np.append(sizes, rng.integers(0, above, 1 + total // model.max_burst))
     return np.repeat(np.arange(len(sizes)) * model.gap, sizes)[:total]
 
 
@@ -147,8 +129,7 @@ def _draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.nd
     return np.clip(lengths, 1, model.most)
 
 
-@dataclass(frozen=True, slots=True)
-class _TraceRow:
+class _TraceRow(NamedTuple):
     """A recorded request; `arrival` in seconds from any start, `level` None if unknown."""
 
     arrival: float
