@@ -200,7 +200,7 @@ def test_damaged_instant_reader_is_a_warning(monkeypatch, tmp_path) -> None:
     (tmp_path / "instant.npz").write_text("no table")
     ready = SimpleNamespace(start=lambda: None, close=lambda: None)
     monkeypatch.setattr(service, "PredictionService", lambda settings, logger: ready)
-    (finding,) = doctor.check_predictor(load_policy("ems"), str(tmp_path))
+    finding = doctor.check_predictor(load_policy("ems"), str(tmp_path))
     assert finding.status == "warning" and "instant.npz" in finding.text
 
 

@@ -25,7 +25,7 @@ import psutil
 
 from vllm_semantic_sched.cli.arguments import fail, failing
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
-from vllm_semantic_sched.operate.memory import available_memory
+from vllm_semantic_sched.operate.doctor import available_memory
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile

@@ -12,17 +12,20 @@ from typing import Any, Literal
 from vllm_semantic_sched.operate.event_log import key_of, log_parts
 from vllm_semantic_sched.policy.events import Chain
 
+Kind = Literal["problem", "gap", "note"]
+
 _RECENT = 10_000  # hashes among which that of a restart is looked for
+_RESTARTS = ("started", "resumed")
 _NOT_KEYED = "not keyed: whoever can write the log could have hashed it anew"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a log: a `problem` (it was changed), a `gap` (the server lost lines or was
-    not there), or a `note`. `where`: file and line."""
+    """Something about a log. A `problem`: it was changed; a `gap`: the server lost lines or was not
+    there."""
 
-    kind: Literal["problem", "gap", "note"]
-    where: str
+    kind: Kind
+    where: str  # file and line
     text: str
 
 
@@ -41,11 +44,7 @@ class Audit:
 
 
 def verify(path: Path) -> Audit:
-    """Check a log and its rotated parts.
-
-    Raises:
-        OSError: the log cannot be read.
-    """
+    """Check a log and its rotated parts. OSError if it cannot be read."""
     return _Verifier(path).run()
 
 
@@ -84,8 +83,7 @@ class _Verifier:
         if not self._closed:
             self._find("note", where, "no closing line: the server runs or was killed")
         if self._begun and not self._chain.key:
-            kind: Literal["problem", "note"] = "problem" if self._key else "note"
-            self._find(kind, where, _NOT_KEYED)
+            self._find("problem" if self._key else "note", where, _NOT_KEYED)
         audit.last = self._chain.last
         return audit
 
@@ -105,7 +103,7 @@ class _Verifier:
             self._chain.key = self._key if event.get("keyed") else b""
         if not self._begun:
             self._begin(where, event)
-        if self._torn and about not in ("started", "resumed"):
+        if self._torn and about not in _RESTARTS:
             self._find("problem", self._torn, "not a line of this log")
         elif self._torn:
             self._find("gap", self._torn, "the server could not complete this line")
@@ -127,7 +125,7 @@ class _Verifier:
         elif about != "started" or previous:
             self._find("problem", where, "the first line of the file is missing")
         if self._unchained:
-            kind: Literal["problem", "note"] = "note" if event.get("unchained") else "problem"
+            kind: Kind = "note" if event.get("unchained") else "problem"
             self._find(kind, where, f"{self._unchained} lines before have no hash")
         self._blind = bool(event.get("keyed")) and not self._key
         if self._blind:
@@ -137,12 +135,12 @@ class _Verifier:
         if event.get("lost"):
             self._find("gap", where, f"the server lost {event['lost']} lines")
         head = event.get("head")
-        if about not in ("started", "resumed") or not self._recent:
+        if about not in _RESTARTS or not self._recent:
             return
         if head and head not in self._recent:
             self._find("problem", where, "lines before this restart are missing")
         if about == "started" and not self._closed:
             self._find("gap", where, "the server ended without closing the log, and started again")
 
-    def _find(self, kind: Literal["problem", "gap", "note"], where: str, text: str) -> None:
+    def _find(self, kind: Kind, where: str, text: str) -> None:
         self._audit.findings.append(Finding(kind, where, text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
@@ -22,11 +25,8 @@ _REQUIRED_OPTIONS = {
 
 
 class AdminError(RuntimeError):
-    """The server is unreachable or refuses an action. The message says why.
-
-    Attributes:
-        status: the HTTP status; None if the server did not answer.
-    """
+    """The server is unreachable or refuses an action. The message says why; `status` is the HTTP
+    status, None if the server did not answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -34,38 +34,23 @@ class AdminError(RuntimeError):
 
 
 class AdminClient:
-    """Calls the endpoints of `engine/http/admin.py`.
-
-    Args:
-        url: base address of the server.
-        api_key: the server's key, if it was started with one.
-
-    Attributes:
-        url: the address without a trailing slash.
-    """
+    """Calls the endpoints of `engine/http/admin.py`; `api_key` if the server has one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._api_key = api_key
 
     def status(self, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Running and waiting requests, paused state and policy of each engine.
-
-        Args:
-            timeout: seconds; None: no limit.
-        """
-        answer = self.call("GET", "/status", timeout=timeout)
-        if not isinstance(answer.get("engines"), list):
+        """Running and waiting requests, paused state and policy of each engine; `timeout` in
+        seconds, None for no limit."""
+        engines = self.call("GET", "/status", timeout=timeout).get("engines")
+        if not isinstance(engines, list):
             raise AdminError(f"{self.url} is not a vLLM server with this package")
-        engines: list[dict[str, Any]] = answer["engines"]
         return engines
 
     def get(self, path: str, timeout: float | None = None) -> str:
-        """The text of a page of the server itself, such as /metrics.
-
-        Raises:
-            AdminError: no answer within `timeout` seconds, or none of status 200.
-        """
+        """The text of a page of the server itself, such as /metrics. AdminError unless it comes
+        within `timeout` seconds, with status 200."""
         return self._send("GET", path, None, "", timeout)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -80,16 +65,13 @@ class AdminClient:
         prefix: str = _PREFIX,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Send one request and return the JSON object that the server answers.
-
-        Raises:
-            AdminError: with the server's message, or the server option that is missing.
-        """
+        """Send one request and return the JSON object that the server answers. AdminError has the
+        server's message, or the server option that is missing."""
         text = self._send(method, path, body, prefix, timeout)
         try:
             answer = json.loads(text)
         except ValueError:  # vLLM's adapter endpoints answer in plain text
-            return {"message": text}
+            answer = text
         return answer if isinstance(answer, dict) else {"message": answer}
 
     def _send(
@@ -136,18 +118,16 @@ def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
 
 
 def send_hangup(pid: int) -> list[int]:
-    """Send SIGHUP to all engine processes of a server, which makes them reload their policy.
+    """Send SIGHUP to all engine processes of a server, which makes them reload their policy, and
+    return them. AdminError if there is none, or SIGHUP would kill one; none gets a signal then.
 
     Args:
         pid: process of the server or of an engine.
-
-    Returns:
-        The engine processes.
-
-    Raises:
-        AdminError: there is no engine process, or SIGHUP would kill one; none gets a signal then.
     """
-    engines = [process for process in (pid, *_descendants(pid)) if _is_engine(process)]
+    engines = []
+    with contextlib.suppress(psutil.Error, ValueError):
+        server = psutil.Process(pid)
+        engines = [one.pid for one in (server, *server.children(recursive=True)) if _is_engine(one)]
     if not engines:
         raise AdminError(f"process {pid} is neither a vLLM server nor an engine")
     for process in engines:
@@ -162,19 +142,10 @@ def send_hangup(pid: int) -> list[int]:
     return engines
 
 
-def _descendants(pid: int) -> list[int]:
+def _is_engine(process: psutil.Process) -> bool:
     try:
-        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-    children = [int(child) for text in lists for child in text.split()]
-    return [process for child in children for process in (child, *_descendants(child))]
-
-
-def _is_engine(pid: int) -> bool:
-    try:
-        return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+        return any("EngineCore" in word for word in process.cmdline())
+    except psutil.Error:
         return False
 
 

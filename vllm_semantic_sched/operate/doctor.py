@@ -1,4 +1,4 @@
-"""Checks a set-up before a server starts, or beside one that runs."""
+"""Checks a set-up before a server starts, or beside a running one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -26,7 +28,6 @@ from vllm_semantic_sched.engine.startup.settings import (
 )
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.operate.memory import available_memory
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
 from vllm_semantic_sched.policy.live import fingerprint
@@ -60,21 +61,19 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What to check: policy and profile by name or path, the predictor's folder or hub id, vLLM's
-    `--kv-transfer-config`, and the address of a running server. None stands for a server without
-    such an option, or for no server."""
+    """What to check, as far as it is given."""
 
-    policy: str | None = None
+    policy: str | None = None  # name or path
     profile: str | None = None
-    model: str | None = None
-    kv_transfer: str | None = None
-    server: str | None = None
+    model: str | None = None  # the predictor's folder or hub id
+    kv_transfer: str | None = None  # vLLM's `--kv-transfer-config`
+    server: str | None = None  # address of a running one
     api_key: str | None = None
 
 
 def examine(setup: Setup) -> Iterator[Finding]:
-    """Carry out all checks, one after the other; some take seconds. What a running server has shown
-    by running is not tried again: that vLLM and the predictor can be loaded."""
+    """Carry out all checks, one after the other; some take seconds. A running server has shown that
+    vLLM and the predictor can be loaded: that is not tried again."""
     yield from check_packages()
     yield from check_vllm(imports=setup.server is None)
     policy = profile = None
@@ -102,17 +101,17 @@ def examine(setup: Setup) -> Iterator[Finding]:
         advice = "name a shipped profile, or measure one with `semsched profile`"
         yield Finding("fault", "profile", str(error), advice)
     if policy is not None and (setup.server is None or setup.model is not None):
-        yield from check_predictor(policy, setup.model)
+        yield check_predictor(policy, setup.model)
     yield from check_connector(setup.kv_transfer, memory=setup.server is None)
-    yield from check_shared_memory()
+    yield check_shared_memory()
     if setup.server is None:
-        yield from check_port(_VLLM_PORT)
-    else:
-        wanted = None
-        given = setup.policy is not None or setup.profile is not None
-        if given and policy and profile and policy.base != "fcfs":  # fcfs reports no fingerprint
-            wanted = fingerprint(policy, profile)
-        yield from check_server(AdminClient(setup.server, setup.api_key), wanted)
+        yield check_port(_VLLM_PORT)
+        return
+    wanted = None
+    given = setup.policy is not None or setup.profile is not None
+    if given and policy and profile and policy.base != "fcfs":  # fcfs reports no fingerprint
+        wanted = fingerprint(policy, profile)
+    yield from check_server(AdminClient(setup.server, setup.api_key), wanted)
 
 
 # Versions
@@ -133,15 +132,16 @@ def check_packages() -> Iterator[Finding]:
         text = f"{python} is not supported, {wanted} is"
         yield Finding("fault", "Python", text, "make an environment with a supported Python")
     installed = _requirements(_PACKAGE)
-    met = [f"{one.name} {version}" for one, version in installed if _is_met(one, version)]
+    unmet = list(_unmet(installed, _PACKAGE))
+    broken = {finding.subject for finding in unmet}
+    met = [f"{one.name} {version}" for one, version in installed if one.name not in broken]
     if met:
         yield Finding("ok", "packages", ", ".join(met))
-    yield from _unmet(installed, _PACKAGE)
+    yield from unmet
 
 
 def check_vllm(imports: bool = True) -> Iterator[Finding]:
-    """vLLM's version, its torch and, with `imports`, whether a server could import both, which
-    takes seconds."""
+    """vLLM's version, its torch and, with `imports`, whether a server could import both."""
     found = importlib.metadata.packages_distributions().get("vllm")
     if not found:
         text = "not installed in this environment"
@@ -179,20 +179,16 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _is_met(requirement: Requirement, version: str | None) -> bool:
-    return version is not None and requirement.specifier.contains(version, prereleases=True)
-
-
 def _unmet(found: list[tuple[Requirement, str | None]], needed_by: str) -> Iterator[Finding]:
     for one, version in found:
-        if not _is_met(one, version):
+        if version is None or not one.specifier.contains(version, prereleases=True):
             text = f"{version or 'none'} is installed, {needed_by} needs {one.specifier or 'it'}"
             yield Finding("fault", one.name, text, f"pip install '{one.name}{one.specifier}'")
 
 
 def _import_problem() -> str | None:
-    """Why a server could not import vLLM and this package; None if it could. In a process of its
-    own, because a build for other hardware may end the process."""
+    """Why a server could not import vLLM and this package; None if it could. A build for other
+    hardware may end the process, so it gets one of its own."""
     command = [sys.executable, "-c", _IMPORTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
@@ -207,8 +203,7 @@ def _import_problem() -> str | None:
 
 
 def check_profile(profile: EngineProfile) -> Iterator[Finding]:
-    """The warnings that a server would log."""
-    doubts = profile.doubts(0)  # the context length is not known here
+    doubts = profile.doubts(0)  # those that a server would log; the context length is not known
     for doubt in doubts:
         text, _, advice = doubt.partition(". ")
         yield Finding("warning", "profile", text, advice)
@@ -216,12 +211,11 @@ def check_profile(profile: EngineProfile) -> Iterator[Finding]:
         yield Finding("ok", "profile", f"{profile.hardware}, {profile.model}")
 
 
-def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
-    """Start the predictor process as a server does, with `model` in place of the policy's, and load
-    the instant reader."""
+def check_predictor(policy: Policy, model: str | None) -> Finding:
+    """Start the predictor process and load the instant reader, as a server does; `model` replaces
+    the policy's."""
     if not policy.reads(hinted=False):
-        yield Finding("ok", "predictor", "the policy reads no text")
-        return
+        return Finding("ok", "predictor", "the policy reads no text")
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.process import PredictorError
     from vllm_semantic_sched.predict.service import PredictionService
@@ -229,26 +223,23 @@ def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
     settings = policy.predictor
     if model is not None:
         settings = settings.model_copy(update={"model": model})
-    name = settings.model or "the shipped model"
     service = PredictionService(settings, logging.getLogger(__name__))
     try:
         buckets = service.start()
     except PredictorError as error:
         advice = "name another model as predictor.model, or unset it for the shipped one"
-        yield Finding("fault", "predictor", str(error), advice)
-        return
+        return Finding("fault", "predictor", str(error), advice)
     finally:
         service.close()
-    text = f"{name} can be loaded"
+    text = f"{settings.model or 'the shipped model'} can be loaded"
     try:
         instant = settings.instant.enabled
         if instant and InstantReader.load_beside(settings.model, buckets) is None:
             text += "; it has no instant reader, so requests wait for the predictor"
     except Exception as error:  # any: the server catches the same
         text = f"no instant reader: {error}; requests wait for the predictor"
-        yield Finding("warning", "predictor", text, "train the model again with `semsched train`")
-    else:
-        yield Finding("ok", "predictor", text)
+        return Finding("warning", "predictor", text, "train the model again with `semsched train`")
+    return Finding("ok", "predictor", text)
 
 
 # Memory
@@ -256,7 +247,7 @@ def check_predictor(policy: Policy, model: str | None) -> Iterator[Finding]:
 
 def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
     """The swap connector's options in vLLM's `--kv-transfer-config`, and, with `memory`, whether
-    its host pool fits into the memory that is free now."""
+    its host pool fits into free memory."""
     subject, key = "KV connector", "kv_connector_extra_config"
     if given is None:
         text = "none given; without one, the KV of preempted requests is computed again"
@@ -278,8 +269,7 @@ def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
 
 
 def _swap_options(given: str) -> Mapping[str, Any]:
-    """The part of `--kv-transfer-config` that is for the swap connector. ValueError: it is not
-    JSON, names another connector, or lacks an option."""
+    """The swap connector's part of `--kv-transfer-config`; ValueError if there is none."""
     try:
         config = json.loads(given)
     except ValueError as error:
@@ -298,26 +288,40 @@ def _swap_options(given: str) -> Mapping[str, Any]:
     return config
 
 
-def check_shared_memory() -> Iterator[Finding]:
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still take: of the machine, and of its control group."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used, stat = (
+            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+    except OSError:
+        return available
+    if limit.strip() == "max":
+        return available
+    # The kernel drops cached files before it refuses memory.
+    cached = int(dict(line.split() for line in stat.splitlines())["inactive_file"])
+    return min(available, int(limit) - int(used) + cached)
+
+
+def check_shared_memory() -> Finding:
     """Room in the file system through which vLLM's processes exchange messages."""
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        yield Finding("fault", "shared memory", str(error), "mount /dev/shm")
-        return
+        return Finding("fault", "shared memory", str(error), "mount /dev/shm")
     text = f"{free / _GIB:.1f} GiB free in /dev/shm"
     if free >= _SHARED_MEMORY:
-        yield Finding("ok", "shared memory", text)
-    else:
-        text += "; vLLM with several worker processes needs 0.5 GiB"
-        advice = "start the container with --ipc=host or --shm-size=2g"
-        yield Finding("warning", "shared memory", text, advice)
+        return Finding("ok", "shared memory", text)
+    text += "; vLLM with several worker processes needs 0.5 GiB"
+    advice = "start the container with --ipc=host or --shm-size=2g"
+    return Finding("warning", "shared memory", text, advice)
 
 
 # Server
 
 
-def check_port(port: int) -> Iterator[Finding]:
+def check_port(port: int) -> Finding:
     """Whether a server could listen on a port of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -326,14 +330,12 @@ def check_port(port: int) -> Iterator[Finding]:
         except OSError as error:
             text = f"{port}, vLLM's default, cannot be used: {error.strerror}"
             advice = "start vLLM with another --port; to check a running server, give --server"
-            yield Finding("warning", "port", text, advice)
-        else:
-            yield Finding("ok", "port", f"{port}, vLLM's default, is free")
+            return Finding("warning", "port", text, advice)
+    return Finding("ok", "port", f"{port}, vLLM's default, is free")
 
 
 def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
-    """A running server: its version, scheduler, middleware and policy, whose fingerprint must be
-    the wanted one, if any."""
+    """A running server: version, scheduler, middleware, and the policy's `wanted` fingerprint."""
     try:
         version = str(json.loads(client.get("/version", _TIMEOUT))["version"])
         check_vllm_version(version)

@@ -22,46 +22,34 @@ _DEPTH_INTERVAL = 0.1  # seconds; more points than that cannot be told apart in 
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """A request as the log shows it. Times are seconds since the first line of the log.
-
-    Attributes:
-        arrival: time of the first line about it: its arrival, if the log has it (`whole`).
-        seated: since when it has its present seat, None without a seat.
-        first_seat, first_token, end: None if not reached before the log ends.
-        state: the last one.
-        preemptions: counts by what happened to the KV.
-        held: seconds in which it had a seat and got no token.
-        spans: times in a seat, if `keeps_spans`.
-    """
+    """A request as the log shows it. Times are seconds since the first line of the log."""
 
     request: str
     engine: int
     level: int
     tier: str
-    arrival: float
-    whole: bool
+    arrival: float  # time of the first line about it
+    whole: bool  # whether that was its arrival
     keeps_spans: bool
     state: str = "queued"
-    seated: float | None = None
+    seated: float | None = None  # since when it has its present seat
     first_seat: float | None = None
     first_token: float | None = None
     end: float | None = None
-    preemptions: Counter[str] = field(default_factory=Counter)
-    held: float = 0.0
+    preemptions: Counter[str] = field(default_factory=Counter)  # by what happened to the KV
+    held: float = 0.0  # seconds in which it had a seat and got no token
     spans: list[Span] = field(default_factory=list)
 
     def end_span(self, now: float, kind: str) -> None:
-        """Close the span of the present seat. A request without a seat gets an empty span, so
-        that it shows in the chart."""
-        start = self.seated if self.seated is not None else now
+        """Close the span of the present seat. A request without a seat gets an empty span, which
+        shows it in the chart."""
+        self._keep_span(now if self.seated is None else self.seated, now, kind)
         self.seated = None
-        self._keep_span(start, now, kind)
 
     def end_hold(self, now: float, seconds: float) -> None:
         """Count a hold that is over, and show it in the chart."""
         self.held += seconds
-        since = self.seated if self.seated is not None else 0.0
-        self._keep_span(max(now - seconds, since), now, HELD)
+        self._keep_span(max(now - seconds, self.seated or 0.0), now, HELD)
 
     def _keep_span(self, start: float, end: float, kind: str) -> None:
         if self.keeps_spans:
@@ -70,19 +58,12 @@ class LoggedRequest:
 
 
 class LogReader:
-    """Reads requests from a log. Only unfinished requests stay in memory.
-
-    Args:
-        limit: number of requests whose spans are kept, in order of arrival.
-        since: seconds after the first line; spans are kept of requests that arrive later.
-
-    Attributes:
-        unreadable: lines that are not events, as a full disk leaves them.
-        depths: (time, waiting requests by tier) while requests with spans are unfinished.
-    """
+    """Reads requests from a log. Only unfinished requests stay in memory. Spans are kept of the
+    first `limit` requests that arrive more than `since` seconds after the first line."""
 
     def __init__(self, limit: int, since: float = 0.0) -> None:
-        self.unreadable = 0
+        self.unreadable = 0  # lines that are not events, as a full disk leaves them
+        # Time and waiting requests by tier, while requests with spans are unfinished.
         self.depths: list[tuple[float, dict[str, float]]] = []
         self._limit = limit
         self._since = since
@@ -99,11 +80,8 @@ class LogReader:
         return len(self._requests)
 
     def requests(self, path: Path) -> Iterator[LoggedRequest]:
-        """Yield each request when it ends, and after the last line the unfinished ones.
-
-        Raises:
-            OSError: the log cannot be read.
-        """
+        """Yield each request when it ends, and after the last line the unfinished ones. OSError if
+        the log cannot be read."""
         for line in lines_of(path):
             if not line.strip():
                 continue
@@ -132,9 +110,9 @@ class LogReader:
         now = self._now = time - self._start
         request = self._requests.get(key)
         decides = event["from"] == state and "held" not in event  # no change of state
-        if request is None and decides:
-            return None
         if request is None:
+            if decides:
+                return None
             keeps = self._kept < self._limit and now >= self._since
             self._kept += keeps
             self._unfinished_kept += keeps
@@ -220,10 +198,7 @@ def events_in(path: Path, wanted: str = "") -> Iterator[dict[str, Any]]:
 
 
 class TierSummary:
-    """Counts and times of one tier; `held` is in seconds.
-
-    Needs eight bytes per request and time.
-    """
+    """Counts and times of one tier; `held` is in seconds. Takes 8 bytes per request and time."""
 
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
@@ -251,8 +226,7 @@ class TierSummary:
 
         row: dict[str, Any] = {"requests": self.states.total()}
         row |= {state: self.states[state] for state in (*END_STATES, "unfinished")}
-        row["preemptions"] = dict(self.preemptions)
-        row["held"] = self.held
+        row |= {"preemptions": dict(self.preemptions), "held": self.held}
         for name, times in self.times.items():
             for rank in (50, 99):
                 row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None

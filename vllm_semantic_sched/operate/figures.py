@@ -1,4 +1,4 @@
-"""What an operator wants to know of running servers, computed from their metrics pages."""
+"""Figures of running servers for an operator, computed from their metrics pages."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ class Page:
     """The samples of a metrics page, by name; ValueError if the text is none."""
 
     def __init__(self, text: str) -> None:
-        self._samples: defaultdict[str, dict[frozenset[tuple[str, str]], float]]
-        self._samples = defaultdict(dict)
+        self._samples = defaultdict[str, dict[frozenset[tuple[str, str]], float]](dict)
         try:
-            families = list(text_string_to_metric_families(text))
+            for family in text_string_to_metric_families(text):
+                for name, labels, value, *_ in family.samples:
+                    if name.startswith((_OURS, _KV_USE)):
+                        key = frozenset(labels.items())
+                        self._samples[name.removeprefix(_OURS)][key] = float(value)
         except ValueError as error:
             raise ValueError("/metrics is not a page of Prometheus metrics") from error
-        for sample in (sample for family in families for sample in family.samples):
-            if sample.name.startswith((_OURS, _KV_USE)):
-                key = frozenset(sample.labels.items())
-                self._samples[sample.name.removeprefix(_OURS)][key] = float(sample.value)
 
     def __bool__(self) -> bool:
         """Whether the scheduler has reported anything."""
         return any(name != _KV_USE for name in self._samples)
 
     def values(self, name: str) -> list[float]:
-        """The values of a metric, named without `semsched:`, one for each combination of labels."""
+        """The values of a metric, named without `semsched:`, one per combination of labels."""
         return list(self._samples.get(name, {}).values())
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], list[float]]:
         """The values of a metric by the values of some of its labels."""
-        groups: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+        groups = defaultdict[tuple[str, ...], list[float]](list)
         for pairs, value in self._samples.get(name, {}).items():
             own = dict(pairs)
             groups[tuple(own[label] for label in labels)].append(value)
@@ -87,24 +86,16 @@ class History:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """One tier.
+    """One tier."""
 
-    Attributes:
-        level: urgency level, 0 is the most urgent; None if the server does not say.
-        tier: its name in the policy.
-        waiting, running: requests without and with a seat.
-        held: mean number of running requests that got no token; None without a window.
-        longest_wait: seconds that the oldest waiting request has been without a seat.
-        first_tokens: requests that got their first token in the window, in seconds since their
-            arrival: by upper bound of the histogram's bucket, cumulative.
-    """
-
-    level: int | None
+    level: int | None  # None if the server does not say
     tier: str
-    waiting: int = 0
-    running: int = 0
-    held: float | None = None
-    longest_wait: float = 0.0
+    waiting: int = 0  # requests without a seat
+    running: int = 0  # requests with a seat
+    held: float | None = None  # mean number of running requests without a token, in the window
+    longest_wait: float = 0.0  # seconds that the oldest waiting request has been without a seat
+    # Requests that got their first token in the window, in seconds since their arrival: cumulative
+    # counts by upper bound of the histogram's bucket.
     first_tokens: Mapping[float, float] = field(default_factory=dict)
 
     @property
@@ -125,32 +116,21 @@ class TierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """One server, or several together.
+    """One server, or several together."""
 
-    Attributes:
-        window: seconds over which increases are counted; None: since the server started.
-        tiers: most urgent first.
-        preemptions: in the window, by kind.
-        hold_cost: share of the last minute of engine time that holds cost, the largest of the
-            engines; None where nobody is held.
-        kv_use, host_pool_use: share in use, 0 to 1, mean over engines; None if not reported.
-        predictor_up: None where the policy wants no predictor.
-        predictor_queue: prompts that wait for the predictor.
-        policy_versions: of the engines, ascending.
-        observing, canary: whether an engine only observes, or runs a canary.
-    """
-
-    window: float | None
-    tiers: tuple[TierFigures, ...]
-    preemptions: Mapping[str, int]
+    window: float | None  # seconds over which increases are counted; None: since the server started
+    tiers: tuple[TierFigures, ...]  # most urgent first
+    preemptions: Mapping[str, int]  # in the window, by kind
+    # Share of the last minute of engine time that holds cost, largest of the engines; None where
+    # nobody is held.
     hold_cost: float | None
-    kv_use: float | None
-    host_pool_use: float | None
-    predictor_up: bool | None
-    predictor_queue: int
-    policy_versions: tuple[int, ...]
-    observing: bool
-    canary: bool
+    kv_use: float | None  # share in use, 0 to 1, mean over engines; None if not reported
+    host_pool_use: float | None  # as `kv_use`
+    predictor_up: bool | None  # None where the policy wants no predictor
+    predictor_queue: int  # prompts that wait for the predictor
+    policy_versions: tuple[int, ...]  # of the engines, ascending
+    observing: bool  # whether an engine only observes
+    canary: bool  # whether an engine runs a canary
 
     @property
     def waiting(self) -> int:
@@ -177,21 +157,21 @@ def compute(now: Reading, before: Reading | None) -> Figures:
     page = now.page
     window = None if before is None else now.time - before.time
 
-    def total(page: Page, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
+    def total(name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
         sums = {key: sum(each) for key, each in page.by(name, *labels).items()}
         return defaultdict(float, sums)
 
     def increase(name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
-        more = total(page, name, *labels)
-        for key, value in total(before.page, name, *labels).items() if before else ():
-            more[key] -= value
+        more = total(name, *labels)
+        for key, each in before.page.by(name, *labels).items() if before else ():
+            more[key] -= sum(each)
         return more
 
     levels = {tier: int(level) for tier, level in page.by("tier_info", "tier", "level")}
-    waiting, running = (total(page, f"{w}_requests", "tier") for w in ("waiting", "running"))
+    waiting, running = total("waiting_requests", "tier"), total("running_requests", "tier")
     waits = page.by("longest_wait_seconds", "tier")
     held = increase("held_seconds_total", "tier")
-    first_tokens: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    first_tokens = defaultdict[str, dict[float, float]](dict)
     for (tier, bound), count in increase(f"{_FIRST_TOKEN}_bucket", "tier", "le").items():
         first_tokens[tier][float(bound)] = count
     kinds = sorted(increase("preemptions_total", "kind").items())
@@ -224,21 +204,20 @@ def compute(now: Reading, before: Reading | None) -> Figures:
 
 def combine(each: Sequence[Figures]) -> Figures:
     """Figures of several servers together. Tiers of the same level and name are added up."""
-    groups: defaultdict[tuple[int | None, str], list[TierFigures]] = defaultdict(list)
-    for tier in (tier for figures in each for tier in figures.tiers):
-        groups[tier.level, tier.tier].append(tier)
-    windows = [figures.window for figures in each if figures.window is not None]
-    preemptions: Counter[str] = Counter()
+    groups = defaultdict[tuple[int | None, str], list[TierFigures]](list)
+    preemptions = Counter[str]()
     for figures in each:
         preemptions.update(figures.preemptions)
-    up = [figures.predictor_up for figures in each if figures.predictor_up is not None]
+        for tier in figures.tiers:
+            groups[tier.level, tier.tier].append(tier)
+    windows, up = _known(each, "window"), _known(each, "predictor_up")
     return Figures(
         window=max(windows) if windows and len(windows) == len(each) else None,
         tiers=_in_order(map(_add_up, groups.values())),
         preemptions=dict(preemptions),
-        hold_cost=max((o.hold_cost for o in each if o.hold_cost is not None), default=None),
-        kv_use=_mean(one.kv_use for one in each if one.kv_use is not None),
-        host_pool_use=_mean(one.host_pool_use for one in each if one.host_pool_use is not None),
+        hold_cost=max(_known(each, "hold_cost"), default=None),
+        kv_use=_mean(_known(each, "kv_use")),
+        host_pool_use=_mean(_known(each, "host_pool_use")),
         predictor_up=all(up) if up else None,
         predictor_queue=sum(one.predictor_queue for one in each),
         policy_versions=tuple(sorted({v for one in each for v in one.policy_versions})),
@@ -267,10 +246,10 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
 
 
 def _add_up(tiers: Sequence[TierFigures]) -> TierFigures:
-    first_tokens: Counter[float] = Counter()
+    first_tokens = Counter[float]()
     for tier in tiers:
         first_tokens.update(tier.first_tokens)
-    held = [tier.held for tier in tiers if tier.held is not None]
+    held = _known(tiers, "held")
     return TierFigures(
         level=tiers[0].level,
         tier=tiers[0].tier,
@@ -286,6 +265,10 @@ def _in_order(tiers: Iterable[TierFigures]) -> tuple[TierFigures, ...]:
     return tuple(sorted(tiers, key=lambda t: (math.inf if t.level is None else t.level, t.tier)))
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    each = list(values)
-    return sum(each) / len(each) if each else None
+def _known(each: Iterable[Figures | TierFigures], name: str) -> list[Any]:
+    """The values of an attribute that are not None."""
+    return [value for one in each if (value := getattr(one, name)) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -21,44 +21,39 @@ Report = Callable[[str], None]
 def pause(
     server: AdminClient, keep: bool, patience: float, report: Report, lease: float = 3600.0
 ) -> None:
-    """Let nothing new start and wait until the running requests have finished.
+    """Let nothing new start and wait until the running requests have finished. AdminError if the
+    server refuses.
 
     Args:
         keep: freeze running requests instead.
         patience: seconds after which requests that still run are frozen.
         lease: seconds after which the server resumes by itself.
-
-    Raises:
-        AdminError: the server refuses.
     """
     deadline = time.monotonic() + patience
-    mode = "keep" if keep else "wait"
     paused: Future[Any] = Future()
-    Thread(target=_post_pause, args=(server, mode, lease, paused), daemon=True).start()
+
+    def post() -> None:
+        try:
+            mode = "keep" if keep else "wait"
+            paused.set_result(server.post("/pause", mode=mode, seconds=lease))
+        except Exception as error:
+            paused.set_exception(error)
+
+    Thread(target=post, daemon=True).start()
+    froze = keep
     while paused not in wait([paused], POLL_SECONDS).done:
         report("pausing")
-        if time.monotonic() >= deadline and mode == "wait":
-            mode = "keep"
-            server.post("/pause", mode=mode, seconds=lease)
+        if time.monotonic() >= deadline and not froze:
+            froze = True
+            server.post("/pause", mode="keep", seconds=lease)
     paused.result()
     report("paused")
 
 
 def abandon_pause(server: AdminClient) -> None:
-    """Resume a server whose pause may still wait for running requests.
-
-    Raises:
-        AdminError: the server refuses.
-    """
+    """Resume a server whose pause may still wait for running requests. AdminError if it refuses."""
     server.post("/pause", mode="keep")  # vLLM resumes only from a pause that is complete
     server.post("/resume")
-
-
-def _post_pause(server: AdminClient, mode: str, lease: float, paused: Future[Any]) -> None:
-    try:
-        paused.set_result(server.post("/pause", mode=mode, seconds=lease))
-    except Exception as error:
-        paused.set_exception(error)
 
 
 def change(
@@ -70,15 +65,13 @@ def change(
     lora_path: str | None = None,
     in_place: bool = False,
 ) -> float:
-    """Change the model of a paused server, and resume it unless it goes to sleep.
+    """Change the model of a paused server, and resume it unless it goes to sleep. Returns the
+    seconds that the change took.
 
     Args:
         level: of sleep, see vLLM.
         lora_name, lora_path: name and absolute folder of the adapter.
         in_place: replace the adapter of that name.
-
-    Returns:
-        Seconds that the change took.
 
     Raises:
         AdminError: the change failed. The server resumes unless it may hold a mix of weights.

@@ -16,15 +16,13 @@ _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a server answered last: its figures, or why there are none or why they are empty
-    (`error`); whether an engine is paused (None: not known), and why the operator's endpoints are
-    closed (`locked`), if they are."""
+    """A server's last answer."""
 
     url: str
     figures: Figures | None = None
-    error: str | None = None
-    paused: bool | None = None
-    locked: str | None = None
+    error: str | None = None  # why there are no figures, or why they are empty
+    paused: bool | None = None  # whether an engine is paused; None: not known
+    locked: str | None = None  # why the operator's endpoints are closed, if they are
 
     @property
     def open(self) -> bool:
@@ -37,8 +35,7 @@ class ServerState:
 
 
 class ServerWatch:
-    """One server; `state` is that of the last `poll`. `poll` and the actions may run on different
-    threads."""
+    """One server. `poll`, which sets `state`, and the actions may run on different threads."""
 
     def __init__(self, client: AdminClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -67,8 +64,7 @@ class ServerWatch:
         return self.state
 
     def pause(self) -> str:
-        """Start no more requests; waits until the running ones have finished. Returns what
-        happened; AdminError if the server refuses."""
+        """Start no more requests, and wait for the running ones. AdminError if it refuses."""
         self._pausing = True
         try:
             self._client.post("/pause", mode="wait")

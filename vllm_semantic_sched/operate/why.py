@@ -1,13 +1,14 @@
-"""Explains from an event log why requests waited: causes that add up to the wait, and who got seats
-meanwhile."""
+"""Explains from an event log why requests waited: causes that add up to the wait, and the requests
+that got seats meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,38 +42,28 @@ _UNSURE = 0.05  # seconds between an event and its line, on a busy machine
 class Delay(NamedTuple):
     """A part of a wait.
 
-    Attributes:
-        cause: see `policy.facts.waits.Cause`, or `overtaken` (the latest seat went to a more urgent
-            request), `preempted`, `held`, `restoring`.
-        level: of the other request or requests; None: nobody's.
-        other: the other request, if it is one.
-        detail: what a preemption did with the KV, or what was short for an overtaken request.
+    `cause`: see `policy.facts.waits.Cause`, or `overtaken` (the latest seat went to a more urgent
+    request), `preempted`, `held`, `restoring`.
     """
 
     cause: str
-    level: int | None
-    other: str
-    detail: str
+    level: int | None  # of the other request or requests; None: nobody's
+    other: str  # the other request, if it is one
+    detail: str  # what a preemption did with the KV, or what was short for an overtaken request
     seconds: float
 
 
 @dataclass(slots=True)
 class Account:
-    """Why one request waited.
-
-    Attributes:
-        lines: its events, in order.
-        delays: what it waited for, in order; all of it.
-        windows: Unix times between which it had no seat.
-        served: requests, with their level, that got seats in these windows, and the seconds until
-            the next one did.
-    """
+    """Why one request waited."""
 
     request: str
     engine: int
-    lines: list[Event] = field(default_factory=list)
-    delays: list[Delay] = field(default_factory=list)
-    windows: list[tuple[float, float]] = field(default_factory=list)
+    lines: list[Event] = field(default_factory=list)  # its events
+    delays: list[Delay] = field(default_factory=list)  # all that it waited for
+    windows: list[tuple[float, float]] = field(default_factory=list)  # Unix times without a seat
+    # Requests, with their level, that got seats in these windows, and the seconds until the next
+    # one did.
     served: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
@@ -127,9 +118,7 @@ class Waits:
             known = sum(s for cause, _, s in parts if cause != "unknown")
             delays = [Delay("preempted", level, by, detail, known)]
             return delays + [_delay(*part, 0) for part in parts if part[0] == "unknown"]
-        return [
-            _delay(cause, level, seconds, int(event["level"])) for cause, level, seconds in parts
-        ]
+        return [_delay(*part, int(event["level"])) for part in parts]
 
 
 def _delay(cause: str, level: int | None, seconds: float, own: int) -> Delay:
@@ -144,14 +133,8 @@ def events_of(log: Path, wanted: str = "") -> Iterator[Event]:
 
 
 def account_of(logs: Sequence[Path], request: str) -> Account | None:
-    """Why a request waited; None if no log has it.
-
-    Args:
-        request: its id as in the log, or as the client got it; hashed where the log has hashes.
-
-    Raises:
-        OSError: a log cannot be read.
-    """
+    """Why a request waited; None if no log has it. OSError if a log cannot be read. `request`: its
+    id as in the log, or as the client got it; hashed where the log has hashes."""
     for log in logs:
         names = [request]
         if key := key_of(log):
@@ -175,7 +158,6 @@ def account_of(logs: Sequence[Path], request: str) -> Account | None:
 
 
 def _find_served(log: Path, account: Account) -> None:
-    """Find who got seats while a request had none."""
     if not account.windows:
         return
     begin, end = account.windows[0][0], account.windows[-1][1]
@@ -199,44 +181,36 @@ def _find_served(log: Path, account: Account) -> None:
 
 def sentence(account: Account) -> str:
     """One sentence: how long a request waited, and for what."""
-    last = account.last
-    who = f"{account.request} (level {last['level']}, {last['tier']})"
-    causes = grouped(account.delays)
+    who = f"{account.request} (level {account.last['level']}, {account.last['tier']})"
     if account.waited < _TICK:
         return f"{who} did not wait."
-    described = [f"{seconds:.1f} s {text}" for text, seconds in causes]
-    behind = who_was_served(account)
-    return f"{who} waited {account.waited:.1f} s: {', '.join(described)}{behind}."
+    causes = ", ".join(f"{seconds:.1f} s {text}" for text, seconds in grouped(account.delays))
+    return f"{who} waited {account.waited:.1f} s: {causes}{_who_was_served(account)}."
 
 
 def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     """Causes in words with their seconds, the longest first."""
-    seconds: Counter[tuple[str, str, str]] = Counter()
-    levels: dict[tuple[str, str, str], set[int]] = {}
+    groups = defaultdict[tuple[str, str, str], list[Delay]](list)
     for delay in delays:
-        detail = "" if delay.cause in ("held",) else delay.detail
-        key = (delay.cause, delay.other, detail)
-        seconds[key] += delay.seconds  # type: ignore[assignment]
-        levels.setdefault(key, set())
-        if delay.level is not None:
-            levels[key].add(delay.level)
-    return [
-        (_phrase(*key, levels[key]), total)
-        for key, total in seconds.most_common()
-        if total >= _TICK
-    ]
+        groups[delay.cause, delay.other, delay.detail].append(delay)
+    found = []
+    for key, each in groups.items():
+        levels = {delay.level for delay in each if delay.level is not None}
+        found.append((_phrase(*key, levels), sum(delay.seconds for delay in each)))
+    found = [pair for pair in found if pair[1] >= _TICK]
+    return sorted(found, key=itemgetter(1), reverse=True)
 
 
 def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
-    whom = f" {_levels(levels)}" if levels else ""
+    whom = _levels(levels)
     if cause == "overtaken":
         short = "" if detail == "seat" else f" ({_PHRASES[detail]})"
-        return f"overtaken{f' by{whom}' if whom else ''}{short}"
+        return f"overtaken{f' by {whom}' if whom else ''}{short}"
     if cause == "held":
-        return f"held for {other or 'a protected request'}{f' ({whom.strip()})' if whom else ''}"
+        return f"held for {other or 'a protected request'}{f' ({whom})' if whom else ''}"
     if cause == "preempted":
         reason, _, plan = detail.partition(", ")
-        for_whom = f"for {other} ({whom.strip()})" if other else f"({reason})"
+        for_whom = f"for {other} ({whom})" if other else f"({reason})"
         return f"preempted {for_whom}" + (f", KV {_KV_WORDS.get(plan, plan)}" if plan else "")
     if cause == "restoring":
         return "loading its KV" if detail in _ON_HOST else "computing its KV again"
@@ -247,12 +221,13 @@ _KV_WORDS = {"swap": "on the host", "partial": "partly on the host", "recompute"
 
 
 def _levels(levels: set[int]) -> str:
+    if not levels:
+        return ""
     low, high = min(levels), max(levels)
     return f"level {low}" if low == high else f"level {low}-{high}"
 
 
-def who_was_served(account: Account) -> str:
-    """The requests that got seats while one waited."""
+def _who_was_served(account: Account) -> str:
     if not account.served:
         return ""
     (((longest, level), seconds),) = account.served.most_common(1)
@@ -272,10 +247,10 @@ def timeline(account: Account) -> list[tuple[float, str]]:
 
 def _words(event: Event) -> str:
     whom = f" for {event['for']} (level {event['for_level']})" if "for" in event else ""
-    rule = _rule(event)
+    rule, reason = _rule(event), event.get("reason", "")
     if event["from"] is None:
         return f"arrived, level {event['level']}{rule}"
-    if event.get("reason") == "read":
+    if reason == "read":
         before, level = event["level_before"], event["level"]
         change = f"level {level}" if before == level else f"level {before} became {level}"
         return f"read: {change}{rule}"
@@ -286,13 +261,11 @@ def _words(event: Event) -> str:
     if event["state"] == "running":
         return "got a seat"
     if event["state"] in END_STATES:
-        return (
-            f"{event['state']} ({event.get('reason', '')}){whom}, {event['output_tokens']} tokens"
-        )
+        return f"{event['state']} ({reason}){whom}, {event['output_tokens']} tokens"
     if event["from"] == "running":
         kv = _KV_WORDS.get(event.get("plan", ""), "")
-        return f"preempted ({event.get('reason', '')}){whom}{f', KV {kv}' if kv else ''}"
-    return f"lost the host copy of its KV ({event.get('reason', '')})"
+        return f"preempted ({reason}){whom}{f', KV {kv}' if kv else ''}"
+    return f"lost the host copy of its KV ({reason})"
 
 
 def _rule(event: Event) -> str:
@@ -318,23 +291,15 @@ class Summary:
 
 
 def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Summary:
-    """Add up why requests waited.
-
-    Args:
-        level: of the requests; None: all.
-        last: seconds before the end of each log; None: all of it.
-
-    Raises:
-        OSError: a log cannot be read.
-    """
+    """Add up why requests of a level (None: all) waited in the `last` seconds of each log (None:
+    all of it). OSError if a log cannot be read."""
     summary = Summary()
     for log in logs:
         since = 0.0 if last is None else _end_of(log) - last
         following: dict[tuple[int, str], Waits] = {}
         for event in events_of(log):
             key = (int(event["engine"]), str(event["request"]))
-            waits = following.setdefault(key, Waits())
-            delays, _ = waits.follow(event)
+            delays, _ = following.setdefault(key, Waits()).follow(event)
             if event["state"] in END_STATES:
                 del following[key]
             if float(event["time"]) < since or level not in (None, int(event["level"])):
@@ -349,9 +314,7 @@ def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Su
 
 def _alone(delay: Delay) -> Delay:
     """A delay without the other requests."""
-    detail = delay.detail
-    if delay.cause == "preempted":
-        detail = detail.partition(", ")[0]
+    detail = delay.detail.partition(", ")[0] if delay.cause == "preempted" else delay.detail
     return delay._replace(level=None, other="", detail=detail)
 
 
