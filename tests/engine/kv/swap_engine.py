@@ -95,10 +95,10 @@ class SwapEngine:
     def set(self, mode: str, max_stall: float = 1e9, host_blocks: int | None = None) -> None:
         """Put another retention policy in force, and another size of the host pool. Where loads
         run beside steps, saves do as well if some blocks are free."""
-        from vllm_semantic_sched.engine import preemption
+        from vllm_semantic_sched.engine import vllm_api
         from vllm_semantic_sched.engine.kv.host_pool import HostPool
 
-        preemption.most_blocks_of_a_step = lambda scheduler: 1000 if max_stall else 2
+        vllm_api.most_blocks_of_a_step = lambda scheduler: 1000 if max_stall else 2
 
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
