@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vllm_semantic_sched.operate.event_log import key_of, log_parts
 from vllm_semantic_sched.policy.events import Chain
@@ -19,8 +18,7 @@ _RESTARTS = ("started", "resumed")
 _NOT_KEYED = "not keyed: whoever can write the log could have hashed it anew"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """Something about a log. A `problem`: it was changed; a `gap`: the server lost lines or was not
     there."""
 
@@ -29,29 +27,20 @@ class Finding:
     text: str
 
 
-@dataclass(slots=True)
-class Audit:
-    """What `verify` found. `last`: the last hash; note it elsewhere to find a log that was cut."""
-
-    lines: int = 0
-    last: str = ""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing was changed, as far as the chain can tell."""
-        return not any(finding.kind == "problem" for finding in self.findings)
-
-
 def verify(path: Path) -> Audit:
     """Check a log and its rotated parts. OSError if it cannot be read."""
-    return _Verifier(path).run()
+    audit = Audit(path)
+    audit._read_all()
+    return audit
 
 
-class _Verifier:
+class Audit:
+    """What `verify` found."""
+
     def __init__(self, path: Path) -> None:
+        self.lines = 0
+        self.findings: list[Finding] = []
         self._path = path
-        self._audit = Audit()
         self._key = key_of(path)
         self._head = ""
         with contextlib.suppress(FileNotFoundError):  # before the log, which may grow
@@ -63,7 +52,17 @@ class _Verifier:
         self._torn = ""  # where a line ended early
         self._unchained = 0
 
-    def run(self) -> Audit:
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was changed, as far as the chain can tell."""
+        return not any(finding.kind == "problem" for finding in self.findings)
+
+    @property
+    def last(self) -> str:
+        """The last hash; note it elsewhere to find a log that was cut."""
+        return self._chain.last
+
+    def _read_all(self) -> None:
         where = str(self._path)
         for part in log_parts(self._path):
             with part.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -71,7 +70,6 @@ class _Verifier:
                     if line.strip():
                         where = f"{part.name}:{number}"
                         self._read(where, line.removesuffix("\n"))
-        audit = self._audit
         if not self._begun:
             self._find("problem", where, "no line has a hash")
         if self._torn:
@@ -84,11 +82,9 @@ class _Verifier:
             self._find("note", where, "no closing line: the server runs or was killed")
         if self._begun and not self._chain.key:
             self._find("problem" if self._key else "note", where, _NOT_KEYED)
-        audit.last = self._chain.last
-        return audit
 
     def _read(self, where: str, text: str) -> None:
-        self._audit.lines += 1
+        self.lines += 1
         try:
             event = json.loads(text)
             digest = str(event["chain"])
@@ -143,4 +139,4 @@ class _Verifier:
             self._find("gap", where, "the server ended without closing the log, and started again")
 
     def _find(self, kind: Kind, where: str, text: str) -> None:
-        self._audit.findings.append(Finding(kind, where, text))
+        self.findings.append(Finding(kind, where, text))

@@ -131,13 +131,11 @@ def check_packages() -> Iterator[Finding]:
     else:
         text = f"{python} is not supported, {wanted} is"
         yield Finding("fault", "Python", text, "make an environment with a supported Python")
-    installed = _requirements(_PACKAGE)
-    unmet = list(_unmet(installed, _PACKAGE))
-    broken = {finding.subject for finding in unmet}
-    met = [f"{one.name} {version}" for one, version in installed if one.name not in broken]
+    required = list(_requirements(_PACKAGE, _PACKAGE))
+    met = [f"{one.subject} {one.text}" for one in required if one.status == "ok"]
     if met:
         yield Finding("ok", "packages", ", ".join(met))
-    yield from unmet
+    yield from (one for one in required if one.status != "ok")
 
 
 def check_vllm(imports: bool = True) -> Iterator[Finding]:
@@ -154,8 +152,8 @@ def check_vllm(imports: bool = True) -> Iterator[Finding]:
         text, _, advice = str(error).partition(". ")
         yield Finding("fault", "vLLM", text, advice)
         return
-    torch = [pair for pair in _requirements(found[0]) if pair[0].name == "torch"]
-    yield from _unmet(torch, f"vLLM {version}")
+    required = _requirements(found[0], f"vLLM {version}")
+    yield from (one for one in required if one.subject == "torch" and one.status != "ok")
     text = f"{version}, torch {_installed('torch')}"
     if imports and (problem := _import_problem()) is not None:
         text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
@@ -165,11 +163,17 @@ def check_vllm(imports: bool = True) -> Iterator[Finding]:
         yield Finding("ok", "vLLM", text)
 
 
-def _requirements(package: str) -> list[tuple[Requirement, str | None]]:
-    """Requirements of an installed package without its extras, and the versions installed."""
-    each = map(Requirement, importlib.metadata.requires(package) or ())
-    here = [one for one in each if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return [(one, _installed(one.name)) for one in here]
+def _requirements(package: str, name: str) -> Iterator[Finding]:
+    """Each requirement of an installed package, called `name`, without its extras."""
+    for one in map(Requirement, importlib.metadata.requires(package) or ()):
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        version = _installed(one.name)
+        if version is not None and one.specifier.contains(version, prereleases=True):
+            yield Finding("ok", one.name, version)
+        else:
+            text = f"{version or 'none'} is installed, {name} needs {one.specifier or 'it'}"
+            yield Finding("fault", one.name, text, f"pip install '{one.name}{one.specifier}'")
 
 
 def _installed(package: str) -> str | None:
@@ -177,13 +181,6 @@ def _installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _unmet(found: list[tuple[Requirement, str | None]], needed_by: str) -> Iterator[Finding]:
-    for one, version in found:
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            text = f"{version or 'none'} is installed, {needed_by} needs {one.specifier or 'it'}"
-            yield Finding("fault", one.name, text, f"pip install '{one.name}{one.specifier}'")
 
 
 def _import_problem() -> str | None:

@@ -8,7 +8,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +81,7 @@ class Waits:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._preempted: Event | None = None
+        self._preempted: Event = {}  # the last one that took its seat
 
     def follow(self, event: Event) -> tuple[list[Delay], tuple[float, float] | None]:
         """The delays that end with an event, and the times without a seat."""
@@ -90,7 +89,7 @@ class Waits:
         if "held" in event:
             return [Delay("held", level, other, "", event["held"])], None
         if "restored" in event:
-            plan = (self._preempted or {}).get("plan", "recompute")
+            plan = self._preempted.get("plan", "recompute")
             return [Delay("restoring", None, "", plan, event["restored"])], None
         if event["from"] == event["state"]:
             return [], None
@@ -112,19 +111,19 @@ class Waits:
             if abs(rest) > _UNSURE:
                 parts.append(("unknown", None, rest))
         lost = self._preempted
-        if lost is not None:
+        if lost:
             by, level = str(lost.get("for", "")), lost.get("for_level")
             detail = f"{lost.get('reason', '')}, {lost.get('plan', '')}"
-            known = sum(s for cause, _, s in parts if cause != "unknown")
-            delays = [Delay("preempted", level, by, detail, known)]
-            return delays + [_delay(*part, 0) for part in parts if part[0] == "unknown"]
-        return [_delay(*part, int(event["level"])) for part in parts]
-
-
-def _delay(cause: str, level: int | None, seconds: float, own: int) -> Delay:
-    if cause in _ROOM and level is not None and level < own:
-        return Delay("overtaken", level, "", cause, seconds)
-    return Delay(cause, level, "", "", seconds)
+            known = sum(seconds for cause, _, seconds in parts if cause != "unknown")
+            unknown = [Delay(*part[:2], "", "", part[2]) for part in parts if part[0] == "unknown"]
+            return [Delay("preempted", level, by, detail, known), *unknown]
+        own = int(event["level"])
+        return [
+            Delay("overtaken", level, "", cause, seconds)
+            if cause in _ROOM and level is not None and level < own
+            else Delay(cause, level, "", "", seconds)
+            for cause, level, seconds in parts
+        ]
 
 
 def events_of(log: Path, wanted: str = "") -> Iterator[Event]:
@@ -190,15 +189,17 @@ def sentence(account: Account) -> str:
 
 def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     """Causes in words with their seconds, the longest first."""
-    groups = defaultdict[tuple[str, str, str], list[Delay]](list)
+    seconds = Counter[tuple[str, str, str]]()
+    levels = defaultdict[tuple[str, str, str], set[int]](set)
     for delay in delays:
-        groups[delay.cause, delay.other, delay.detail].append(delay)
-    found = []
-    for key, each in groups.items():
-        levels = {delay.level for delay in each if delay.level is not None}
-        found.append((_phrase(*key, levels), sum(delay.seconds for delay in each)))
-    found = [pair for pair in found if pair[1] >= _TICK]
-    return sorted(found, key=itemgetter(1), reverse=True)
+        key = (delay.cause, delay.other, delay.detail)
+        seconds[key] += delay.seconds  # type: ignore[assignment]
+        levels[key] |= set() if delay.level is None else {delay.level}
+    return [
+        (_phrase(*key, levels[key]), total)
+        for key, total in seconds.most_common()
+        if total >= _TICK
+    ]
 
 
 def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
