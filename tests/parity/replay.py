@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -77,7 +78,7 @@ class ReplayEngine(Engine):
             self.waiting[0] -= 1
             self.core.start(job)
             self._prefilling[job] = None
-            self._insert(job)
+            bisect.insort(self.running, job, key=self.core.running.order)
         for job in list(self._prefilling):
             if event.after.get(job.request_id, (0, 0))[0] >= job.tokens:
                 del self._prefilling[job]

@@ -41,8 +41,9 @@ class PrefixCache:
     were freed later.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
+        self._enabled = enabled  # off: nothing enters
         self._users: Counter[int] = Counter()
         self._unused: OrderedDict[int, None] = OrderedDict()
 
@@ -64,7 +65,7 @@ class PrefixCache:
     def enter(self, run: Run, tokens: int) -> None:
         """The first `tokens` of a request with a seat have KV, or get it in this step. Blocks that
         another request computed at the same time stay its own."""
-        blocks = run.request.blocks
+        blocks = run.request.blocks if self._enabled else ()
         for place in range(run.cached, min(tokens // self._pool.block_size, len(blocks))):
             block = blocks[place]
             if block in self._users and place >= run.shared:

@@ -49,9 +49,8 @@ class Decoding:
     @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence; 0 if there is none or `find_longest` is off."""
-        if self._longest is None or (run := self._longest.peek()) is None:
-            return 0
-        return self.tick - int(self._longest.key(run))
+        first = self._longest.first() if self._longest is not None else None
+        return 0 if first is None else self.tick - int(first[0])
 
     def add(self, run: Run) -> None:
         """Add a sequence with a complete prefill; `job.generated` is up to date, and its blocks
@@ -140,8 +139,8 @@ class Decoding:
     @property
     def uneventful_steps(self) -> int:
         """Number of coming steps in which no sequence ends."""
-        first = self._ends.peek()
-        return 0 if first is None else self._ends.key(first) - self.tick - 1
+        first = self._ends.first()
+        return 0 if first is None else first[0] - self.tick - 1
 
     def skip(self, steps: int) -> None:
         """Advance by at most `uneventful_steps` steps, with their blocks."""

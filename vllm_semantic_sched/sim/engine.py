@@ -59,7 +59,7 @@ class Engine:
         core.set_capacity(capacity, keeps_accounts=False, seed=seed)
         self.pool = BlockPool(model.kv_blocks, model.block_size)
         self._host = BlockPool(model.host_blocks, model.block_size) if model.swap else None
-        self._prefixes = PrefixCache(self.pool) if model.prefix_caching else None
+        self._prefixes = PrefixCache(self.pool, model.prefix_caching)
         is_paper = model.kind == "paper"
         # The paper's engine takes whole prompts, whatever their length.
         self._token_budget = math.inf if is_paper else model.token_budget
@@ -69,7 +69,6 @@ class Engine:
         self._step_seconds = partial(slowest_of_batch if is_paper else sum_of_tokens, profile)
         self._decoding = Decoding(self.pool, find_longest=is_paper)
         self.running: list[Job] = []  # jobs with a seat, most urgent first
-        self._orders: list[tuple[float, float, int]] = []  # of these
         self.waiting = [0] * core.policy.levels  # requests without a seat, by true level
         self.step = SchedulingStep(core)
         self._keep_seats = keep_seats
@@ -181,18 +180,10 @@ class Engine:
         if steps < 2:
             return 0, 0.0
 
-        def step_seconds(number: int) -> float:
-            work = StepWork(
-                decodes=len(decoding),
-                context=decoding.context + number * len(decoding),
-                longest_context=decoding.longest_context + number,
-            )
-            return self._step_seconds(work)
-
         def seconds(count: int) -> float:
-            return count * (first + step_seconds(count - 1)) / 2.0
+            return count * (first + self._step_seconds(self._decodes(count - 1))) / 2.0
 
-        first = step_seconds(0)
+        first = self._step_seconds(self._decodes(0))
         if seconds(steps) >= available:
             steps = bisect.bisect_left(range(1, steps + 1), available, key=seconds)
             if not steps:
@@ -257,8 +248,7 @@ class Engine:
 
     def needed_blocks(self, job: Job) -> int:
         """KV blocks that a waiting job takes, less those that others hold of it."""
-        used = 0 if self._prefixes is None else self._prefixes.hits(self._runs[job])[1]
-        return self.pool.needed(job.tokens) - used
+        return self.pool.needed(job.tokens) - self._prefixes.hits(self._runs[job])[1]
 
     def freeable_blocks(self, job: Job) -> int | None:
         return self._decoding.blocks(self._runs[job])
@@ -269,10 +259,11 @@ class Engine:
     # Orders of a step
 
     def reposition(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            if job.state is JobState.RUNNING:
-                self._remove(job)
-                self._insert(job)
+        moved = dict.fromkeys(job for job in jobs if job.state is JobState.RUNNING)
+        for job in moved:
+            self.running.remove(job)
+        for job in moved:
+            bisect.insort(self.running, job, key=self.core.running.order)
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         run, plan = self._runs[job], self._plan(job)
@@ -348,14 +339,14 @@ class Engine:
             if job is None:
                 return
             run, needed = self._runs[job], self.pool.needed(job.tokens)
-            found, used = (0, 0) if self._prefixes is None else self._prefixes.hits(run)
+            found, used = self._prefixes.hits(run)
             if not self.pool.allocate(needed - used):
                 return
             core.take(job, core.waiting)
             self.waiting[run.request.level] -= 1
             run.blocks = needed
             run.loading, job.computed = job.swapped, job.swapped
-            if self._prefixes is not None and found * self.pool.block_size > job.computed:
+            if found * self.pool.block_size > job.computed:
                 run.loading, job.computed = 0, found * self.pool.block_size
                 run.shared = found
                 self._prefixes.enter(run, job.computed)
@@ -365,30 +356,32 @@ class Engine:
             run.seated = self._now
             run.started = self._now if run.started is None else run.started
             self._prefilling[job] = None
-            self._insert(job)
+            bisect.insort(self.running, job, key=core.running.order)
             budget -= self._schedule(job, budget)
 
     def _schedule(self, job: Job, most: float) -> int:
         """Let a request compute up to `most` tokens in this step."""
         tokens = int(min(job.tokens - job.computed, most))
         self._chunks[job] = tokens
-        if self._prefixes is not None:
-            self._prefixes.enter(self._runs[job], job.computed + tokens)
+        self._prefixes.enter(self._runs[job], job.computed + tokens)
         return tokens
 
     def _work_seconds(self) -> float:
         """Duration of a step whose work has been arranged."""
-        work = StepWork(
-            decodes=len(self._decoding),
-            context=self._decoding.context,
-            longest_context=self._decoding.longest_context,
-            saved=self._swapped_out,
-        )
+        work = self._decodes(0)
+        work.saved = self._swapped_out
         for job, tokens in self._chunks.items():
             run, start = self._runs[job], job.computed
             work.chunks.append(Chunk(start, start + tokens, run.loading))
             run.loading = 0
         return self._step_seconds(work)
+
+    def _decodes(self, later: int) -> StepWork:
+        """The decodes of a step, so many steps later."""
+        decoding = self._decoding
+        count = len(decoding)
+        context = decoding.context + later * count
+        return StepWork(count, context, decoding.longest_context + later)
 
     # Bookkeeping
 
@@ -410,26 +403,13 @@ class Engine:
         """A request gives back its seat and its blocks."""
         if run.job in self.held:
             self._release(run)
-        self._remove(run.job)
+        self.running.remove(run.job)
         self._decoding.discard(run)
         self._prefilling.pop(run.job, None)
-        kept = 0
-        if self._prefixes is not None:
-            self._prefixes.enter(run, run.job.computed)
-            kept = self._prefixes.leave(run)
-        self.pool.give_back(run.blocks - kept)
+        self._prefixes.enter(run, run.job.computed)
+        self.pool.give_back(run.blocks - self._prefixes.leave(run))
         run.blocks = 0
         if self._keep_seats:
             held = sum(hold.end - hold.start for hold in run.holds)
             run.spans += [*run.holds, run.span(run.seated, self._now, kind, held)]
             run.holds = []
-
-    def _remove(self, job: Job) -> None:
-        place = self.running.index(job)
-        del self.running[place], self._orders[place]
-
-    def _insert(self, job: Job) -> None:
-        order = self.core.running.order(job)
-        place = bisect.bisect(self._orders, order)
-        self.running.insert(place, job)
-        self._orders.insert(place, order)

@@ -4,7 +4,7 @@ depth over time. Of a finished request two numbers are kept, for the percentiles
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +15,8 @@ from vllm_semantic_sched.sim.request import Run
 
 ALL = "all"
 """The row over all levels."""
+
+_SEAT_ORDER = {f"seat_order_{cause.value}": cause for cause in PassCause}
 
 METRICS = {
     "count": "requests, finished and refused",
@@ -38,10 +40,7 @@ METRICS = {
     "one finished (paper, eq. 2), by true urgency",
     "seat_order_violations": "share of the requests that got their first seat after a less urgent "
     "one that arrived later, by true urgency",
-    **{
-        f"seat_order_{cause.value}": f"share of these by cause: {cause.value}"
-        for cause in PassCause
-    },
+    **{name: f"share of these by cause: {cause.value}" for name, cause in _SEAT_ORDER.items()},
     "fairness": "Jain's index over tenants of output tokens per second while they have requests",
     "slo_met": "share of the requests of promised levels for which every promise was kept",
     "goodput": "requests for which every promise was kept / time from first to last arrival, per s",
@@ -50,14 +49,15 @@ METRICS = {
 
 _TIMES = ("arrival", "started", "first_token", "finish")
 _COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "outrun", "cause", *_TIMES)
-_CAUSES = {cause: place for place, cause in enumerate(PassCause)}
+_CAUSES = {cause: place for place, cause in enumerate((None, *PassCause))}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
-_SUMMED = (
-    *("e2e", "ttft", "tpot", "tokens", "recomputes"),
-    *("swaps", "held", "outrun", "promised", "kept"),
-)
+_MEANS = ("e2e", "ttft", "tpot", "queueing", "held")
+_COUNTS = ("tokens", "recomputes", "swaps", "outrun", "promised", "kept")
+_SUMMED = (*_MEANS, *_COUNTS, *_SEAT_ORDER, "normalized")
 _DEPTH_BINS = 256
+_Block = dict[str, np.ndarray]
+"""Finished requests: a column per property."""
 
 
 class Recorder:
@@ -84,8 +84,7 @@ class Recorder:
         self._finished.extend(
             (
                 *(request.level, request.output_tokens, run.recomputes, run.swaps, run.held),
-                run.job.outrun,
-                _CAUSES[run.job.passed] if run.job.passed is not None else -1,
+                *(run.job.outrun, _CAUSES[run.job.passed]),
                 *(request.arrival, run.started, run.first_token, run.finish),
             )
         )
@@ -107,9 +106,13 @@ class Recorder:
     def _add_block(self) -> None:
         table = np.array(self._finished).reshape(-1, len(_COLUMNS))
         del self._finished[:]
-        block = dict(zip(_COLUMNS, np.ascontiguousarray(table.T), strict=True))
+        block: _Block = dict(zip(_COLUMNS, np.ascontiguousarray(table.T), strict=True))
         block["e2e"] = block["finish"] - block["arrival"]
         block["ttft"] = block["first_token"] - block["arrival"]
+        block["queueing"] = block["started"] - block["arrival"]
+        block["normalized"] = block["e2e"] / block["tokens"]
+        for name, cause in _SEAT_ORDER.items():
+            block[name] = block["cause"] == _CAUSES[cause]
         # An answer of one token has no time between tokens.
         gaps = np.maximum(1, block["tokens"] - 1)
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
@@ -133,7 +136,7 @@ def is_promised(slo: Slo) -> bool:
     return not slo.ttft is slo.tpot is slo.e2e is None
 
 
-def _met(slo: Slo, block: dict[str, np.ndarray]) -> np.ndarray:
+def _met(slo: Slo, block: _Block) -> np.ndarray:
     met = np.ones(len(block["level"]), dtype=bool)
     for name in ("ttft", "tpot", "e2e"):
         target = getattr(slo, name)
@@ -148,63 +151,53 @@ class _Row:
     def __init__(self) -> None:
         self.count = 0
         self.values: dict[str, list[np.ndarray]] = {name: [] for name in _PERCENTILES}
-        self._refused = self._refused_promised = 0
-        self._sums: defaultdict[str | PassCause, float] = defaultdict(float)
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._first_arrival = float("inf")
         self._last_arrival = self._last_finish = 0.0
 
     def add_refused(self, arrival: float, promised: bool) -> None:
         """Take in a refused request, which breaks its promise if it has one."""
         self.count += 1
-        self._refused += 1
-        self._refused_promised += promised
+        self._sums["refused"] += 1
+        self._sums["promised"] += promised
         self._first_arrival = min(self._first_arrival, arrival)
         self._last_arrival = max(self._last_arrival, arrival)
 
-    def add(self, block: dict[str, np.ndarray]) -> None:
-        """Take in finished requests: a column per property."""
+    def add(self, block: _Block) -> None:
+        """Take in finished requests."""
         self.count += len(block["e2e"])
-        summed: dict[str | PassCause, np.ndarray] = {name: block[name] for name in _SUMMED}
-        summed["normalized"] = block["e2e"] / block["tokens"]
-        summed["queueing"] = block["started"] - block["arrival"]
-        summed |= {cause: block["cause"] == place for cause, place in _CAUSES.items()}
-        for name, values in summed.items():
-            self._sums[name] += float(values.sum())
+        for name in _SUMMED:
+            self._sums[name] += float(block[name].sum())
         self._first_arrival = min(self._first_arrival, float(block["arrival"].min()))
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last_finish = max(self._last_finish, float(block["finish"].max()))
 
     def metrics(self, rows: Sequence[_Row]) -> dict[str, float]:
         """Metrics of this row; percentiles are those of the values of `rows`."""
-        sums, finished = self._sums, self.count - self._refused
+        sums, finished = self._sums, self.count - self._sums["refused"]
         row = {
             "count": float(self.count),
-            "refused": float(self._refused),
+            "refused": sums["refused"],
             # Not defined for one request, or for one burst.
             "requests_per_second": (self.count - 1)
             / max(self._last_arrival - self._first_arrival, 1e-9),
         }
-        promised = sums["promised"] + self._refused_promised
-        if promised:
-            row["slo_met"] = sums["kept"] / promised
-            row["goodput"] = row["slo_met"] * promised / self.count * row["requests_per_second"]
+        if sums["promised"]:
+            row["slo_met"] = sums["kept"] / sums["promised"]
+            kept = row["slo_met"] * sums["promised"]
+            row["goodput"] = kept / self.count * row["requests_per_second"]
         if finished:
             span = self._last_finish - self._first_arrival
-            by_cause = {f"seat_order_{cause.value}": sums[cause] for cause in _CAUSES}
             row |= {
                 "normalized_waiting": sums["normalized"] / finished,
                 "waiting_per_token": sums["e2e"] / sums["tokens"],
-                **{
-                    f"{name}_mean": sums[name] / finished
-                    for name in ("e2e", "ttft", "tpot", "queueing", "held")
-                },
-                "recomputes": sums["recomputes"],
-                "swaps": sums["swaps"],
+                **{f"{name}_mean": sums[name] / finished for name in _MEANS},
+                **{name: sums[name] for name in ("recomputes", "swaps")},
                 "preemptions_per_minute": (sums["recomputes"] + sums["swaps"]) / span * 60,
                 "tokens_per_second": sums["tokens"] / span,
                 "finish_order_violations": sums["outrun"] / finished,
-                "seat_order_violations": sum(by_cause.values()) / finished,
-                **{name: count / finished for name, count in by_cause.items()},
+                "seat_order_violations": sum(sums[name] for name in _SEAT_ORDER) / finished,
+                **{name: sums[name] / finished for name in _SEAT_ORDER},
             }
             for name, columns in _PERCENTILES.items():
                 values = np.concatenate([part for other in rows for part in other.values[name]])
@@ -218,16 +211,17 @@ class TenantService:
     tenants and the pauses in which a tenant has no request."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-        self._active: dict[str, list[tuple[float, float]]] = {}  # disjoint times, in order
+        self._tokens = Counter[str]()
+        # Disjoint times, in order.
+        self._active = defaultdict[str, list[tuple[float, float]]](list)
 
     def add(self, tenant: str, arrival: float, finish: float, tokens: int) -> None:
         """Add a finished request; in the order of finishes."""
-        times = self._active.setdefault(tenant, [])
+        times = self._active[tenant]
         while times and times[-1][1] >= arrival:
             arrival = min(arrival, times.pop()[0])
         times.append((arrival, finish))
-        self._tokens[tenant] = self._tokens.get(tenant, 0) + tokens
+        self._tokens[tenant] += tokens
 
     def fairness(self) -> float | None:
         """Jain's index over tenants of output tokens per second in the time in which the tenant had
@@ -261,38 +255,32 @@ class DepthHistory:
 
     def __init__(self, levels: int, width: float = 0.01) -> None:
         self._width = width
-        self._areas = [[0.0] * levels for _ in range(_DEPTH_BINS)]
+        self._areas = np.zeros((_DEPTH_BINS, levels))
         self._now = 0.0
         self._depths: Sequence[int] = [0] * levels
 
     def record(self, now: float, depths: Sequence[int]) -> None:
         """Set the number of waiting requests per level from `now` on."""
-        self._fill(now)
-        self._depths = depths
+        if depths != self._depths:
+            self._fill(now)
+            self._depths = depths
 
     def points(self) -> list[tuple[float, tuple[float, ...]]]:
         """Middle of each bin in seconds, and the mean depth per level in it."""
         used = min(_DEPTH_BINS, int(self._now / self._width) + 1)
-        return [
-            ((index + 0.5) * self._width, tuple(area / self._width for area in areas))
-            for index, areas in enumerate(self._areas[:used])
-        ]
+        means = (self._areas[:used] / self._width).tolist()
+        return [((index + 0.5) * self._width, tuple(mean)) for index, mean in enumerate(means)]
 
     def _fill(self, now: float) -> None:
         while now >= _DEPTH_BINS * self._width:
-            merged = [
-                [left + right for left, right in zip(*pair, strict=True)]
-                for pair in zip(self._areas[::2], self._areas[1::2], strict=True)
-            ]
-            empty = [[0.0] * len(self._depths) for _ in range(_DEPTH_BINS // 2)]
-            self._areas = merged + empty
+            merged = self._areas[::2] + self._areas[1::2]
+            self._areas = np.concatenate([merged, np.zeros_like(merged)])
             self._width *= 2
         index = int(self._now / self._width)
         while self._now < now:
             end = min(now, (index + 1) * self._width)
             if any(self._depths):
-                area = self._areas[min(index, _DEPTH_BINS - 1)]
-                for level, depth in enumerate(self._depths):
-                    area[level] += depth * (end - self._now)
+                area = np.multiply(self._depths, end - self._now)
+                self._areas[min(index, _DEPTH_BINS - 1)] += area
             self._now = end
             index += 1

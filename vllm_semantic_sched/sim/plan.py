@@ -58,25 +58,21 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
     """
     scenario, scheduler, question = task
     engine = scenario.settings.engine
-    trials: list[Trial] = []
-    spans: tuple[Span, ...] = ()
+    routing = ENGINE_QUESTIONS.get(question, engine.routing)
+    tried: list[tuple[Trial, tuple[Span, ...]]] = []
 
-    def attempt(load: float, engines: int, routing: Routing) -> Trial:
-        nonlocal spans
-        trial, seats = _try(scenario, scheduler, load, engines, routing)
-        trials.append(trial)
-        spans = seats if question == "now" else ()
-        return trial
+    def attempt(load: float = 1.0, engines: int = engine.replicas) -> Trial:
+        tried.append(_try(scenario, scheduler, load, engines, routing))
+        return tried[-1][0]
 
-    best: Trial | None
     if question == "now":
-        best = attempt(1.0, engine.replicas, engine.routing)
+        best: Trial | None = attempt()
     elif question == "load":
-        best = largest_load(lambda load: attempt(load, engine.replicas, engine.routing))
+        best = largest_load(attempt)
     else:
-        routing = ENGINE_QUESTIONS[question]
-        best = fewest_engines(lambda engines: attempt(1.0, engines, routing))
-    return Answer(scheduler, question, best, tuple(trials), spans)
+        best = fewest_engines(lambda engines: attempt(engines=engines))
+    trials, spans = zip(*tried, strict=True)
+    return Answer(scheduler, question, best, trials, spans[0] if question == "now" else ())
 
 
 def _try(

@@ -24,15 +24,6 @@ class Predictions:
     buckets: LengthBuckets
 
 
-def draw_predictions(
-    model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
-) -> Predictions:
-    """Draw the predictor's predictions for the requests of a run."""
-    errors = model.urgency_error, model.length_error
-    clipped = model.mistakes == "clipped"
-    return _draw(model, workload, levels, rng, *errors, clipped, model.confusion)
-
-
 def draw_instant(
     model: PredictorModel, workload: Workload, levels: int, rng: np.random.Generator
 ) -> Predictions | None:
@@ -41,29 +32,28 @@ def draw_instant(
     error = model.instant_error
     if error is None:
         return None
-    return _draw(model, workload, levels, rng, error, error, doubt=error)
+    errors = {"urgency_error": error, "length_error": error, "mistakes": "inside", "confusion": ()}
+    return draw_predictions(model.model_copy(update=errors), workload, levels, rng, doubt=error)
 
 
-def _draw(
+def draw_predictions(
     model: PredictorModel,
     workload: Workload,
     levels: int,
     rng: np.random.Generator,
-    level_error: float,
-    length_error: float,
-    clipped: bool = False,
-    confusion: Sequence[Sequence[float]] = (),
     doubt: float = 0.0,
 ) -> Predictions:
-    """A level and a bucket for each request; the rest share the probability `doubt`."""
-    if confusion:
-        predicted = _confused(workload.levels, confusion, rng)
+    """Draw the predictor's predictions for the requests of a run: a level and a length bucket for
+    each. The others share the probability `doubt`."""
+    clipped = model.mistakes == "clipped"
+    if model.confusion:
+        predicted = _confused(workload.levels, model.confusion, rng)
     else:
-        predicted = mistaken(workload.levels, levels, level_error, rng, clipped)
+        predicted = mistaken(workload.levels, levels, model.urgency_error, rng, clipped)
     buckets = make_buckets(model, workload.outputs)
     count = len(buckets.means)
     true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
-    lengths = mistaken(true_buckets, count, length_error, rng, clipped)
+    lengths = mistaken(true_buckets, count, model.length_error, rng, clipped)
     by_length = [_peaked(bucket, count, doubt) for bucket in range(count)]
     by_level = [
         [Prediction(_peaked(level, levels, doubt), length) for length in by_length]
@@ -183,7 +173,13 @@ class PredictorQueue:
         self._busy = True
         model = self._model
         seconds = model.latency + model.latency_per_request * size + self._policy.extra_latency
-        self._events.at(self._events.now + seconds, Order.PREDICTOR, lambda: self._done(batch))
+
+        def done() -> None:
+            self._busy = False
+            self._deliver(batch)
+            self._start_batch()
+
+        self._events.at(self._events.now + seconds, Order.PREDICTOR, done)
 
     def _largest_batch(self) -> int:
         most, each = self._policy.max_batch, self._model.latency_per_request
@@ -196,8 +192,3 @@ class PredictorQueue:
             return True
         oldest_deadline = min(deadline for _, deadline, _ in self._queue)
         return len(self._queue) >= self._policy.max_batch or self._events.now >= oldest_deadline
-
-    def _done(self, batch: list[Run]) -> None:
-        self._busy = False
-        self._deliver(batch)
-        self._start_batch()

@@ -24,18 +24,23 @@ _LENGTH_NEEDS = {
 class Lengths(Section):
     """A distribution of lengths in tokens, at least 1."""
 
-    kind: Literal["constant", "uniform", "lognormal", "empirical"] = Field(
-        "constant",
-        description="`constant` (value), `uniform` (low to high, both included), `lognormal` "
-        "(median, sigma) or `empirical` (values, all equally likely).",
-    )
-    value: int | None = Field(None, ge=1, description="`constant`: tokens.")
-    low: int | None = Field(None, ge=1, description="`uniform`: shortest.")
-    high: int | None = Field(None, ge=1, description="`uniform`: longest.")
-    median: float | None = Field(None, gt=0, description="`lognormal`: median in tokens.")
-    sigma: float | None = Field(None, ge=0, description="`lognormal`: spread of the logarithm.")
-    values: tuple[int, ...] = Field((), description="`empirical`: observed lengths.")
-    most: int = Field(8192, ge=1, description="Longer lengths are cut to this.")
+    kind: Literal["constant", "uniform", "lognormal", "empirical"] = "constant"
+    """`constant` (value), `uniform` (low to high, both included), `lognormal` (median, sigma) or
+    `empirical` (values, all equally likely)."""
+    value: int | None = Field(None, ge=1)
+    """`constant`: tokens."""
+    low: int | None = Field(None, ge=1)
+    """`uniform`: shortest."""
+    high: int | None = Field(None, ge=1)
+    """`uniform`: longest."""
+    median: float | None = Field(None, gt=0)
+    """`lognormal`: median in tokens."""
+    sigma: float | None = Field(None, ge=0)
+    """`lognormal`: spread of the logarithm."""
+    values: tuple[int, ...] = ()
+    """`empirical`: observed lengths."""
+    most: int = Field(8192, ge=1)
+    """Longer lengths are cut to this."""
 
     @model_validator(mode="after")
     def _complete(self) -> Lengths:
@@ -50,50 +55,37 @@ class Lengths(Section):
 class WorkloadModel(Section):
     """Arrivals, lengths and levels of the requests."""
 
-    arrivals: Literal["bursts", "poisson", "gamma", "jsonl", "azure"] = Field(
-        "bursts",
-        description="`bursts`: 0 to `max_burst` requests every `gap` seconds (paper, section 4). "
-        "`poisson`, `gamma`: `rate` requests per second. `jsonl`, `azure`: a recorded trace.",
-    )
-    requests: int | None = Field(
-        None, ge=1, description="Number of requests. Of a trace the first ones; unset: all."
-    )
-    bursts: int | None = Field(
-        None, ge=1, description="`bursts`: number of bursts, instead of `requests`."
-    )
-    gap: float = Field(1.0, gt=0, description="`bursts`: seconds between bursts.")
-    max_burst: int = Field(5, ge=1, description="`bursts`: most requests in a burst.")
-    rate: float = Field(1.0, gt=0, description="`poisson`, `gamma`: requests per second.")
-    cv: float = Field(
-        2.0,
-        gt=0,
-        description="`gamma`: coefficient of variation of gaps; 1: Poisson, >1: bursty.",
-    )
-    path: str | None = Field(
-        None,
-        description="`jsonl`: a file with one object per line: `arrival` (s), `prompt_tokens`, "
-        "`output_tokens` and, if known, `level`. `azure`: `conv` or `code`.",
-    )
-    speed: float = Field(
-        1.0, gt=0, description="Factor on the load: all arrivals come this many times as fast."
-    )
+    arrivals: Literal["bursts", "poisson", "gamma", "jsonl", "azure"] = "bursts"
+    """`bursts`: 0 to `max_burst` requests every `gap` seconds (paper, section 4). `poisson`,
+    `gamma`: `rate` requests per second. `jsonl`, `azure`: a recorded trace."""
+    requests: int | None = Field(None, ge=1)
+    """Number of requests. Of a trace the first ones; unset: all."""
+    bursts: int | None = Field(None, ge=1)
+    """`bursts`: number of bursts, instead of `requests`."""
+    gap: float = Field(1.0, gt=0)
+    """`bursts`: seconds between bursts."""
+    max_burst: int = Field(5, ge=1)
+    """`bursts`: most requests in a burst."""
+    rate: float = Field(1.0, gt=0)
+    """`poisson`, `gamma`: requests per second."""
+    cv: float = Field(2.0, gt=0)
+    """`gamma`: coefficient of variation of gaps; 1: Poisson, >1: bursty."""
+    path: str | None = None
+    """`jsonl`: a file with one object per line: `arrival` (s), `prompt_tokens`, `output_tokens`
+    and, if known, `level`. `azure`: `conv` or `code`."""
+    speed: float = Field(1.0, gt=0)
+    """Factor on the load: all arrivals come this many times as fast."""
     prompt: Lengths = Lengths(value=128)
     output: Lengths = Lengths(value=128)
-    mix: tuple[float, ...] = Field(
-        (),
-        description="Weights of levels, most urgent first, unless a trace has them; unset: equal.",
-    )
-    tenants: tuple[float, ...] = Field(
-        (), description="Weights of the tenants; unset: requests have no tenant."
-    )
-    hints: bool = Field(
-        False, description="Clients send the true level (`vllm_xargs: {urgency: N}`)."
-    )
-    limits: bool = Field(
-        False,
-        description="Clients set `max_tokens`, which a policy can read, to the true length of "
-        "their answer. Otherwise all requests have the same limit.",
-    )
+    mix: tuple[float, ...] = ()
+    """Weights of levels, most urgent first, unless a trace has them; unset: equal."""
+    tenants: tuple[float, ...] = ()
+    """Weights of the tenants; unset: requests have no tenant."""
+    hints: bool = False
+    """Clients send the true level (`vllm_xargs: {urgency: N}`)."""
+    limits: bool = False
+    """Clients set `max_tokens`, which a policy can read, to the true length of their answer.
+    Otherwise all requests have the same limit."""
 
     @model_validator(mode="after")
     def _complete(self) -> WorkloadModel:
@@ -118,121 +110,91 @@ class WorkloadModel(Section):
 class PredictorModel(Section):
     """Errors and latency of the predictor. Its mode and batch size come from the policy."""
 
-    latency: float = Field(0.003, ge=0, description="Seconds for one batch.")
-    latency_per_request: float = Field(0.0, ge=0, description="Seconds more per text of a batch.")
-    urgency_error: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Error rate of the level (paper, section 4.1): the share of wrong levels, and "
-        "their mean distance as a share of the number of levels.",
-    )
-    length_error: float = Field(
-        0.0, ge=0, le=1, description="The same for the output-length bucket."
-    )
-    mistakes: Literal["inside", "clipped"] = Field(
-        "inside",
-        description="What happens to a mistake beyond the first or last class. `inside`: it goes "
-        "the other way, so the error rate holds at the ends as well. `clipped`: it stops at the "
-        "end, so half the mistakes about the most urgent level vanish.",
-    )
-    confusion: tuple[tuple[float, ...], ...] = Field(
-        (), description="Instead of `urgency_error`: per true level, weights of predicted levels."
-    )
-    confusion_report: str | None = Field(
-        None, description="Instead of `confusion`: a report.json of `semsched evaluate`."
-    )
-    instant_error: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Error rate of the instant reader, for level and length bucket, like "
-        "`urgency_error`. Its provisional prediction gives a class the probability 1 - this, and "
-        "shares the rest among the others. Unset: none, requests wait for the predictor.",
-    )
-    buckets: int = Field(5, ge=1, description="Number of output-length buckets, of equal width.")
-    bucket_edges: tuple[int, ...] = Field(
-        (), description="Instead of `buckets`: their inner edges in tokens."
-    )
-    hold: bool = Field(
-        False,
-        description="Queue a request only after its prediction, as the authors' simulator does. "
-        "Otherwise it may run at the default level before that, as in the engine.",
-    )
+    latency: float = Field(0.003, ge=0)
+    """Seconds for one batch."""
+    latency_per_request: float = Field(0.0, ge=0)
+    """Seconds more per text of a batch."""
+    urgency_error: float = Field(0.0, ge=0, le=1)
+    """Error rate of the level (paper, section 4.1): the share of wrong levels, and their mean
+    distance as a share of the number of levels."""
+    length_error: float = Field(0.0, ge=0, le=1)
+    """The same for the output-length bucket."""
+    mistakes: Literal["inside", "clipped"] = "inside"
+    """What happens to a mistake beyond the first or last class. `inside`: it goes the other way, so
+    the error rate holds at the ends as well. `clipped`: it stops at the end, so half the mistakes
+    about the most urgent level vanish."""
+    confusion: tuple[tuple[float, ...], ...] = ()
+    """Instead of `urgency_error`: per true level, weights of predicted levels."""
+    confusion_report: str | None = None
+    """Instead of `confusion`: a report.json of `semsched evaluate`."""
+    instant_error: float | None = Field(None, ge=0, lt=1)
+    """Error rate of the instant reader, for level and length bucket, like `urgency_error`. Its
+    provisional prediction gives a class the probability 1 - this, and shares the rest among the
+    others. Unset: none, requests wait for the predictor."""
+    buckets: int = Field(5, ge=1)
+    """Number of output-length buckets, of equal width."""
+    bucket_edges: tuple[int, ...] = ()
+    """Instead of `buckets`: their inner edges in tokens."""
+    hold: bool = False
+    """Queue a request only after its prediction, as the authors' simulator does. Otherwise it may
+    run at the default level before that, as in the engine."""
 
 
 class EngineModel(Section):
     """The simulated engine."""
 
-    kind: Literal["paper", "vllm"] = Field(
-        "vllm",
-        description="`paper`: whole prompts, and a step takes as long as its slowest sequence. "
-        "`vllm`: token budget, chunked prefill, KV blocks, and a step takes the sum of the "
-        "profile's terms.",
-    )
-    profile: str = Field(
-        "default", description="Engine profile by name or path: the true times in the simulation."
-    )
-    assumed_profile: str | None = Field(
-        None, description="Profile that the policies assume; unset: the true one."
-    )
-    seats: int = Field(16, ge=1, description="Most sequences in a step (the paper's batch size).")
-    token_budget: int = Field(2048, ge=1, description="`vllm`: most tokens in a step.")
-    block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
-    kv_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: unlimited.")
-    prefix_caching: bool = Field(
-        False,
-        description="Requests with the same beginning share KV blocks, where their trace has the "
-        "hashes of the blocks (`semsched whatif`).",
-    )
-    swap: bool = Field(
-        False, description="Save victims' KV to the host if the policy's `retention` plans it."
-    )
-    host_blocks: int | None = Field(
-        None, ge=0, description="`swap`: KV blocks of the host pool; unset: unlimited."
-    )
-    batch: BatchTerms | None = Field(
-        None, description="`vllm`: terms of a step in place of the profile's."
-    )
-    arrival: float = Field(
-        0.0, ge=0, description="Engine time in seconds that each arriving request costs."
-    )
-    replicas: int = Field(
-        1, ge=1, description="Independent engines, each with its own queue and predictor."
-    )
-    routing: Routing = Field(
-        "least_loaded",
-        description="How requests are routed to engines: `round_robin`, `least_loaded` (fewest "
-        "requests) or `urgency_aware` (fewest requests that are at least as urgent).",
-    )
+    kind: Literal["paper", "vllm"] = "vllm"
+    """`paper`: whole prompts, and a step takes as long as its slowest sequence. `vllm`: token
+    budget, chunked prefill, KV blocks, and a step takes the sum of the profile's terms."""
+    profile: str = "default"
+    """Engine profile by name or path: the true times in the simulation."""
+    assumed_profile: str | None = None
+    """Profile that the policies assume; unset: the true one."""
+    seats: int = Field(16, ge=1)
+    """Most sequences in a step (the paper's batch size)."""
+    token_budget: int = Field(2048, ge=1)
+    """`vllm`: most tokens in a step."""
+    block_size: int = Field(16, ge=1)
+    """Tokens in a KV block."""
+    kv_blocks: int | None = Field(None, ge=1)
+    """KV blocks; unset: unlimited."""
+    prefix_caching: bool = False
+    """Requests with the same beginning share KV blocks, where their trace has the hashes of the
+    blocks (`semsched whatif`)."""
+    swap: bool = False
+    """Save victims' KV to the host if the policy's `retention` plans it."""
+    host_blocks: int | None = Field(None, ge=0)
+    """`swap`: KV blocks of the host pool; unset: unlimited."""
+    batch: BatchTerms | None = None
+    """`vllm`: terms of a step in place of the profile's."""
+    arrival: float = Field(0.0, ge=0)
+    """Engine time in seconds that each arriving request costs."""
+    replicas: int = Field(1, ge=1)
+    """Independent engines, each with its own queue and predictor."""
+    routing: Routing = "least_loaded"
+    """How requests are routed to engines: `round_robin`, `least_loaded` (fewest requests) or
+    `urgency_aware` (fewest requests that are at least as urgent)."""
 
 
 class Settings(Section):
     """A scenario file."""
 
-    description: str = Field("", description="Shown above the table.")
-    seed: int = Field(0, ge=0, description="The same seed gives the same bytes of results.")
-    repeats: int = Field(
-        1, ge=1, description="Runs per cell, with consecutive seeds; results are their mean."
-    )
+    description: str = ""
+    """Shown above the table."""
+    seed: int = Field(0, ge=0)
+    """The same seed gives the same bytes of results."""
+    repeats: int = Field(1, ge=1)
+    """Runs per cell, with consecutive seeds; results are their mean."""
     workload: WorkloadModel
     predictor: PredictorModel = PredictorModel()
     engine: EngineModel = EngineModel()
-    schedulers: dict[str, dict[str, Any]] = Field(
-        min_length=1,
-        description="Policy keys by name of the scheduler. With `policy: NAME OR PATH` they change "
-        "that policy.",
-    )
-    overrides: dict[str, Any] = Field(
-        {}, description="Policy keys of all schedulers except `fcfs`."
-    )
-    slos: tuple[Slo, ...] = Field(
-        (),
-        description="Promises under all schedulers: one entry per level. Unset: those of the "
-        "tiers of each scheduler's policy.",
-    )
-    sweep: tuple[dict[str, tuple[Any, ...]], ...] = Field(
-        (),
-        description="Axes; every combination of their points is run. An axis maps fields "
-        "(`workload.max_burst`) to their values; fields on one axis change together.",
-    )
+    schedulers: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Policy keys by name of the scheduler. With `policy: NAME OR PATH` they change that policy."""
+    overrides: dict[str, Any] = Field({})
+    """Policy keys of all schedulers except `fcfs`."""
+    slos: tuple[Slo, ...] = ()
+    """Promises under all schedulers: one entry per level. Unset: those of the tiers of each
+    scheduler's policy."""
+    sweep: tuple[dict[str, tuple[Any, ...]], ...] = ()
+    """Axes; every combination of their points is run. An axis maps fields (`workload.max_burst`) to
+    their values; fields on one axis change together."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -127,12 +126,9 @@ class _Simulation:
     replicas: list[_Replica] = field(default_factory=list)
     events: EventQueue = field(default_factory=EventQueue)
     placed: dict[int, Placed] = field(default_factory=dict)
-    depths: list[int] = field(default_factory=list)
 
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest answer."""
-        return int(self.workload.outputs.max(initial=1))
+    def __post_init__(self) -> None:
+        self._longest = int(self.workload.outputs.max(initial=1))  # tokens of an answer
 
     def decided(self, engine: Engine) -> None:
         """Record that an engine has decided on a step."""
@@ -142,14 +138,10 @@ class _Simulation:
             self.before_step(engine)
 
     def note_depth(self) -> None:
-        """Record the number of waiting requests if it has changed."""
-        if self.depth is None:
-            return
-        waiting = [replica.engine.waiting for replica in self.replicas]
-        depths = [sum(counts) for counts in zip(*waiting, strict=True)]
-        if depths != self.depths:
-            self.depths = depths
-            self.depth.record(self.events.now, depths)
+        """Record the number of waiting requests."""
+        if self.depth is not None:
+            waiting = [replica.engine.waiting for replica in self.replicas]
+            self.depth.record(self.events.now, list(map(sum, zip(*waiting, strict=True))))
 
     def done(self, run: Run) -> None:
         """Record that a request is finished or refused."""
@@ -164,35 +156,32 @@ class _Simulation:
     def _arrive(self, index: int) -> None:
         request = self.workload.request(index)
         settings = self.scenario.settings
-        limits = settings.workload.limits
-        any_core = self.replicas[0].core
+        policy = self.replicas[0].core.policy
         stated = request.hint
         if stated is None and settings.workload.hints:
             stated = request.level
-        hint = any_core.read_hints(None if stated is None else {"urgency": stated}, 0)
-        reads = any_core.policy.reads(hinted=hint.level is not None)
+        hint = self.replicas[0].core.read_hints(None if stated is None else {"urgency": stated}, 0)
+        reads = policy.reads(hinted=hint.level is not None)
         prediction = self.predictions.each[index] if reads else None
         awaits = prediction is not None
         instant = self.instant.each[index] if awaits and self.instant is not None else None
-        level = reading_level(any_core.policy, hint, instant)
+        level = reading_level(policy, hint, instant)
         placed = self.placed[index] = self.router.choose(level)
         replica = self.replicas[placed.engine]
+        # One limit for all clients must not tell the policy the length of an answer.
+        limit = request.output_tokens if settings.workload.limits else self._longest
         exact = request.shortest and request.shortest == request.limit
-        job = replica.core.arrive(
-            replica.core.draft(
-                str(index),
-                prompt_tokens=request.prompt_tokens,
-                # One limit for all clients must not tell the policy the length of an answer.
-                max_output_tokens=request.limit
-                or (request.output_tokens if limits else self.longest),
-                hint=hint,
-                awaits_prediction=awaits,
-                tenant=request.tenant,
-                provisional=instant,
-                stated=StatedLength(request.shortest, request.shortest if exact else None),
-            ),
-            request.arrival,
+        draft = replica.core.draft(
+            str(index),
+            prompt_tokens=request.prompt_tokens,
+            max_output_tokens=request.limit or limit,
+            hint=hint,
+            awaits_prediction=awaits,
+            tenant=request.tenant,
+            provisional=instant,
+            stated=StatedLength(request.shortest, request.shortest if exact else None),
         )
+        job = replica.core.arrive(draft, request.arrival)
         run = Run(request, job, prediction, engine=placed.engine)
         if awaits:
             replica.predictor.submit(run, level)
@@ -221,10 +210,9 @@ class _Replica:
             events, policy.predictor, settings.predictor, self._predicted
         )
         self._simulation = simulation
-        self._holds = settings.predictor.hold
+        self._settings = settings
         self._busy = False
-        self._arrival_seconds = settings.engine.arrival
-        self._taken_in = 0  # since the last step
+        self._taken_in = 0  # requests since the last step
 
     def submit(self, run: Run) -> None:
         """A request arrives at the queue."""
@@ -239,7 +227,7 @@ class _Replica:
         for run in batch:
             if run.finish is not None or run.refused:
                 continue
-            if self._holds:  # known before the request arrives at the queue
+            if self._settings.predictor.hold:  # known before the request arrives at the queue
                 self.core.predicted(run.job, run.prediction)
                 self.submit(run)
             else:
@@ -271,7 +259,7 @@ class _Replica:
         seconds = self.engine.begin_step(self._events.now)
         self._busy = seconds is not None
         if seconds is not None:
-            seconds += self._taken_in * self._arrival_seconds
+            seconds += self._taken_in * self._settings.engine.arrival
             self._taken_in = 0
             self._simulation.decided(self.engine)
         return seconds
