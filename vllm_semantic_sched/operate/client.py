@@ -51,7 +51,7 @@ class AdminClient:
     def get(self, path: str, timeout: float | None = None) -> str:
         """The text of a page of the server itself, such as /metrics. AdminError unless it comes
         within `timeout` seconds, with status 200."""
-        return self._send("GET", path, None, "", timeout)
+        return self._send("GET", path, timeout=timeout)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an endpoint under /v1/semsched and wait, without timeout, for the answer."""
@@ -78,9 +78,9 @@ class AdminClient:
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None,
-        prefix: str,
-        timeout: float | None,
+        body: dict[str, Any] | None = None,
+        prefix: str = "",
+        timeout: float | None = None,
     ) -> str:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
@@ -118,12 +118,9 @@ def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
 
 
 def send_hangup(pid: int) -> list[int]:
-    """Send SIGHUP to all engine processes of a server, which makes them reload their policy, and
-    return them. AdminError if there is none, or SIGHUP would kill one; none gets a signal then.
-
-    Args:
-        pid: process of the server or of an engine.
-    """
+    """Send SIGHUP to all engine processes of a server (`pid`: its own, or an engine's), which makes
+    them reload their policy, and return them. AdminError if there is none, or SIGHUP would kill
+    one; none gets a signal then."""
     engines = []
     with contextlib.suppress(psutil.Error, ValueError):
         server = psutil.Process(pid)

@@ -155,12 +155,13 @@ def check_vllm(imports: bool = True) -> Iterator[Finding]:
     required = _requirements(found[0], f"vLLM {version}")
     yield from (one for one in required if one.subject == "torch" and one.status != "ok")
     text = f"{version}, torch {_installed('torch')}"
-    if imports and (problem := _import_problem()) is not None:
+    if not imports:
+        yield Finding("ok", "vLLM", text)
+    elif (problem := _import_problem()) is None:
+        yield Finding("ok", "vLLM", f"{text}; the scheduler can be imported")
+    else:
         text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
         yield Finding("fault", "vLLM", text, "install vLLM and torch again, for this hardware")
-    else:
-        text += "; the scheduler can be imported" if imports else ""
-        yield Finding("ok", "vLLM", text)
 
 
 def _requirements(package: str, name: str) -> Iterator[Finding]:
@@ -260,9 +261,10 @@ def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
     if memory:
         free = available_memory() / _GIB
         text = f"{pool.host_gib:g} GiB for the host pool, {free:.1f} GiB available"
-        fits = pool.host_gib < free
-        advice = "" if fits else "lower host_gib, or free memory"
-        yield Finding("ok" if fits else "fault", "host memory", text, advice)
+        if pool.host_gib < free:
+            yield Finding("ok", "host memory", text)
+        else:
+            yield Finding("fault", "host memory", text, "lower host_gib, or free memory")
 
 
 def _swap_options(given: str) -> Mapping[str, Any]:
@@ -369,11 +371,11 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
 
 
 def _closed_endpoints(error: AdminError) -> Finding:
+    advice = "start it with `semsched serve`"
     if error.status == 404:
         text = "not loaded: no operator's endpoints, refused requests get status 500"
-        advice = "start it with `semsched serve`, or --middleware vllm_semantic_sched.Middleware"
+        advice += ", or --middleware vllm_semantic_sched.Middleware"
         return Finding("warning", "middleware", text, advice)
     if error.status == 501:
-        advice = "start it with `semsched serve`"
         return Finding("fault", "scheduler", f"the server runs another one ({error})", advice)
     return Finding("warning", "middleware", f"cannot be checked: {error}")

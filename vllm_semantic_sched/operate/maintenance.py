@@ -14,21 +14,17 @@ POLL_SECONDS = 0.5
 """Time between two reports of progress."""
 
 Change = Literal["sleep", "reload-weights", "load-lora", "unload-lora"]
-Report = Callable[[str], None]
-"""Gets the present phase, `pausing` or `paused`."""
 
 
 def pause(
-    server: AdminClient, keep: bool, patience: float, report: Report, lease: float = 3600.0
+    server: AdminClient,
+    keep: bool,  # freeze running requests instead of waiting for them
+    patience: float,  # seconds after which requests that still run are frozen
+    report: Callable[[str], None],  # gets the present phase, `pausing` or `paused`
+    lease: float = 3600.0,  # seconds after which the server resumes by itself
 ) -> None:
     """Let nothing new start and wait until the running requests have finished. AdminError if the
-    server refuses.
-
-    Args:
-        keep: freeze running requests instead.
-        patience: seconds after which requests that still run are frozen.
-        lease: seconds after which the server resumes by itself.
-    """
+    server refuses."""
     deadline = time.monotonic() + patience
     paused: Future[Any] = Future()
 
@@ -60,22 +56,14 @@ def change(
     server: AdminClient,
     action: Change,
     *,
-    level: int = 1,
+    level: int = 1,  # of sleep, see vLLM
     lora_name: str | None = None,
-    lora_path: str | None = None,
-    in_place: bool = False,
+    lora_path: str | None = None,  # absolute folder of the adapter
+    in_place: bool = False,  # replace the adapter of that name
 ) -> float:
     """Change the model of a paused server, and resume it unless it goes to sleep. Returns the
-    seconds that the change took.
-
-    Args:
-        level: of sleep, see vLLM.
-        lora_name, lora_path: name and absolute folder of the adapter.
-        in_place: replace the adapter of that name.
-
-    Raises:
-        AdminError: the change failed. The server resumes unless it may hold a mix of weights.
-    """
+    seconds that the change took. AdminError if it failed; the server resumes then unless it may
+    hold a mix of weights."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
     replaces, changing = action == "reload-weights" or in_place, False
