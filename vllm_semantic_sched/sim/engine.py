@@ -36,22 +36,16 @@ class Engine:
     decoding requests take the blocks that they need, at the expense of the tail of the running
     list; prefills go on; waiting requests are admitted while seats, blocks and tokens last.
     Decodes take their tokens from the budget before prefills do.
-
-    Args:
-        profile: true times.
-        keep_seats: record when each request had a seat and was held.
-        ended: told of each request that the policy ends.
-        seed: of what is random in the policy's limits.
     """
 
     def __init__(
         self,
         core: SchedulingCore,
         model: EngineModel,
-        profile: EngineProfile,
-        keep_seats: bool = False,
-        ended: Callable[[Run], None] = lambda run: None,
-        seed: int = 0,
+        profile: EngineProfile,  # true times
+        keep_seats: bool = False,  # record when each request had a seat and was held
+        ended: Callable[[Run], None] = lambda run: None,  # told of those that the policy ends
+        seed: int = 0,  # of what is random in the policy's limits
     ) -> None:
         self.core = core
         self.seats = model.seats

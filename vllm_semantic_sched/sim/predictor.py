@@ -129,8 +129,7 @@ class PredictorQueue:
 
     In mode `immediate` it takes, when free, the waiting requests up to a full batch or `max_pass`
     seconds, the most urgent first as far as is known. In mode `full_batching` it waits for a full
-    batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets the requests of a
-    batch when their predictions are ready.
+    batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets each batch.
     """
 
     def __init__(

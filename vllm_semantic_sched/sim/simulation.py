@@ -45,23 +45,15 @@ def simulate(
     scenario: Scenario,
     scheduler: str,
     repeat: int = 0,
-    keep_seats: bool = False,
-    before_step: Callable[[Engine], None] | None = None,
-    finished: Callable[[Run], None] | None = None,
-    depth: DepthHistory | None = None,
-    given: Given | None = None,
-    watch: Callable[[SchedulingCore], None] | None = None,
+    keep_seats: bool = False,  # record each request's times in seats
+    before_step: Callable[[Engine], None] | None = None,  # called when a step is decided on
+    finished: Callable[[Run], None] | None = None,  # gets each request that ends; none is kept
+    depth: DepthHistory | None = None,  # records the number of waiting requests
+    given: Given | None = None,  # instead of the requests that the scenario describes
+    watch: Callable[[SchedulingCore], None] | None = None,  # gets each core before all requests
 ) -> Result:
     """Run one scheduler on the draw of the workload of a repeat, the same for all schedulers.
     TraceError if a trace cannot be read, RequestTooLarge if a request does not fit into the engine.
-
-    Args:
-        keep_seats: record each request's times in seats.
-        before_step: called when an engine has decided on a step, for checks.
-        finished: gets each finished or refused request; then none is kept.
-        depth: records the number of waiting requests.
-        given: instead of the requests that the scenario describes.
-        watch: called with each engine's core before the first request.
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
 
@@ -129,13 +121,6 @@ class _Simulation:
 
     def __post_init__(self) -> None:
         self._longest = int(self.workload.outputs.max(initial=1))  # tokens of an answer
-
-    def decided(self, engine: Engine) -> None:
-        """Record that an engine has decided on a step."""
-        self.steps += 1
-        self.note_depth()
-        if self.before_step is not None:
-            self.before_step(engine)
 
     def note_depth(self) -> None:
         """Record the number of waiting requests."""
@@ -258,8 +243,12 @@ class _Replica:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
         seconds = self.engine.begin_step(self._events.now)
         self._busy = seconds is not None
-        if seconds is not None:
-            seconds += self._taken_in * self._settings.engine.arrival
-            self._taken_in = 0
-            self._simulation.decided(self.engine)
-        return seconds
+        if seconds is None:
+            return None
+        simulation = self._simulation
+        simulation.steps += 1
+        simulation.note_depth()
+        if simulation.before_step is not None:
+            simulation.before_step(self.engine)
+        taken_in, self._taken_in = self._taken_in, 0
+        return seconds + taken_in * self._settings.engine.arrival
