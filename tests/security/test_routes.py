@@ -3,6 +3,7 @@ reading and engine are set, and the list of those routes is complete."""
 
 import ast
 import asyncio
+import logging
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,14 @@ GENERATE_NOTHING = {
 }
 TEXT_ONLY = ("/render", "/derender")
 """Ends of the paths that turn requests into tokens and back."""
+
+
+@pytest.fixture(autouse=True)
+def log_level_stays():
+    """What vLLM's routers import raises the level of the root logger."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 def routes() -> set[str]:
