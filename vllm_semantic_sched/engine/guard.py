@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -57,12 +56,7 @@ class _GuardedBlock:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self._guard.failed(self._doing)
@@ -78,9 +72,7 @@ def logged(result: str) -> Iterator[None]:
         logger.exception("Semantic scheduling: %s", result)
 
 
-def guarded(
-    default: Callable[..., _T], logger: logging.Logger
-) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def guarded(default: Callable[..., _T]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorate a method whose exception would end the server: it is logged once, counted by name in
     the object's `failures` if it has any, and answered by `default`, whose parameters have the
     same names."""

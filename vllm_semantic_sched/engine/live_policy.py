@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from typing import Any
 
@@ -54,14 +55,13 @@ class LivePolicy:
         self._report: dict[str, Any] = {"result": "started"}
         self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None  # for `adopt`
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(
+            target=self._serve, name="semsched-policy-loader", daemon=True
+        )
 
     def start(self) -> None:
-        """Start the thread that reads the file."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="semsched-policy-loader", daemon=True
-            )
+        """Start the thread that reads the file; later calls are no-ops."""
+        if self._thread.ident is None:
             self._thread.start()
 
     def request_load(self) -> Future[None]:
@@ -124,45 +124,42 @@ class LivePolicy:
             done.set_result(None)
 
 
+@dataclass(eq=False)
 class CanaryDriver:
     """The canary of an engine, and how the last one ended. Only on the scheduling thread, between
     steps and before arrivals: on an idle engine it waits for the next request. `switch` puts a
-    policy in force; the clock is that of `Job.arrival`."""
+    policy in force."""
 
-    def __init__(
-        self, core: SchedulingCore, switch: Callable[[Policy], None], clock: Callable[[], float]
-    ) -> None:
-        self._core = core
-        self._switch = switch
-        self._clock = clock
-        self._policies: dict[str, Policy] = {}
-        self._next_look = 0.0
-        self._last: Canary | None = None
-        self._end = ""
-        self.running: Canary | None = None
-        self.arm = "current"  # the policy in force; the other one is "new"
+    core: SchedulingCore
+    switch: Callable[[Policy], None]
+    running: Canary | None = None
+    arm: str = "current"  # the policy in force; the other one is "new"
+    _policies: dict[str, Policy] = field(default_factory=dict)
+    _next_look: float = 0.0
+    _last: Canary | None = None
+    _end: str = ""
 
     def start(self, content: Any, plan: Plan) -> None:
         """Start a canary of the policy whose file has this content. Raises PolicyError if one is
         running, or the policy is invalid or needs a restart."""
         if self.running is not None:
             raise PolicyError("a canary is running; stop it first")
-        current = self._core.policy
+        current = self.core.policy
         new = parse_policy(content, "the new policy")
         new = new.model_copy(update={"events": current.events, "profile": current.profile})
         live.check_live_change(current, new)
-        self._core.check(new)
+        self.core.check(new)
         self._policies = {"current": current, "new": new}
         # The promises in force now: a policy cannot keep its own by promising less.
-        self.running = self._last = Canary(plan, current.all_tiers, self._clock())
-        self._core.lifecycle.listeners.append(self.running)
+        self.running = self._last = Canary(plan, current.all_tiers, self.core.lifecycle.clock())
+        self.core.lifecycle.listeners.append(self.running)
         self._end = ""
         logger.info("Semantic scheduling: a canary began (%s).", plan)
         self.drive()
 
     def drive(self) -> None:
         """Switch policies if it is time, and end the canary if it is over or breaks a promise."""
-        canary, now = self.running, self._clock()
+        canary, now = self.running, self.core.lifecycle.clock()
         if canary is None:
             return
         if now >= self._next_look:
@@ -178,7 +175,7 @@ class CanaryDriver:
         next reload or restart."""
         if self.running is None:
             return
-        self._core.lifecycle.listeners.remove(self.running)
+        self.core.lifecycle.listeners.remove(self.running)
         self.running, self._end = None, reason
         logger.warning("Semantic scheduling: the canary ended: %s.", reason)
         self._put_in_force("new" if keep else "current")
@@ -200,7 +197,7 @@ class CanaryDriver:
 
     def _put_in_force(self, arm: str) -> None:
         if arm != self.arm:
-            self._switch(self._policies[arm])
+            self.switch(self._policies[arm])
             self.arm = arm
 
 

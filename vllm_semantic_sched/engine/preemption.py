@@ -26,12 +26,11 @@ from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_be
 
 @dataclass(slots=True)
 class _Victim:
-    """A preempted request. `kv_tokens`: those whose KV it had; `since`: when it began to restore
-    them, in seconds on the monotonic clock."""
+    """A preempted request."""
 
     plan: PreemptionPlan
-    kv_tokens: int
-    since: float = 0.0
+    kv_tokens: int  # those whose KV it had
+    since: float = 0.0  # when it began to restore them, on the monotonic clock
 
 
 class Preemptions:
@@ -64,7 +63,6 @@ class Preemptions:
                 vllm_api.free_blocks_at_once(scheduler)
         self._one_table = vllm_api.has_one_block_table(scheduler)
         self._expected_copies = self._seen_copies = 0.0  # seconds: since the last report, total
-        self._block_size: int = scheduler.block_size
         self._away: dict[str, _Victim] = {}  # they wait for a seat
         self._returning: dict[str, _Victim] = {}  # they have one
 
@@ -73,11 +71,6 @@ class Preemptions:
         """None if KV is recomputed."""
         connector = self._connector
         return None if connector is None or connector.unsupported is not None else connector
-
-    @property
-    def pending(self) -> int:
-        """Preempted requests that have not restored all their tokens."""
-        return len(self._away) + len(self._returning)
 
     def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
         """What preempting a running request would do; updates the job's token counts. `keep`:
@@ -88,8 +81,8 @@ class Preemptions:
         return self._core.plan_preemption(job, room, can_drop=keep)
 
     def evict(self, request: Request, reason: str, beneficiary: Job | None = None) -> None:
-        """Preempt a running request between two steps. The lifecycle records reason (a value of the
-        label `reason` of `semsched:preemptions_total`) and beneficiary."""
+        """Preempt a running request between two steps. `reason`: label of the metric
+        `preemptions`; the lifecycle records it and the beneficiary."""
         self._endings.defer()
         try:
             with self.because(reason, beneficiary):
@@ -219,7 +212,8 @@ class Preemptions:
         connector = self.connector
         if connector is None or request.skip_reading_prefix_cache:
             return None
-        scheduler, size, free = self._scheduler, self._block_size, connector.ledger.pool.free
+        scheduler, free = self._scheduler, connector.ledger.pool.free
+        size: int = scheduler.block_size
         if self._one_table:
             full = kv_tokens // size
             cached, shared = vllm_api.prefix_cached_blocks(scheduler, request, first=full)

@@ -10,13 +10,7 @@ from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
-from vllm_semantic_sched.engine.vllm_api import (
-    PauseState,
-    Request,
-    Scheduler,
-    SchedulerOutput,
-    TokenLimits,
-)
+from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
@@ -50,7 +44,7 @@ class VllmView:
     now: Callable[[], float]  # seconds during which the engine was serving
     predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]]  # since the last call
     end: Callable[[Job, Refusal], None]  # a job without its answer
-    _saved_limits: TokenLimits | None = field(default=None, init=False)
+    _saved_limits: vllm_api.TokenLimits | None = field(default=None, init=False)
     _held_decodes: int = field(default=0, init=False)
 
     # Questions, see `EngineView`
@@ -136,8 +130,7 @@ class VllmView:
         moved = {self._request(job): None for job in jobs if job.state is JobState.RUNNING}
         if len(moved) > _FEW:
             with self.guard("ordering running requests"):
-                order, of = self.core.running.order, self.jobs
-                running.sort(key=lambda request: order(of[request.request_id]))
+                running.sort(key=self._order)
             return
         # All out before the first goes in again: a place is found among those that are in order.
         out = []
@@ -150,11 +143,10 @@ class VllmView:
 
     def insert(self, request: Request) -> None:
         """Put a request that has a seat into vLLM's list of running ones, in order of rank."""
-        running, order, jobs = self.scheduler.running, self.core.running.order, self.jobs
+        running = self.scheduler.running
         place = len(running)  # whatever fails, the request must not get lost
         with self.guard("ordering running requests"):
-            rank = order(jobs[request.request_id])
-            place = bisect.bisect(running, rank, key=lambda one: order(jobs[one.request_id]))
+            place = bisect.bisect(running, self._order(request), key=self._order)
         running.insert(place, request)
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
@@ -192,14 +184,14 @@ class VllmView:
     def take_over(self) -> None:
         """Order waiting and running requests by the policy."""
         scheduler, core = self.scheduler, self.core
-        waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
+        before = [*scheduler.waiting], [*scheduler.kv_holding_waiting]
         queues = [
             SemanticRequestQueue(core, self.jobs, queue, self.guard)
             for queue in (core.waiting, core.new_queue())
         ]
         # The tail of self.running, where vLLM takes its victims, is the least urgent request.
         vllm_api.replace_queues(scheduler, *queues)
-        for queue, requests in zip(queues, (waiting, holding), strict=True):
+        for queue, requests in zip(queues, before, strict=True):
             for request in requests:
                 queue.add_request(request)
         self.reposition(core.rank_running(self.observe))
@@ -223,7 +215,7 @@ class VllmView:
             scheduler.kv_holding_waiting.add_request(request)
         scheduler.running.sort(key=arrival)
 
-    def why_waiting(self, output: SchedulerOutput) -> Cause:
+    def why_waiting(self, output: vllm_api.SchedulerOutput) -> Cause:
         """What kept vLLM's waiting requests from starting in a step that it has scheduled."""
         if self.is_paused():
             return Cause.PAUSED
@@ -233,6 +225,9 @@ class VllmView:
             return Cause.STEP
         spent = output.total_num_scheduled_tokens >= self.token_budget()
         return Cause.TOKENS if spent or output.preempted_req_ids else Cause.KV
+
+    def _order(self, request: Request) -> tuple[float, float, int]:
+        return self.core.running.order(self.jobs[request.request_id])
 
     def _request(self, job: Job) -> Request:
         return self.scheduler.requests[job.request_id]

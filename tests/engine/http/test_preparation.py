@@ -236,13 +236,13 @@ def test_walk_through_a_request_is_bounded() -> None:
     deep = "end"
     for _ in range(400):
         deep = [deep]
-    assert read_user({"messages": deep}).texts == []
+    assert read_user({"messages": deep})[0] == []
     Counted.visits = 0
     wide = Counted([Counted(["a"] * 400) for _ in range(400)])
-    assert 0 < len(read_user({"prompt": wide}).texts) <= 4096
+    assert 0 < len(read_user({"prompt": wide})[0]) <= 4096
     assert Counted.visits <= 2 * 4096
     chat = [{"role": "user", "content": str(turn)} for turn in range(5000)]
-    assert read_user({"messages": chat}).texts[-1] == "4999"  # the newest turn counts
+    assert read_user({"messages": chat})[0][-1] == "4999"  # the newest turn counts
 
 
 def test_broken_rules_leave_the_order_of_arrival() -> None:

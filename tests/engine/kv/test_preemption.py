@@ -307,7 +307,7 @@ def test_preemptions_do_not_change_answers(
     assert total("policy_errors") == 0
     assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
-    assert scheduler.preemptions.pending == 0
+    assert not scheduler.preemptions._away and not scheduler.preemptions._returning
 
 
 _FAILING = (
@@ -395,7 +395,7 @@ def test_copies_that_fail_are_computed_again(
         prefix = 40 if caching else 0
         requests = make_requests(chance, 8, prefix, name=f"{name}-{share}-", longest=80)
         with monkeypatch.context() as patch:
-            broken = guarded(method.default, connector.logger)(failing)
+            broken = guarded(method.default)(failing)
             patch.setattr(SemanticSwapConnector, name, broken)
             answers = device.answer(requests, int(asynchronous), preempt)
         assert answers == {request.request_id: expected(request) for request in requests}, name

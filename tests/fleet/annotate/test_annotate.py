@@ -52,7 +52,7 @@ def test_error_gives_the_defaults_and_is_logged_once(monkeypatch, caplog) -> Non
         raise RuntimeError
 
     monkeypatch.setattr(InstantReader, "read", fail)
-    monkeypatch.setattr("vllm_semantic_sched.fleet.annotate.annotator.logger.propagate", True)
+    monkeypatch.setattr("vllm_semantic_sched.engine.guard.logger.propagate", True)
     broken = Annotator.load("ems")
     assert [broken.annotate({"text": URGENT}).level for _ in range(3)] == [2, 2, 2]
     assert sum("annotate failed" in one.message for one in caplog.records) == 1

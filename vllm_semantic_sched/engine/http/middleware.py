@@ -16,7 +16,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from vllm_semantic_sched.engine.guard import guarded, logger
+from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming
@@ -59,7 +59,7 @@ class Middleware:
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         await (self._app if self._takes(scope) else self._stock)(scope, receive, send)
 
-    @guarded(lambda *args: False, logger)
+    @guarded(lambda *args: False)
     def _takes(self, scope: Any) -> bool:
         """Whether vLLM's authentication lets a request in."""
         # The first message is the earliest access to the application that vLLM builds.
@@ -92,7 +92,7 @@ class Refusals:
         finally:
             incoming.reset(token)
 
-    @guarded(lambda *args: Incoming(tenant=""), logger)  # no tenant of the client's choice
+    @guarded(lambda *args: Incoming(tenant=""))  # no tenant of the client's choice
     def _begin(self, scope: Any) -> Incoming:
         watch(scope["app"])
         return Incoming.of(scope)

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from vllm_semantic_sched.engine.guard import guarded, logged, logger
+from vllm_semantic_sched.engine.guard import guarded, logged
 from vllm_semantic_sched.engine.http.incoming import (
     Incoming,
     asks_for_completion,
@@ -75,9 +75,8 @@ class GlanceRules:
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
     def glance(self, body: bytes | None, priority: int | None = None) -> Glance:
-        """Read an OpenAI request: as without any field if the body is not a JSON object, or None,
-        because it is too large to parse twice. `priority`: of vLLM's header, which overrides the
-        body's."""
+        """Read an OpenAI request: as without any field if the body is no JSON object, or None: too
+        large to parse twice. `priority`: of vLLM's header, which overrides the body's."""
         request = None
         with contextlib.suppress(ValueError, RecursionError):
             request = json.loads(body or b"")
@@ -99,16 +98,9 @@ class GlanceRules:
         return Glance(level, reading, user if isinstance(user, str) else None, has_media)
 
 
-class Said(NamedTuple):
-    """What the user says in a request, and whether there are pictures or sound with it."""
-
-    texts: list[str]
-    has_media: bool
-
-
-def read_user(request: dict[str, Any]) -> Said:
-    """What the user says in an OpenAI request for a completion, chat or response. At most
-    `_MOST_NODES` nodes are visited."""
+def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
+    """What the user says in an OpenAI request for a completion, chat or response, and whether there
+    are pictures or sound with it. Visits at most `_MOST_NODES` nodes."""
     texts: list[str] = []
     has_media, nodes = False, 0
     for name in ("prompt", "input", "messages"):
@@ -130,7 +122,7 @@ def read_user(request: dict[str, Any]) -> Said:
                 # A message, or a part of one.
                 has_media = has_media or value.get("type") not in _TEXT_PARTS
                 stack.append(iter((value.get("content", value.get("text")),)))
-    return Said(texts, has_media)
+    return texts, has_media
 
 
 class UrgentFirst:
@@ -150,28 +142,26 @@ class UrgentFirst:
         request = incoming.get() or Incoming.of(scope)
         body, receive = await read_ahead(receive)
         glance = self._glance(rules, body, request.priority)
-        request.level, request.reading, request.user = glance[:3]
+        request.level, request.reading, request.user, has_media = glance
         token = incoming.set(request)
         try:
-            if glance.has_media:  # it would hold a slot while a picture is fetched
+            if has_media:  # it would hold a slot while a picture is fetched
                 await self._app(scope, receive, send)
             else:
-                await self._in_turn(request, glance.level, scope, receive, send)
+                await self._in_turn(request, scope, receive, send)
         finally:
             incoming.reset(token)
 
-    @guarded(lambda *args: None, logger)
+    @guarded(lambda *args: None)
     def _rules(self, scope: Any) -> Any:
         """The rules for a request; None if it passes at once."""
         return state_of(scope["app"]).rules if asks_for_completion(scope) else None
 
-    async def _in_turn(
-        self, request: Incoming, level: int, scope: Any, receive: Any, send: Any
-    ) -> None:
+    async def _in_turn(self, request: Incoming, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
         came = loop.time()
         turn = loop.create_future()
-        self._enter(turn, level, came, request.tenant or request.user or "")
+        self._enter(turn, request, came)
         if not turn.done():
             self._turns.add(turn)
             try:
@@ -191,9 +181,10 @@ class UrgentFirst:
             request.prepared = slot.close
             await self._app(scope, receive, send)
 
-    @guarded(lambda self, turn, *args: turn.set_result(None), logger)
-    def _enter(self, turn: asyncio.Future[None], level: int, came: float, tenant: str) -> None:
-        if self._queue.enter(turn, level, came, tenant):
+    @guarded(lambda self, turn, *args: turn.set_result(None))
+    def _enter(self, turn: asyncio.Future[None], request: Incoming, came: float) -> None:
+        tenant = request.tenant or request.user or ""
+        if self._queue.enter(turn, request.level or 0, came, tenant):
             turn.set_result(None)
 
     def _let_all_in(self) -> None:
@@ -202,14 +193,14 @@ class UrgentFirst:
             if not turn.done():
                 turn.set_result(None)
 
-    @guarded(_let_all_in, logger)
+    @guarded(_let_all_in)
     def _leave(self) -> None:
         while (turn := self._queue.leave()) is not None:
             if not turn.done():
                 turn.set_result(None)
                 return
 
-    @guarded(lambda self, rules, *args: Glance(rules.policy.default_level), logger)
+    @guarded(lambda self, rules, *args: Glance(rules.policy.default_level))
     def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
         return rules.glance(body, priority)
 

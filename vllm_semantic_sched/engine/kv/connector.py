@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_semantic_sched.engine.guard import guarded
+from vllm_semantic_sched.engine.guard import guarded, logger
 from vllm_semantic_sched.engine.kv import recovery
 from vllm_semantic_sched.engine.kv.block_copy import (
     CopyBackend,
@@ -42,8 +41,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     keep_blocks,
 )
 from vllm_semantic_sched.policy.facts.section import parse_section
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 def host_slots(config: KVCacheConfig, host_gib: float) -> int:
@@ -131,7 +128,7 @@ class SemanticSwapConnector(KVConnector):
 
     # Worker side
 
-    @guarded(recovery.no_swap, logger)
+    @guarded(recovery.no_swap)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self.slots:
             return
@@ -144,12 +141,12 @@ class SemanticSwapConnector(KVConnector):
         gib = self.slots * sum(region.shape[1] for region in regions) / 2**30
         logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
-    @guarded(recovery.nothing, logger)
+    @guarded(recovery.nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # Only of a failure: a MultiConnector passes on the first metadata that it gets.
         return self._failed_proof
 
-    @guarded(recovery.not_saved, logger)
+    @guarded(recovery.not_saved)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
@@ -161,7 +158,7 @@ class SemanticSwapConnector(KVConnector):
             self._copies.save_beside(save.number, save.device, save.host)
             self.failed.unsaved.difference_update(save.slots)
 
-    @guarded(recovery.not_loaded, logger)
+    @guarded(recovery.not_loaded)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
@@ -181,12 +178,12 @@ class SemanticSwapConnector(KVConnector):
     def wait_for_save(self) -> None:
         pass
 
-    @guarded(recovery.all_finished, logger)
+    @guarded(recovery.all_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         finished = set() if self.backend is None else self.backend.finished()
         return None, finished | take(self.failed.requests) or None
 
-    @guarded(recovery.only_failures, logger)
+    @guarded(recovery.only_failures)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self.backend is None:
             return self.failed.report()
@@ -201,14 +198,14 @@ class SemanticSwapConnector(KVConnector):
 
     # Scheduler side
 
-    @guarded(recovery.no_swap, logger)
+    @guarded(recovery.no_swap)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.cache_manager = kv_cache_manager
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
         self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self._workers)
 
-    @guarded(recovery.no_swap, logger)
+    @guarded(recovery.no_swap)
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
@@ -222,7 +219,7 @@ class SemanticSwapConnector(KVConnector):
                 )
                 return
 
-    @guarded(lambda self, request: tuple[int, ...](), logger)
+    @guarded(lambda self, request: tuple[int, ...]())
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self.cache_config.transfer_group_ids
 
@@ -249,7 +246,7 @@ class SemanticSwapConnector(KVConnector):
         kept = keep if beside else None
         return self.ledger.save(request.request_id, blocks, start, end, unchanged, kept)
 
-    @guarded(recovery.no_copy, logger)
+    @guarded(recovery.no_copy)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -258,7 +255,7 @@ class SemanticSwapConnector(KVConnector):
         self.failed.asked = request.request_id, num_computed_tokens
         return self.ledger.loadable(request.request_id, num_computed_tokens, request.num_tokens)
 
-    @guarded(recovery.not_ordered, logger)
+    @guarded(recovery.not_ordered)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -268,7 +265,7 @@ class SemanticSwapConnector(KVConnector):
             self.failed.loaded.discard(name)
         self.ledger.admitted(name, table, num_external_tokens, request.num_tokens)
 
-    @guarded(recovery.nothing_ordered, logger)
+    @guarded(recovery.nothing_ordered)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         # Newer model runners make these copies before they call `handle_preemptions`.
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
@@ -283,7 +280,7 @@ class SemanticSwapConnector(KVConnector):
                 self.failed.blocks |= one.unloaded
         return take(self.failed.blocks)
 
-    @guarded(recovery.noted_later, logger)
+    @guarded(recovery.noted_later)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = self.failed.note(connector_output)
         self.ledger.load_finished(self.failed.loaded)
@@ -293,7 +290,7 @@ class SemanticSwapConnector(KVConnector):
             self.measured["load"] += report.load_seconds
         self.ledger.kept.saved(self.failed.saves)
 
-    @guarded(recovery.released_later, logger)
+    @guarded(recovery.released_later)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -304,13 +301,13 @@ class SemanticSwapConnector(KVConnector):
             ended.discard(request_id)
         return False, None
 
-    @guarded(recovery.released_later, logger)
+    @guarded(recovery.released_later)
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(recovery.not_reset, logger)
+    @guarded(recovery.not_reset)
     def reset_cache(self) -> bool | None:
         """Drop every host copy, because the weights may have changed; False while loads are in
         flight, which cannot be undone."""

@@ -3,7 +3,6 @@ through Ray."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,8 +18,6 @@ from vllm_semantic_sched.engine.vllm_api import (
     ray_metrics,
 )
 
-logger = logging.getLogger("vllm.semantic_sched")
-
 
 class SemanticStatLogger(StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
@@ -31,7 +28,7 @@ class SemanticStatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
 
-    @guarded(lambda *args, **kwargs: None, logger)  # metrics that are not published harm nobody
+    @guarded(lambda *args, **kwargs: None)  # metrics that are not published harm nobody
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:

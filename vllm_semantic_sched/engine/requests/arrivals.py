@@ -128,9 +128,11 @@ class Arrivals:
         stated = stated_length(params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
-        first = self.predictions.first_reading(request, passed) if reads else None
+        text, provisional = "", None
+        if reads:
+            text, provisional = self.predictions.first_reading(request, passed)
         awaits_prediction = submitted or (
-            first is not None and self.predictions.submit(request_id, hint, first)
+            reads and self.predictions.submit(request_id, hint, text, provisional)
         )
         if reads and not awaits_prediction:  # the predictor's queue is full
             problems["unread_prompts"] = None
@@ -146,7 +148,7 @@ class Arrivals:
             awaits_prediction=awaits_prediction,
             tenant=read_tenant(extra_args),
             stated=stated,
-            provisional=None if first is None else first.provisional,
+            provisional=provisional,
         )
         job.came = time.time()
         if self.logs_blocks:
@@ -160,7 +162,7 @@ class Arrivals:
             origin=origin_of(request_id),
             parent=parent_of(request_id),
             refusable=self.endings.can_end(request),
-            read_at_once=first is not None and first.provisional is not None,
+            read_at_once=provisional is not None,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
@@ -27,13 +27,6 @@ _LONGEST_FIRST, _LONGEST_SECOND = 512, 4096
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
 _MOST_AHEAD = 65536
-
-
-class FirstReading(NamedTuple):
-    """A prompt's first and last tokens, decoded, and the instant reader's prediction, if any."""
-
-    text: str
-    provisional: Prediction | None
 
 
 class PredictionFeed:
@@ -107,18 +100,17 @@ class PredictionFeed:
             return False
         return self._core.policy.reads(hint.level is not None, length_known)
 
-    def first_reading(self, request: Request, passed: Prediction | None) -> FirstReading | None:
-        """Decode a new request's prompt, and read it at once with the instant reader, unless the
-        HTTP server has passed a reading: less than a millisecond, whatever its length. Safe on any
-        thread. None without a tokenizer or a text."""
-        tokens = request.prompt_token_ids
-        if self.tokenizer is None or not tokens:
-            return None
-        text = self._text(tokens, _LONGEST_FIRST)
+    def first_reading(
+        self, request: Request, passed: Prediction | None
+    ) -> tuple[str, Prediction | None]:
+        """The first and last tokens of a prompt that the predictor reads, decoded, and what the
+        instant reader says of them (None without one), unless the HTTP server has passed that:
+        less than a millisecond, whatever the length. Safe on any thread."""
+        text = self._text(request.prompt_token_ids or (), _LONGEST_FIRST)
         if self.instant is None:
-            return FirstReading(text, None)
+            return text, None
         fits = passed is not None and self.instant.same_shape(passed)
-        return FirstReading(text, passed if fits else self.instant.read(text))
+        return text, passed if fits else self.instant.read(text)
 
     def _text(self, tokens: Sequence[int], most: int) -> str:
         """The first and the last of more than `most` tokens, decoded."""
@@ -129,8 +121,10 @@ class PredictionFeed:
         except Exception:
             return ""  # ids outside the vocabulary; vLLM decides about the request
 
-    def submit(self, request_id: str, hint: Hint, first: FirstReading) -> bool:
-        """Send a request's prompt to the predictor; False if no prediction will arrive. May be
+    def submit(
+        self, request_id: str, hint: Hint, text: str, provisional: Prediction | None
+    ) -> bool:
+        """Send the text of a prompt to the predictor; False if no prediction will arrive. May be
         called on vLLM's input thread, before the scheduler knows the request; it then calls
         `arrived`."""
         if self.service is None:
@@ -138,8 +132,8 @@ class PredictionFeed:
         self._ahead[request_id] = None
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popitem(last=False)
-        level = reading_level(self._core.policy, hint, first.provisional)
-        if self.service.submit(request_id, first.text, level):
+        level = reading_level(self._core.policy, hint, provisional)
+        if self.service.submit(request_id, text, level):
             return True
         self._ahead.pop(request_id, None)
         return False

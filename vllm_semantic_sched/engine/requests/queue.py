@@ -32,7 +32,11 @@ class SemanticRequestQueue(RequestQueue):
         self._peeked: Request | None = None
 
     def add_request(self, request: Request) -> None:
-        self._recover()
+        if not self._ordered and not self._members:
+            with self._guard("emptying the queue"):
+                for job in list(self._queue):
+                    self._queue.remove(job)
+                self._ordered = True
         self._members[request.request_id] = request
         if self._ordered:
             try:
@@ -62,16 +66,28 @@ class SemanticRequestQueue(RequestQueue):
     def pop_request(self) -> Request:
         request = self._peeked or self._head()
         assert request is not None, "pop from an empty queue"
-        self._remove(request, seated=True)
+        self.remove_request(request, seated=True)
         return request
 
-    def remove_request(self, request: Request) -> None:
-        self._remove(request)
+    def remove_request(self, request: Request, seated: bool = False) -> None:
+        self._peeked = None
+        # vLLM passes the same list to every queue, so some requests are not in this one.
+        if self._members.pop(request.request_id, None) is None or not self._ordered:
+            return
+        try:
+            job = self._jobs.get(request.request_id)
+            if job is None:  # it has ended, and the core has removed it
+                return
+            if seated:
+                self._core.take(job, self._queue)
+            else:
+                self._queue.remove(job)
+        except Exception:
+            self._fall_back("taking a request out of the queue")
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        # vLLM passes the same list to every queue, so some requests are not in this one.
         for request in requests:
-            self._remove(request)
+            self.remove_request(request)
 
     def __bool__(self) -> bool:
         """Whether a request may be seated now. vLLM checks this before it looks at the head, so
@@ -99,29 +115,7 @@ class SemanticRequestQueue(RequestQueue):
                 self._fall_back("choosing the next request")
         return next(iter(self._members.values()), None)
 
-    def _remove(self, request: Request, seated: bool = False) -> None:
-        self._peeked = None
-        if self._members.pop(request.request_id, None) is None or not self._ordered:
-            return
-        try:
-            job = self._jobs.get(request.request_id)
-            if job is None:  # it has ended, and the core has removed it
-                return
-            if seated:
-                self._core.take(job, self._queue)
-            else:
-                self._queue.remove(job)
-        except Exception:
-            self._fall_back("taking a request out of the queue")
-
     def _fall_back(self, doing: str) -> None:
         """First come, first served, until the queue has emptied."""
         self._guard.failed(doing)
         self._ordered = False
-
-    def _recover(self) -> None:
-        if not self._ordered and not self._members:
-            with self._guard("emptying the queue"):
-                for job in list(self._queue):
-                    self._queue.remove(job)
-                self._ordered = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -75,16 +76,10 @@ def measure_device(
 
 def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:
     """Seconds of the fastest run, since other programs make runs slower and none faster."""
-
-    def timed() -> float:
-        begin = time.perf_counter()
-        work()
-        wait()
-        return time.perf_counter() - begin
-
-    timed()
+    timer = timeit.Timer(lambda: (work(), wait()))
+    timer.timeit(1)
     end = time.perf_counter() + _SECONDS
-    fastest = timed()
+    fastest = timer.timeit(1)
     while time.perf_counter() < end:
-        fastest = min(fastest, timed())
+        fastest = min(fastest, timer.timeit(1))
     return fastest

@@ -20,23 +20,16 @@ class EngineSettings(Section):
     """`--additional-config '{"semantic_sched": {...}}'`. It holds names and paths only, because
     vLLM hashes the dict into the key of its compile cache."""
 
-    policy: str = Field(
-        DEFAULT_POLICY, description="Name of a shipped policy or path of a YAML file."
-    )
-    profile: str | None = Field(
-        None, description="Engine profile, instead of the one that the policy names."
-    )
-    observe: bool = Field(
-        False, description="Only observe, whatever the policy says (policy key `observe`)."
-    )
-    events: str | None = Field(
-        None, description="File of the event log, instead of the policy's `events.path`."
-    )
-    watch: bool = Field(
-        False,
-        description="Reload the policy within ten seconds of a change of its file. Needs the "
-        "middleware.",
-    )
+    policy: str = DEFAULT_POLICY
+    """Name of a shipped policy or path of a YAML file."""
+    profile: str | None = None
+    """Engine profile, instead of the one that the policy names."""
+    observe: bool = False
+    """Only observe, whatever the policy says (policy key `observe`)."""
+    events: str | None = None
+    """File of the event log, instead of the policy's `events.path`."""
+    watch: bool = False
+    """Reload the policy within ten seconds of a change of its file. Needs the middleware."""
 
 
 SWAP_CONNECTOR = {
@@ -50,9 +43,8 @@ SWAP_CONNECTOR = {
 class SwapConfig(Section):
     """`kv_connector_extra_config` of the swap connector."""
 
-    host_gib: float = Field(
-        4.0, gt=0, description="Host memory for victims' KV, GiB per worker process."
-    )
+    host_gib: float = Field(4.0, gt=0)
+    """Host memory for victims' KV, GiB per worker process."""
 
 
 def parse_settings(additional_config: Any) -> EngineSettings:
@@ -69,10 +61,9 @@ def load_settings(additional_config: Any) -> Policy:
     names the missing or invalid value and the valid ones."""
     settings = parse_settings(additional_config)
     policy = load_policy(settings.policy)
-    given: dict[str, Any] = {"observe": settings.observe or None, "profile": settings.profile}
+    given = settings.model_dump(include={"observe", "profile"}, exclude_defaults=True)
     if settings.events is not None:
         given["events"] = policy.events.model_copy(update={"path": settings.events})
-    given = {key: value for key, value in given.items() if value is not None}
     return policy.model_copy(update=given)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -17,8 +16,6 @@ from vllm_semantic_sched.policy.estimates.hints import read_hints
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class Annotation(NamedTuple):
@@ -46,7 +43,7 @@ class Annotator:
     def _default(self, request: dict[str, Any]) -> Annotation:
         return Annotation(self.policy.default_level, self.policy.length.default_tokens, None)
 
-    @guarded(_default, logger)
+    @guarded(_default)
     def annotate(self, request: dict[str, Any]) -> Annotation:
         """Annotate `{"text": ...}` or an OpenAI request. Never raises; a request that cannot be
         read gets the default level and length."""
@@ -55,7 +52,7 @@ class Annotator:
             request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
         )
         given = request.get("text")
-        text = given if isinstance(given, str) else "\n".join(read_user(request).texts)
+        text = given if isinstance(given, str) else "\n".join(read_user(request)[0])
         reading = self._instant.read(text) if text and self._instant is not None else None
         level = reading_level(policy, hint, reading)
         return Annotation(level, self._tokens(request, reading), reading)

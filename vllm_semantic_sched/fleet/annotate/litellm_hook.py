@@ -7,7 +7,6 @@ hook = UrgencyHook(models={"llama"})
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -16,8 +15,6 @@ from litellm.integrations.custom_logger import CustomLogger
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator
 from vllm_semantic_sched.fleet.gateways import litellm_fields
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class UrgencyHook(CustomLogger):
@@ -36,7 +33,7 @@ class UrgencyHook(CustomLogger):
         self._add_level(data)
         return data
 
-    @guarded(lambda self, data: None, logger)
+    @guarded(lambda self, data: None)
     def _add_level(self, data: dict[str, Any]) -> None:
         given = data.get("vllm_xargs") or {}
         if data.get("model") not in self._models or "urgency" in given:
