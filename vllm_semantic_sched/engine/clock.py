@@ -31,12 +31,10 @@ class ServiceClock:
         return (self.seconds() if self._since is None else self._since) - self._paused
 
     def pause(self) -> None:
-        """Stop; no-op if already stopped."""
         if self._since is None:
             self._since = self.seconds()
 
     def resume(self) -> None:
-        """Resume; no-op if already running."""
         if self._since is not None:
             self._paused += self.seconds() - self._since
             self._since = None
@@ -51,25 +49,23 @@ class StepClock:
         self._last_output = 0.0
 
     def scheduled(self, output: SchedulerOutput, batch: Batch, now: float) -> None:
-        """Record that schedule() has returned; `now` in seconds."""
+        """schedule() has returned; `now` in seconds."""
         if len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.clear()
         self._in_flight[id(output)] = (batch, now)
 
     def finished(self, output: SchedulerOutput, now: float) -> tuple[Batch, float] | None:
-        """What was in a step whose output has arrived, and its seconds; None if its start was not
-        recorded."""
-        started = self._in_flight.pop(id(output), None)
-        since, self._last_output = self._last_output, now
-        if started is None:
-            return None
-        batch, at = started
-        return batch, now - max(at, since)
+        """What was in a step whose output has arrived, and its seconds; None if its start is
+        unknown."""
+        batch, start = self._in_flight.pop(id(output), (None, 0.0))
+        start = max(start, self._last_output)
+        self._last_output = now
+        return None if batch is None else (batch, now - start)
 
 
 class StepSamples:
-    """Seconds of some of an engine's steps, from one schedule() to the next: the model, and all
-    that the engine does between two steps. Few, so that they cost a busy engine little."""
+    """Seconds of a few of an engine's steps, from one schedule() to the next: the model, and all
+    that the engine does between two steps."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -77,7 +73,7 @@ class StepSamples:
         self._open: tuple[Batch, float] | None = None
 
     def scheduled(self, begin: float, batch: Callable[[], Batch]) -> None:
-        """Sample a step whose schedule() began then, in seconds, if it is time for one."""
+        """A step's schedule() began then, in seconds: sample it if it is time for one."""
         if begin >= self._next and len(self._samples) < _MOST_SAMPLES:
             self._next = begin + _SAMPLE_GAP
             self._open = batch(), begin
@@ -94,8 +90,7 @@ class StepSamples:
         self._open = None
 
     def drain(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Samples since the last call: decodes, their context, prefills, their tokens and squares
-        (see `Batch`), and microseconds."""
+        """The samples: decodes, context, prefills, tokens, squares (see `Batch`), microseconds."""
         samples, self._samples = self._samples, []
         return [
             (b.decodes, b.context, b.prefills, b.prefill_tokens, b.prefill_squares, round(s * 1e6))
@@ -114,12 +109,10 @@ def batch_of(
     Args:
         requests: the scheduler's, after schedule(): their computed tokens include this step's.
         draft_tokens: speculative tokens that a decoding request may have in a step.
-        context: an estimate of the decoding requests' tokens; by default they are added up,
-            O(requests).
+        context: an estimate of the decoding requests' tokens; by default their sum, O(requests).
     """
-    scheduled = output.num_scheduled_tokens
+    scheduled, most = output.num_scheduled_tokens, 1 + draft_tokens
     batch = Batch(decodes=len(scheduled))
-    most = 1 + draft_tokens
     if output.total_num_scheduled_tokens > len(scheduled):
         for request_id, tokens in scheduled.items():
             if tokens > most:

@@ -27,8 +27,7 @@ class Guard:
 
     def __call__(self, doing: str) -> _GuardedBlock:
         """Guard a block that is `doing` something: the counter's label and part of the log."""
-        block = self._blocks.get(doing)
-        if block is None:
+        if (block := self._blocks.get(doing)) is None:
             block = self._blocks[doing] = _GuardedBlock(self, doing)
         return block
 
@@ -74,8 +73,7 @@ def logged(result: str) -> Iterator[None]:
 
 def guarded(default: Callable[..., _T]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorate a method whose exception would end the server: it is logged once, counted by name in
-    the object's `failures` if it has any, and answered by `default`, whose parameters have the
-    same names."""
+    the object's `failures`, if any, and answered by `default`, whose parameters are named alike."""
 
     def decorate(method: Callable[_P, _T]) -> Callable[_P, _T]:
         failed = False

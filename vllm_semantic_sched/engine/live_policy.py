@@ -1,9 +1,4 @@
-"""Changes the policy while the server runs.
-
-For a reload, a background thread reads the file, and the scheduler switches to the result between
-two steps; if it is invalid, the old policy stays in force. A canary switches between two policies,
-and back for good when it ends.
-"""
+"""Changes the policy while the server runs: reloads it, or switches between two (a canary)."""
 
 from __future__ import annotations
 
@@ -33,10 +28,11 @@ Load = Callable[[], tuple[Policy, EngineProfile]]
 
 
 class LivePolicy:
-    """Holds the version of the policy in force, and loads the policy that may replace it.
+    """The version of the policy in force, and reloads: a thread reads the file (`load`), and the
+    scheduler switches to the result between two steps (`switch`), unless it is invalid.
 
     `request_load` may be called from any thread and from a signal handler; all other methods only
-    from the scheduling thread. `load` reads policy and profile, `switch` puts them in force.
+    from the scheduling thread.
     """
 
     def __init__(
@@ -50,8 +46,8 @@ class LivePolicy:
         self.load = load
         self._switch = switch
         self._counters = counters
-        at_start = live.fingerprint(core.policy, core.estimates.scale.given)
-        self.version = live.PolicyVersion(1, at_start)
+        given = core.estimates.scale.given
+        self.version = live.PolicyVersion(1, live.fingerprint(core.policy, given))
         self._report: dict[str, Any] = {"result": "started"}
         self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None  # for `adopt`
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
@@ -99,17 +95,17 @@ class LivePolicy:
                 *(self.version.number, problem),
             )
             return {"result": "refused", "reason": str(problem)}
-        new_fingerprint = live.fingerprint(policy, profile)
-        if new_fingerprint == self.version.fingerprint:
+        version = live.PolicyVersion(self.version.number + 1, live.fingerprint(policy, profile))
+        if version.fingerprint == self.version.fingerprint:
             return {"result": "unchanged"}
         changed = live.changed_keys(self._core.policy, policy)
         if profile != self._core.estimates.scale.given:
             changed.append("the engine profile's coefficients")
         self._switch(policy, profile)
-        self.version = live.PolicyVersion(self.version.number + 1, new_fingerprint)
+        self.version = version
         logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",
-            *(self.version.number, self.version.fingerprint, ", ".join(changed)),
+            *(version.number, version.fingerprint, ", ".join(changed)),
         )
         return {"result": "adopted", "changed": changed}
 
@@ -171,8 +167,8 @@ class CanaryDriver:
         self._put_in_force(canary.arm(now))
 
     def stop(self, reason: str, keep: bool = False) -> None:
-        """End the canary, if one is running. With `keep` the new policy stays in force, until the
-        next reload or restart."""
+        """End the canary, if one runs. With `keep` the new policy stays until the next reload or
+        restart."""
         if self.running is None:
             return
         self.core.lifecycle.listeners.remove(self.running)
@@ -212,8 +208,8 @@ def reload_on_hangup(reload: Callable[[], Any]) -> bool:
 
 def hangup_may_reload() -> bool:
     """Whether SIGHUP may reload instead of ending the process: in its main thread, without a
-    controlling terminal or under nohup. Else the signal means that the terminal was closed, and an
-    engine that outlives its server would keep the accelerator's memory."""
+    controlling terminal or under nohup. Else it means that the terminal was closed, and an engine
+    that outlives its server would keep the accelerator's memory."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

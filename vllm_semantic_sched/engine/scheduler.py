@@ -1,8 +1,5 @@
-"""SemanticScheduler: vLLM's V1 scheduler with the policy core's order and preemption.
-
-It never copies `schedule()`; it arranges vLLM's own queues before each step and looks at what
-came out afterwards. All state about requests lives in `policy.core`.
-"""
+"""SemanticScheduler: vLLM's V1 scheduler with the policy core's order and preemption. It never
+copies `schedule()`; it arranges vLLM's own queues before each step and looks at what came out."""
 
 from __future__ import annotations
 
@@ -36,11 +33,9 @@ from vllm_semantic_sched.policy.step import SchedulingStep
 
 
 class SemanticScheduler(vllm_api.HookedScheduler):
-    """Serves the most urgent requests first, and the shortest first among equals.
-
-    Under the base policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules
-    asynchronously it is an `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot
-    be used.
+    """Serves the most urgent requests first, and the shortest first among equals. Under the base
+    policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules asynchronously it is an
+    `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot be used.
 
     Attributes:
         core: the policy's decisions and its state.
@@ -93,7 +88,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             counters=self.counters,
             # vLLM starts all engines of a server from one process.
             group=str(os.getppid()) if vllm_api.shares_host(vllm_config) else None,
-            prompt_of=lambda name: getattr(self.requests.get(name), "prompt_token_ids", None),
+            requests=self.requests,
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
@@ -236,9 +231,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             return super().reset_prefix_cache(*args, **kwargs)
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request with a code that its client gets to see, at any time on
-        the engine's thread; False if there is no such request or its kind cannot be refused
-        (pooling, streamed input)."""
+        """End a waiting or running request with a code that its client sees, at any time on the
+        engine's thread; False if there is none, or it cannot be refused (pooling, streamed
+        input)."""
         return self._endings.refuse(request_id, refusal)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

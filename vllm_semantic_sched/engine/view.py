@@ -67,7 +67,6 @@ class VllmView:
         return vllm_api.can_advance(self.scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
-        """Running jobs whose prefill is not complete. O(prefills under way)."""
         prefills = self._jobs_of(vllm_api.inflight_prefills(self.scheduler))
         for job in prefills:
             self.observe(job)
@@ -100,7 +99,6 @@ class VllmView:
         return vllm_api.token_limits(self.scheduler).step
 
     def decode_tokens(self) -> int:
-        """Tokens of the budget that decoding requests take, draft tokens included."""
         scheduler = self.scheduler
         prefills = len(vllm_api.inflight_prefills(scheduler))
         decoding = len(scheduler.running) - prefills - self._held_decodes
@@ -110,15 +108,13 @@ class VllmView:
         return vllm_api.is_ready(self.scheduler, self._request(job))
 
     def needed_blocks(self, job: Job) -> int:
-        """KV blocks that a waiting job takes, less what the prefix cache holds for it."""
         return vllm_api.blocks_needed(self.scheduler, self._request(job))
 
     def freeable_blocks(self, job: Job) -> int | None:
         """Blocks that a running job does not share; None while a step in flight may write them."""
-        request = self._request(job)
-        if not vllm_api.blocks_can_be_freed(self.scheduler, request):
-            return None
-        return vllm_api.blocks_freed_by(self.scheduler, request)
+        scheduler, request = self.scheduler, self._request(job)
+        free = vllm_api.blocks_can_be_freed(scheduler, request)
+        return vllm_api.blocks_freed_by(scheduler, request) if free else None
 
     def preemption_seconds(self, job: Job) -> float:
         return self.preemptions.plan(job, self._request(job)).seconds
@@ -150,28 +146,23 @@ class VllmView:
         running.insert(place, request)
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
-        """Preempt a running job; vLLM queues it again."""
         self.preemptions.evict(self._request(job), reason, beneficiary)
 
     def hold(self, jobs: Collection[Job]) -> None:
-        """Give running requests no token in the next schedule()."""
-        scheduler = self.scheduler
-        prefills = vllm_api.inflight_prefills(scheduler)
+        prefills = vllm_api.inflight_prefills(self.scheduler)
         for job in jobs:
             request = self._request(job)
-            vllm_api.hold_for_one_step(scheduler, request)
+            vllm_api.hold_for_one_step(self.scheduler, request)
             self._held_decodes += request not in prefills
 
     def limit_prefills(self, limits: StageLimits) -> None:
-        """Lower the limits that the next schedule() obeys, until `restore_limits`."""
         scheduler = self.scheduler
         for job in limits.held:
             vllm_api.hold_for_one_step(scheduler, self._request(job))
-        if not limits.gated:
-            return
-        saved = self._saved_limits = self._saved_limits or vllm_api.token_limits(scheduler)
-        step = min(self.decode_tokens(), saved.step)
-        vllm_api.set_token_limits(scheduler, saved._replace(step=step))
+        if limits.gated:  # until `restore_limits`
+            saved = self._saved_limits = self._saved_limits or vllm_api.token_limits(scheduler)
+            step = min(self.decode_tokens(), saved.step)
+            vllm_api.set_token_limits(scheduler, saved._replace(step=step))
 
     def restore_limits(self) -> None:
         self._held_decodes = 0

@@ -1,8 +1,7 @@
 """Operator endpoints under /v1/semsched, /semsched/ready for probes, the watch on the policy file.
 
-No request can name a file. The operator endpoints answer requests from the server's own machine
-only, with the server's API key if it has one, and with a token that only users who may read the
-server's own files have. `pausing.py` has those that stop the engine.
+No request can name a file. The operator endpoints answer the server's own machine only, with the
+server's API key if it has one, and a token that only users who may read the server's files have.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
 
 
 def from_this_machine(request: Request) -> None:
-    """Reject requests from other machines, without the server's token, or relayed by a local proxy
-    or web page."""
+    """Reject requests from elsewhere, without the token, or relayed by a proxy or web page."""
     relayed = {"forwarded", "x-forwarded-for", "x-real-ip", "origin"} & set(request.headers)
     peer = "" if request.client is None else request.client.host  # empty: a Unix socket
     address = _address(peer)
@@ -80,9 +78,9 @@ probes = APIRouter()  # answered to any machine, without the API key
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the endpoints and load the rules of `UrgentFirst`; later calls are no-ops. From then on
-    SIGHUP reloads the policy where that is safe, and so does a change of its file with `watch`. The
-    routes are inside all middleware, so vLLM's authentication protects them."""
+    """Add the endpoints and load the rules of `UrgentFirst`; later calls are no-ops. SIGHUP then
+    reloads the policy where that is safe, and with `watch` so does a change of its file. The routes
+    are inside all middleware, so vLLM's authentication protects them."""
     state = state_of(app)
     if state.routes:
         return
@@ -154,11 +152,8 @@ async def status(request: Request) -> Reply:
 @probes.get("/semsched/ready")
 async def ready(request: Request) -> dict[str, bool]:
     """200 while vLLM is healthy and not paused, from when all engines had their predictors up or
-    needed none; 503 otherwise.
-
-    A predictor that dies later changes nothing: the levels of hints and of the instant reader are
-    better than no server, and the alert SemschedPredictorDown tells.
-    """
+    needed none; 503 otherwise. A predictor that dies later changes nothing: levels of hints and of
+    the instant reader are better than no server, and the alert SemschedPredictorDown tells."""
     state, engine = state_of(request.app), engine_of(request)
     try:
         await engine.check_health()

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from vllm_semantic_sched.engine.live_policy import LivePolicy
+from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
 from vllm_semantic_sched.engine.vllm_api import kv_cache_usage
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -21,11 +21,11 @@ def run(scheduler: Any, command: str) -> Any:
     """Run a command; what follows a space in it is its argument. Returns plain values, or a future.
     Raises ValueError for an unknown one, and under `fcfs`, which supports `status` only."""
     name, _, argument = command.partition(" ")
+    live: LivePolicy | None = getattr(scheduler, "live_policy", None)
     if name == "status":
         return status(scheduler)
     if name == "reading":  # of the request with that id
-        return scheduler.readings.find(argument) if hasattr(scheduler, "readings") else None
-    live: LivePolicy | None = getattr(scheduler, "live_policy", None)
+        return None if live is None else scheduler.readings.find(argument)
     if live is None:
         raise ValueError("the server runs base: fcfs, which is fixed; restart it to change that")
     if name == "load_policy":
@@ -49,8 +49,7 @@ def status(scheduler: Any) -> dict[str, Any]:
     core: SchedulingCore | None = getattr(scheduler, "core", None)
     jobs = {} if core is None else scheduler.jobs
     by_level = Counter(job.level for job in jobs.values())
-    live = getattr(scheduler, "live_policy", None)
-    policy = {"result": "started", "version": 1} if live is None else live.adopt()
+    started = {"result": "started", "version": 1}
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "paused": scheduler.pause_state.name != "UNPAUSED",
@@ -61,13 +60,14 @@ def status(scheduler: Any) -> dict[str, Any]:
         "heap_entries": stored_entries(),
         "ready": core is None or scheduler.predictions.ready,
         "kv_free": 1.0 - kv_cache_usage(scheduler),
-        "policy": policy,
+        "policy": started if core is None else scheduler.live_policy.adopt(),
     }
 
 
 def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:
     """See `CanaryDriver`; `refused` says why a canary cannot start."""
-    driver, given = scheduler.canary, json.loads(argument or "{}")
+    driver: CanaryDriver = scheduler.canary
+    given = json.loads(argument or "{}")
     driver.drive()
     if command == "canary_start":
         plan, engines = given["plan"], given["engines"]
@@ -80,5 +80,4 @@ def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:
             return {"refused": str(problem)}
     elif command == "canary_stop":
         driver.stop("kept" if given["keep"] else "stopped", given["keep"])
-    report: dict[str, Any] = driver.report()
-    return report
+    return driver.report()

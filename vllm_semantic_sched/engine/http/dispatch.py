@@ -29,9 +29,9 @@ class Dispatch:
         self._guard = Guard(ApiServerCounters().add)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        """Change the arguments of the engine client's `generate`: the sampling parameters get
-        tenant and reading, and the keyword arguments an engine, unless they have one. Never raises.
-        Call what it returns when the request has ended."""
+        """Put tenant and reading into the sampling parameters of the engine client's `generate`,
+        and an engine into its keyword arguments, unless they have one. Never raises. Call what it
+        returns when the request has ended."""
         placed = None
         request = incoming.get()
         params = args[1] if len(args) > 1 else kwargs.get("sampling_params")

@@ -1,11 +1,9 @@
 """The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
 the choice of an engine, operator endpoints, and tenants by header or `user` field.
 
-Everything that can be set at the engine client's `generate` is set there, for every route that
-generates; only the order of preparation needs the body before vLLM has parsed it.
-
-Without the middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an
-error message inside a stream of status 200.
+What can be is done at the engine client's `generate`, for every route that generates. Without the
+middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an error
+message inside a stream of status 200.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class RequestRefused(GenerationError):
 
 def collect_refusals() -> list[Refusal]:
     """A list that gets the refusals of the request that this context answers from now on."""
-    request = Incoming()
-    incoming.set(request)
+    incoming.set(request := Incoming())
     return request.refusals
 
 
@@ -68,12 +65,9 @@ class Middleware:
 
 
 class Refusals:
-    """Answers a refused request with its status, Retry-After and an error body with a stable code.
-
-    The head of a response is held back until the first part of its body, so a request that is
-    refused before its first token gets a real status. A stream that is refused later gets the
-    error body as its last event but one.
-    """
+    """Answers a refused request with its status, Retry-After and an error body with a stable code:
+    the head of a response waits for the first part of its body. A stream that is refused after its
+    first token gets the error body as its last event but one."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -183,7 +177,6 @@ def watch(app: Any) -> None:
 
 
 def _refused(refusal: Refusal) -> RequestRefused:
-    request = incoming.get()
-    if request is not None:
+    if (request := incoming.get()) is not None:
         request.refusals.append(refusal)
     return RequestRefused(refusal)

@@ -29,12 +29,10 @@ async def pause(
     mode: Annotated[Literal["wait", "keep"], Body(embed=True)] = "wait",
     seconds: Annotated[float, Body(embed=True, gt=0, le=_LONGEST_LEASE)] = _LEASE,
 ) -> Reply:
-    """Stop starting requests, and answer once nothing runs any more.
-
-    `wait` lets running requests finish, `keep` freezes them. Queued requests stay queued, new
-    requests join them, and all caches are kept. The server resumes by itself after `seconds`,
-    unless it is paused again: whoever paused it may be gone.
-    """
+    """Stop starting requests, and answer once nothing runs any more: `wait` lets running requests
+    finish, `keep` freezes them. Queued requests stay queued, new ones join them, and all caches are
+    kept. The server resumes by itself after `seconds`, unless it is paused again: whoever paused it
+    may be gone."""
     _lease(request.app, seconds)
     await engine_of(request).pause_generation(mode=mode, clear_cache=False)
     return {"paused": True}
@@ -93,11 +91,9 @@ async def wake(request: Request) -> Reply:
 
 @router.post("/weights/reload")
 async def reload_weights(request: Request) -> Reply:
-    """Reload the served model's weights from their source; call `pause` first.
-
-    Everything computed with the old weights is dropped first: prefix cache, host copies, KV of
-    frozen requests. If that fails, the old weights stay.
-    """
+    """Reload the served model's weights from their source; call `pause` first. Everything computed
+    with the old ones is dropped before: prefix cache, host copies, KV of frozen requests. If that
+    fails, the old weights stay."""
     await drop_caches(request)
     # It must not resume with a part of the new weights.
     _lease(request.app, None, paused=True)

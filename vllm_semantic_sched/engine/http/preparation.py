@@ -59,8 +59,8 @@ class GlanceRules:
 
     @classmethod
     def load(cls, vllm_config: Any) -> Self | None:
-        """The rules of a server; None if its scheduler does not order by urgency, or only
-        observes. Raises PolicyError if the policy is invalid, and as `of`."""
+        """The rules of a server; None if it does not order by urgency, or only observes. Raises
+        PolicyError if the policy is invalid, and as `of`."""
         classes = vllm_config.scheduler_config.get_scheduler_cls().__mro__
         if not any(one.__module__.startswith(_PACKAGE) for one in classes):
             return None
@@ -162,16 +162,15 @@ class UrgentFirst:
         came = loop.time()
         turn = loop.create_future()
         self._enter(turn, request, came)
-        if not turn.done():
-            self._turns.add(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._leave()
-                raise
-            finally:
-                self._turns.discard(turn)
+        self._turns.add(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+        finally:
+            self._turns.discard(turn)
         with contextlib.suppress(Exception):  # a figure less is no reason to fail
             SemanticStatLogger.in_api_server("preparation_queue").set(len(self._queue))
             SemanticStatLogger.in_api_server("preparation_seconds").observe(loop.time() - came)
@@ -207,14 +206,13 @@ class UrgentFirst:
 
 def is_prepared() -> None:
     """The request of this context is on its way to the engine: others may be prepared."""
-    request = incoming.get()
-    if request is not None and request.prepared is not None:
+    if (request := incoming.get()) is not None and request.prepared is not None:
         request.prepared()
 
 
 def adopt_rules(app: Any) -> None:
-    """Load or reload the rules of an application's server. Never raises: if they cannot be read,
-    the old ones stay; without any, requests keep the order in which they come."""
+    """Load or reload the rules of an application's server, if they can be read; without any,
+    requests keep the order in which they come. Never raises."""
     state = state_of(app)
     with logged("the HTTP server's order of requests stays as it was"):
         vllm_config = getattr(app.state, "vllm_config", None)

@@ -16,11 +16,8 @@ from vllm_semantic_sched.predict.shared import own_folder
 
 class Siblings:
     """The requests that each API server has at each engine, and how often one of them has reloaded
-    the policy, in a file that all of them map and the last one removes.
-
-    Each server writes its own counts only, number by number, so no lock is needed; what it reads of
-    the others may be a moment old.
-    """
+    the policy, in a file that all of them map and the last one removes. Each writes its own counts
+    only, number by number, so no lock is needed; those of the others may be a moment old."""
 
     def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:
         self.engines = engines

@@ -63,20 +63,18 @@ class Arrivals:
     logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
-        """Read a request and attach the result. Safe on any thread; may raise. The parts of a
-        session with streamed input share one id and are left to `prepared`, which sees them in
-        order."""
+        """Read a request and attach the result. Safe on any thread; may raise. `prepared` reads the
+        parts of a session with streamed input: they share an id, and it sees them in order."""
         if not request.resumable and request.request_id not in self.jobs:
-            attach_arrival(request, self._read(request, submitted=False))
+            attach_arrival(request, self._read(request))
 
     def prepared(self, request: Request) -> Arrival:
         """What was prepared for a request; read now if nothing was, or if the policy has changed
         since. Only on the scheduler's thread."""
         arrival: Arrival | None = attached_arrival(request)
-        if arrival is None:
-            arrival = self._read(request, submitted=False)
-        elif arrival.policy is not self.core.policy:
-            arrival = self._read(request, submitted=arrival.job.awaits_prediction)
+        if arrival is None or arrival.policy is not self.core.policy:
+            submitted = arrival is not None and arrival.job.awaits_prediction
+            arrival = self._read(request, submitted)
         if arrival.job.awaits_prediction:
             self.predictions.arrived(request.request_id)
         return arrival
@@ -107,14 +105,13 @@ class Arrivals:
             self.counters.add(counter)
         if not arrival.refusable or step is None:
             return
-        parent = arrival.parent
-        refusal = None if parent is None else self.endings.refused_prompts.get(parent)
-        if refusal is not None:
-            self.endings.refuse_prompt(arrival.job, refusal)
+        refused = self.endings.refused_prompts
+        if arrival.parent is not None and arrival.parent in refused:
+            self.endings.refuse_prompt(arrival.job, refused[arrival.parent])
         else:
             step.arrived(view, arrival.job, arrival.dedup_key, arrival.origin)
 
-    def _read(self, request: Request, submitted: bool) -> Arrival:
+    def _read(self, request: Request, submitted: bool = False) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""
         core, request_id, params = self.core, request.request_id, request.sampling_params
         extra_args = params.extra_args if params else None

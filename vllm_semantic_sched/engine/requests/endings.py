@@ -26,14 +26,12 @@ _ANSWER = re.compile(r"\d+_(?P<parent>.*)")  # one of several answers to a promp
 
 def origin_of(request_id: str) -> str:
     """The client's id of a request, from vLLM's."""
-    part = _PART.fullmatch(request_id)
-    return part["origin"] if part else request_id
+    return part["origin"] if (part := _PART.fullmatch(request_id)) else request_id
 
 
 def parent_of(request_id: str) -> str | None:
     """The prompt to which a request is one of several answers; None if it is the only one."""
-    answer = _ANSWER.fullmatch(request_id)
-    return answer["parent"] if answer else None
+    return answer["parent"] if (answer := _ANSWER.fullmatch(request_id)) else None
 
 
 # For the length estimates, and state and reason for the lifecycle.
@@ -51,8 +49,7 @@ _ABORTED = (AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
 def end_of(
     request: Request, refusal: Refusal | None, decode: Callable[[list[int]], str] | None
 ) -> RequestEnd:
-    """How a finished request ended. `refusal`: why the policy ended it, if it did; `decode`: token
-    ids to text."""
+    """How a finished request ended. `refusal`: why the policy ended it, if it did."""
     if refusal is not None:
         return AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value
     ending, state, reason = _ENDS.get(request.status, _ABORTED)
@@ -65,8 +62,7 @@ def end_of(
 
 
 def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None) -> bool:
-    """Whether a request was aborted because of a stop string: vLLM's API servers find those and
-    abort the request, as if the client had disconnected."""
+    """Whether vLLM's API server found a stop string, for which it aborts a request."""
     stops = request.sampling_params.stop if request.sampling_params else None
     if not stops or decode is None:
         return False
@@ -76,12 +72,9 @@ def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None
 
 
 class Endings:
-    """Ends requests from inside the scheduler and delivers their last outputs.
-
-    A refused request leaves the queues and frees its KV at once. Its last output, which carries the
-    refusal, goes out with the outputs of the next step. There always is a next step, on an idle
-    engine too: vLLM keeps stepping until its workers know of every finished request.
-    """
+    """Ends requests from inside the scheduler: they leave the queues and free their KV at once.
+    Their last outputs, which carry the refusal, go out with those of the next step. There always is
+    one: vLLM keeps stepping until its workers know of every finished request."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -117,8 +110,7 @@ class Endings:
                 self.refuse(f"{number}_{prompt}", refusal)
 
     def _end(self, request_id: str, refusal: Refusal) -> bool:
-        """End a request; during schedule(), right after it. False if it is gone or cannot be
-        ended."""
+        """End a request; during schedule(), after it. False if it is gone or cannot be ended."""
         request = self._scheduler.requests.get(request_id)
         if request is None or request.is_finished() or not self.can_end(request):
             return False
@@ -155,8 +147,8 @@ class Endings:
 
 
 class RecentReadings:
-    """Probabilities and level of the requests that ended last, by the client's request id; of
-    several prompts or answers, those of the last."""
+    """Probabilities and level of the requests that ended last, by the client's id; of several
+    prompts or answers, those of the last."""
 
     def __init__(self) -> None:
         self._readings: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -166,8 +158,8 @@ class RecentReadings:
         if job.prediction is None or job.awaits_prediction:
             return
         origin = origin_of(job.request_id)
-        reading = {"probabilities": list(job.prediction.urgency), "level": job.level}
-        self._readings[origin] = reading
+        urgency = list(job.prediction.urgency)
+        self._readings[origin] = {"probabilities": urgency, "level": job.level}
         self._readings.move_to_end(origin)
         if len(self._readings) > _KEPT:
             self._readings.popitem(last=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,8 @@ _MOST_AHEAD = 65536
 
 class PredictionFeed:
     """Sends prompts to the predictor and hands out its predictions, without ever waiting for them.
-
     Engines of the same group share a predictor process. Raises PredictorError if the configured
-    model cannot be loaded; a stored network that turns out to be damaged while it loads is logged.
-    """
+    model cannot be loaded; a stored network that proves damaged while it loads is logged."""
 
     def __init__(
         self,
@@ -43,11 +41,11 @@ class PredictionFeed:
         tokenizer: Any,
         counters: Counters,
         group: str | None,
-        prompt_of: Callable[[str], Sequence[int] | None],  # token ids
+        requests: Mapping[str, Request],
     ) -> None:
         self.tokenizer = tokenizer
         self._core = core
-        self._prompt_of = prompt_of
+        self._requests = requests
         self._jobs = jobs
         self._counters = counters
         # Submitted before the scheduler has seen them, and answers that came as early. Both
@@ -96,9 +94,8 @@ class PredictionFeed:
 
     def reads(self, request: Request, hint: Hint, length_known: bool) -> bool:
         """Whether the predictor should read a request's text."""
-        if self.service is None or not request.prompt_token_ids:
-            return False
-        return self._core.policy.reads(hint.level is not None, length_known)
+        can_read = self.service is not None and bool(request.prompt_token_ids)
+        return can_read and self._core.policy.reads(hint.level is not None, length_known)
 
     def first_reading(
         self, request: Request, passed: Prediction | None
@@ -186,7 +183,8 @@ class PredictionFeed:
 
     def _look_again(self, job: Job, prediction: Prediction) -> None:
         """Have the parts of a prompt read that its first reading did not see."""
-        policy, tokens = self._core.policy, self._prompt_of(job.request_id)
+        policy, request = self._core.policy, self._requests.get(job.request_id)
+        tokens = None if request is None else request.prompt_token_ids
         unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
         if not job.level or not tokens or unseen <= 0 or job.state.is_end:
             return

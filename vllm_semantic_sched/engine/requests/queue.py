@@ -17,7 +17,7 @@ class SemanticRequestQueue(RequestQueue):
 
     vLLM peeks at the head, allocates for it and then pops, so `pop_request` always returns what
     `peek_request` returned last, even after a failure. A queue whose requests are all held back by
-    a reservation is falsy, although its length is not 0. `queue` has its jobs in the core.
+    a reservation is falsy, although its length is not 0. `queue`: the same in the core.
     """
 
     def __init__(

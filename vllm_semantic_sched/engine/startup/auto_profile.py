@@ -22,8 +22,7 @@ _measured: dict[tuple[object, ...], Device] = {}
 
 def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> EngineProfile:
     """The profile that a policy names (raises PolicyError if it is invalid), or the derived one
-    (errors are logged). `starting`: the engine does not serve yet, so that a benchmark neither
-    disturbs it nor is disturbed."""
+    (errors are logged). `starting`: the engine does not serve yet, so a benchmark may run."""
     if policy.profile != AUTO:
         return load_profile(policy.profile)
     try:

@@ -76,7 +76,12 @@ def measure_device(
 
 def _fastest(work: Callable[[], Any], wait: Callable[[], None]) -> float:
     """Seconds of the fastest run, since other programs make runs slower and none faster."""
-    timer = timeit.Timer(lambda: (work(), wait()))
+
+    def once() -> None:
+        work()
+        wait()
+
+    timer = timeit.Timer(once)
     timer.timeit(1)
     end = time.perf_counter() + _SECONDS
     fastest = timer.timeit(1)
