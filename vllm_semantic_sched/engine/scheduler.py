@@ -21,11 +21,12 @@ from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings,
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
-from vllm_semantic_sched.engine.view import VllmView, engine_capacity
+from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, SchedulerOutput, VllmConfig
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
@@ -80,7 +81,10 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             core.lifecycle.listeners.append(self._event_log)
             core.record_why(self._event_log, time.monotonic)
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
-        core.set_capacity(engine_capacity(self), 1 + self.num_spec_tokens)
+        # Each group of layers has blocks of its own.
+        blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self)
+        capacity = EngineCapacity(vllm_api.total_seats(self), blocks, self.block_size)
+        core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(

@@ -12,7 +12,6 @@ from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.waits import Cause
@@ -21,15 +20,6 @@ from vllm_semantic_sched.policy.view import StageLimits
 
 # More requests than that are put into order by sorting all.
 _FEW = 4
-
-
-def engine_capacity(scheduler: Scheduler) -> EngineCapacity:
-    return EngineCapacity(
-        seats=vllm_api.total_seats(scheduler),
-        # Each group of layers has blocks of its own.
-        blocks=vllm_api.total_kv_blocks(scheduler) // vllm_api.kv_cache_groups(scheduler),
-        block_size=scheduler.block_size,
-    )
 
 
 @dataclass(eq=False)

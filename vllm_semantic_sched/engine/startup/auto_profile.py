@@ -7,12 +7,8 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.profile.devices import (
-    Device,
-    device_named,
-    nearest_device,
-    recognize,
-)
+from vllm_semantic_sched.policy.profile import devices
+from vllm_semantic_sched.policy.profile.devices import Device
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 from vllm_semantic_sched.policy.profile.roofline import Roofline
@@ -38,7 +34,7 @@ def engine_profile(policy: Policy, config: VllmConfig, starting: bool) -> Engine
 def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple[Device, str]:
     """The engine's device, and the origin of its figures."""
     hardware = describe_hardware(config)
-    known = recognize(hardware.name)
+    known = devices.recognize(hardware.name)
     if known is not None:
         return known, f"the peak figures of {known.name}"
     key = (hardware.kind, hardware.dtype, model.width, model.inner, model.weights)
@@ -50,5 +46,6 @@ def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple
             logger.warning("Semantic scheduling: %s was not measured: %s", hardware.name, error)
     if key in _measured:
         return _measured[key], f"a benchmark of {hardware.name}"
-    other = device_named("cpu") if hardware.kind == "cpu" else nearest_device(hardware.memory)
+    is_cpu = hardware.kind == "cpu"
+    other = devices.device_named("cpu") if is_cpu else devices.nearest_device(hardware.memory)
     return other, f"the figures of {other.name}, for want of any of {hardware.name}"
