@@ -55,8 +55,7 @@ class StepClock:
         self._in_flight[id(output)] = (batch, now)
 
     def finished(self, output: SchedulerOutput, now: float) -> tuple[Batch, float] | None:
-        """What was in a step whose output has arrived, and its seconds; None if its start is
-        unknown."""
+        """A step whose output has arrived, and its seconds; None if its start is unknown."""
         batch, start = self._in_flight.pop(id(output), (None, 0.0))
         start = max(start, self._last_output)
         self._last_output = now

@@ -1,7 +1,5 @@
 """Keeps an exception in this package from stopping the server."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -15,10 +13,28 @@ _T = TypeVar("_T")
 logger = logging.getLogger("vllm.semantic_sched")
 
 
+class _GuardedBlock:
+    """Stateless, and so shared by all blocks of a name: a step enters ten of them."""
+
+    __slots__ = ("_doing", "_failed")
+
+    def __init__(self, doing: str, failed: Callable[[str], None]) -> None:
+        self._doing = doing
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._failed(self._doing)
+        return True
+
+
 class Guard:
-    """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: an
-    exception that leaves a scheduler kills the server. `count` adds 1 to a counter, by name and
-    label."""
+    """Runs parts of the scheduler and logs and counts their exceptions instead of raising them: one
+    that leaves a scheduler kills the server. `count` adds 1 to a counter, by name and label."""
 
     def __init__(self, count: Callable[[str, str], None]) -> None:
         self._count = count
@@ -28,7 +44,7 @@ class Guard:
     def __call__(self, doing: str) -> _GuardedBlock:
         """Guard a block that is `doing` something: the counter's label and part of the log."""
         if (block := self._blocks.get(doing)) is None:
-            block = self._blocks[doing] = _GuardedBlock(self, doing)
+            block = self._blocks[doing] = _GuardedBlock(doing, self.failed)
         return block
 
     def failed(self, doing: str) -> None:
@@ -41,25 +57,6 @@ class Guard:
                 "failures are counted in semsched:policy_errors_total only.",
                 doing,
             )
-
-
-class _GuardedBlock:
-    """Stateless, and so shared by all blocks of a name: a step enters ten of them."""
-
-    __slots__ = ("_doing", "_guard")
-
-    def __init__(self, guard: Guard, doing: str) -> None:
-        self._guard = guard
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._guard.failed(self._doing)
-        return True
 
 
 @contextmanager

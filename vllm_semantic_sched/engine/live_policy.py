@@ -1,7 +1,5 @@
 """Changes the policy while the server runs: reloads it, or switches between two (a canary)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -123,11 +121,10 @@ class LivePolicy:
 @dataclass(eq=False)
 class CanaryDriver:
     """The canary of an engine, and how the last one ended. Only on the scheduling thread, between
-    steps and before arrivals: on an idle engine it waits for the next request. `switch` puts a
-    policy in force."""
+    steps and before arrivals: on an idle engine it waits for the next request."""
 
     core: SchedulingCore
-    switch: Callable[[Policy], None]
+    switch: Callable[[Policy], None]  # puts a policy in force
     running: Canary | None = None
     arm: str = "current"  # the policy in force; the other one is "new"
     _policies: dict[str, Policy] = field(default_factory=dict)
@@ -167,8 +164,7 @@ class CanaryDriver:
         self._put_in_force(canary.arm(now))
 
     def stop(self, reason: str, keep: bool = False) -> None:
-        """End the canary, if one runs. With `keep` the new policy stays until the next reload or
-        restart."""
+        """End the canary, if one runs. With `keep` the new policy stays until a reload."""
         if self.running is None:
             return
         self.core.lifecycle.listeners.remove(self.running)

@@ -1,7 +1,5 @@
 """Preempts running requests, saves their KV to the host pool, and counts what that costs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +33,7 @@ class _Victim:
 
 class Preemptions:
     """Preempts requests as planned, for the policy and where vLLM does by itself, and counts what
-    that costs. Without a usable swap connector every plan recomputes; the reason is logged once,
-    at start."""
+    that costs. Without a usable swap connector, every plan recomputes; the log says why."""
 
     def __init__(
         self, scheduler: Scheduler, core: SchedulingCore, endings: Endings, counters: Counters
@@ -103,9 +100,8 @@ class Preemptions:
             self._reason, self._beneficiary = before
 
     def begin(self, job: Job, request: Request, keep: bool) -> PreemptionPlan:
-        """Plan the preemption that vLLM is about to carry out, and begin it while the request
-        still holds its blocks. Returns the plan carried out: it keeps nothing if the host pool is
-        full."""
+        """Plan the preemption that vLLM is about to carry out, and begin it while the request holds
+        its blocks. Returns the plan: it keeps nothing if the host pool is full."""
         plan = self.plan(job, request, keep)
         kv_tokens = job.computed
         if plan.saved:

@@ -1,8 +1,6 @@
 """SemanticScheduler: vLLM's V1 scheduler with the policy core's order and preemption. It never
 copies `schedule()`; it arranges vLLM's own queues before each step and looks at what came out."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any
@@ -235,9 +233,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             return super().reset_prefix_cache(*args, **kwargs)
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request with a code that its client sees, at any time on the
-        engine's thread; False if there is none, or it cannot be refused (pooling, streamed
-        input)."""
+        """End a waiting or running request with a code that its client sees, on the engine's
+        thread; False if there is none, or it cannot be refused (pooling, streamed input)."""
         return self._endings.refuse(request_id, refusal)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,5 @@
 """The releases of vLLM that this package supports. Does not import vLLM."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import logging

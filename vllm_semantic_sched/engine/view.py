@@ -1,7 +1,5 @@
 """What a scheduling step asks of vLLM and orders from it (`policy.view.EngineView`)."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field

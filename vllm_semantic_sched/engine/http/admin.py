@@ -4,8 +4,6 @@ No request can name a file. The operator endpoints answer the server's own machi
 server's API key if it has one, and a token that only users who may read the server's files have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import json

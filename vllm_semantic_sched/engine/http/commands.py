@@ -1,8 +1,6 @@
 """Commands that an API server sends to the scheduler as vLLM's utility calls, which run between two
 steps, on the scheduling thread, whether the engine is busy, idle or paused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

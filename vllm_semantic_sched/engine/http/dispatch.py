@@ -1,8 +1,6 @@
 """Passes the reading of each request's text to its engine, and chooses the engine if vLLM runs
 several (data parallelism): vLLM's own balancer compares loads and knows no urgency."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

@@ -1,14 +1,12 @@
 """One HTTP request as the middleware knows it, from its headers and the bounded beginning of its
 body to the engine client's `generate`; and what is kept for an application."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -40,7 +38,7 @@ class Incoming:
     prepared: Callable[[], None] | None = None  # to be called once it is on its way to the engine
 
     @classmethod
-    def of(cls, scope: Any) -> Incoming:
+    def of(cls, scope: Any) -> Self:
         headers = dict(scope.get("headers", ()))
         tenant, priority = headers.get(TENANT_HEADER), None
         with contextlib.suppress(KeyError, ValueError):

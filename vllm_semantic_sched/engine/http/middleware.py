@@ -6,8 +6,6 @@ middleware vLLM answers a refused request with status 500 (since 0.33: 503), or 
 message inside a stream of status 200.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -137,9 +135,8 @@ class _Response:
 
 
 def watch(app: Any) -> None:
-    """Wrap `generate` of an application's engine client: it tells `UrgentFirst` that a request is
-    prepared, lets `Dispatch` choose its engine, and raises RequestRefused for a refused request.
-    Later calls are no-ops."""
+    """Wrap `generate` of an application's engine client, once: it tells `UrgentFirst` of a request
+    prepared, lets `Dispatch` choose its engine, and raises RequestRefused for a refused one."""
     engine_client = getattr(app.state, "engine_client", None)
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return

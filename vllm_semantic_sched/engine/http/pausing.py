@@ -1,7 +1,5 @@
 """Operator endpoints that stop and resume the engine: pause, sleep, reload weights, drop caches."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Any, Literal
 

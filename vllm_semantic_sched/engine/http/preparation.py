@@ -5,8 +5,6 @@ behind a burst of fifty, an urgent request would reach the scheduler last. Here 
 prepared, in the order of their hints or of the instant reader's levels.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

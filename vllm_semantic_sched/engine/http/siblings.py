@@ -1,8 +1,6 @@
 """What the API servers of one `vllm serve` know of each other, in memory that they share: vLLM
 starts as many as engines, and each sees only its own requests."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

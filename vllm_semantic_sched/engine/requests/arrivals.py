@@ -1,8 +1,6 @@
 """Reads new requests on vLLM's input thread, beside the model's steps, as far as that needs no
 scheduler state. In an offline engine, and without an engine, everything happens on one thread."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

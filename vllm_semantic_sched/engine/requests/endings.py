@@ -1,8 +1,6 @@
 """The ends of requests: how vLLM's requests ended, refusals that clients learn of, and readings
 kept for corrections by operators."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable

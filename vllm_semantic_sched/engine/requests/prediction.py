@@ -1,7 +1,5 @@
 """Connects the prediction service to the scheduler's jobs."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -121,9 +119,8 @@ class PredictionFeed:
     def submit(
         self, request_id: str, hint: Hint, text: str, provisional: Prediction | None
     ) -> bool:
-        """Send the text of a prompt to the predictor; False if no prediction will arrive. May be
-        called on vLLM's input thread, before the scheduler knows the request; it then calls
-        `arrived`."""
+        """Send the text of a prompt to the predictor; False if no prediction will arrive. May run
+        on vLLM's input thread, before the scheduler knows the request and calls `arrived`."""
         if self.service is None:
             return False
         self._ahead[request_id] = None

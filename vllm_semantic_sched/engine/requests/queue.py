@@ -1,7 +1,5 @@
 """vLLM's waiting queue, in the order of the policy core."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 

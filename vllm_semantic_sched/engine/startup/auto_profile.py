@@ -1,8 +1,6 @@
 """The profile `auto`: derived at the start of the engine from its model and device. A device that
 is not in devices.yaml is measured with torch, in about half a second."""
 
-from __future__ import annotations
-
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model

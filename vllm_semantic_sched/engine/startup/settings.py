@@ -1,7 +1,5 @@
 """What a server was started with: its policy and the file of it, its swap connector."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -76,10 +74,10 @@ class PolicyFile:
         self._adopted: tuple[int, ...] | None = None
 
     def has_changed(self) -> bool:
-        """Whether the file differs from when this last returned True, and is as at the last call,
-        so that nobody reads it while it is being written. True at the second call too: a server
-        reads its policy long before it is up. A link that leads to another file counts, as in a
-        Kubernetes ConfigMap; a file that is gone does not."""
+        """Whether the file differs from when this last returned True, and is as at the last call:
+        nobody reads it while it is being written. True at the second call too: a server reads its
+        policy long before it is up. A link to another file counts, as in a Kubernetes ConfigMap; a
+        file that is gone does not."""
         before, self._seen = self._seen, _signature(self.path)
         if self._seen is None or self._seen != before or self._seen == self._adopted:
             return False
