@@ -22,8 +22,6 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _LOOK = 0.5  # seconds between two looks at the promises of a canary
 
-Load = Callable[[], tuple[Policy, EngineProfile]]
-
 
 class LivePolicy:
     """The version of the policy in force, and reloads: a thread reads the file (`load`), and the
@@ -36,7 +34,7 @@ class LivePolicy:
     def __init__(
         self,
         core: SchedulingCore,
-        load: Load,
+        load: Callable[[], tuple[Policy, EngineProfile]],
         switch: Callable[[Policy, EngineProfile], None],
         counters: Counters,
     ) -> None:
