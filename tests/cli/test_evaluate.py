@@ -1,6 +1,5 @@
 """`semsched evaluate` on small tables: figures, baselines, files, and error messages."""
 
-import argparse
 import csv
 import json
 
@@ -8,7 +7,7 @@ import pytest
 from html_pages import read_page
 from predictor_examples import TwoLevels
 
-from vllm_semantic_sched.cli import evaluate
+from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.lab.evaluation.baselines import (
     MAJORITY,
     MEDIAN,
@@ -113,9 +112,7 @@ def _write_csv(path, rows):
 
 
 def run(*arguments):
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    return evaluate.run(parser.parse_args([str(argument) for argument in arguments]))
+    return main(["evaluate", *map(str, arguments)])
 
 
 def report_in(folder):

@@ -10,20 +10,23 @@ from pathlib import Path
 import pytest
 
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.cli.arguments import Failure
 from vllm_semantic_sched.cli.serve import (
     MIDDLEWARE,
     SCHEDULER,
-    Cpu,
     Launch,
-    ServeError,
+    Machine,
     launch_of,
     short_steps,
 )
 
+GPU = Machine(True, cores=8, free_gib=40.0, total_gib=64.0)
 
-def launch(*options: str, free: float = 40.0, **given) -> Launch:
-    wanted = {"policy": None, "profile": None, "host_gib": None, **given}
-    return launch_of("my/model", options, free_gib=free, **wanted)
+
+def launch(
+    *options: str, machine: Machine = GPU, host_gib: float | None = None, **settings
+) -> Launch:
+    return launch_of("my/model", options, settings, host_gib, machine)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
     [(400.0, (), 32.0), (40.0, ("--data-parallel-size=4",), 2.5), (0.5, (), None)],
 )
 def test_size_of_the_pool(free, options, size) -> None:
-    command, notes, _ = launch(*options, free=free)
+    command, notes, _ = launch(*options, machine=GPU._replace(free_gib=free))
     if size is None:
         assert "--kv-transfer-config" not in command and "too few" in notes[0]
     else:
@@ -118,7 +121,7 @@ def test_policy_and_profile_join_other_settings() -> None:
     ],
 )
 def test_what_cannot_work_together_is_refused(options, given, message) -> None:
-    with pytest.raises(ServeError, match=message):
+    with pytest.raises(Failure, match=message):
         launch(*options, **given)
 
 
@@ -129,7 +132,8 @@ def test_pipeline_parallelism_alone_leaves_the_pool_out_and_says_so() -> None:
 
 
 def test_without_a_gpu_what_is_missing_is_added_and_said(no_gpu) -> None:
-    command, notes, environment = launch(free=15.0, cpu=Cpu(cores=4, free_gib=15.0, total_gib=20.0))
+    machine = Machine(False, cores=4, free_gib=15.0, total_gib=20.0)
+    command, notes, environment = launch(machine=machine)
     assert "--enforce-eager" in command
     assert value(command, "--gpu-memory-utilization") == "0.6"
     assert value(command, "--kv-cache-memory-bytes") == str(1920 * 2**20)
@@ -144,7 +148,7 @@ def test_without_a_gpu_what_the_user_gave_stays(no_gpu, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     given = ("--no-enforce-eager", "--gpu_memory_utilization=0.3", "--block-size", "64")
     given += ("--max_num_batched_tokens=4096",)
-    command, notes, environment = launch(*given, cpu=Cpu(2, 8.0, 16.0))
+    command, notes, environment = launch(*given, machine=Machine(False, 2, 8.0, 16.0))
     assert command[3:8] == list(given)
     assert command[8] == "--scheduler-cls"
     assert not environment and len(notes) == 1

@@ -1,6 +1,5 @@
 """`semsched train`: the command on a handful of records, and its messages."""
 
-import argparse
 import csv
 import json
 import threading
@@ -9,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vllm_semantic_sched.cli import train
+from vllm_semantic_sched.cli import main, parse
 from vllm_semantic_sched.policy.config import load_policy
 
 
@@ -22,13 +21,11 @@ def short(monkeypatch):
 
 
 def parsed(*arguments):
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in arguments])
+    return parse(["train", *map(str, arguments)])
 
 
 def run(*arguments):
-    return train.run(parsed(*arguments))
+    return main(["train", *map(str, arguments)])
 
 
 def test_training_starts_from_the_shipped_model_unless_it_makes_a_new_one():

@@ -131,3 +131,13 @@ def test_unknown_request_and_missing_log_fail(log, capsys) -> None:
     assert main(["why", "cmpl-x"]) == 2
     with pytest.raises(SystemExit):
         main(["why", "--last", "soon", str(log)])
+
+
+def test_line_without_a_field_is_an_error_with_its_name(tmp_path, capsys) -> None:
+    path = tmp_path / "events.jsonl"
+    last = json.loads(STORY[-1])
+    del last["output_tokens"]
+    path.write_text("\n".join([*STORY[:-1], json.dumps(last)]))
+    assert main(["why", "cmpl-x", str(path)]) == 1
+    said = "semsched why: a line of the log lacks the field 'output_tokens'\n"
+    assert capsys.readouterr().err == said

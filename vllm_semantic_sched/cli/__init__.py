@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_semantic_sched import __version__
+from vllm_semantic_sched.cli.arguments import Failure
 
 # A module of this package each; the first paragraph of its docstring is its line of help.
 _COMMANDS = (
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Failure as failure:
+        print(f"semsched {arguments.command}: {failure}", file=sys.stderr)
+        return failure.status
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

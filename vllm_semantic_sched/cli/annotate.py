@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=positive, default=8090, help="port to listen on (default: %(default)s)")
 
 
-@failing("annotate", ImportError, OSError, ValueError)
+@failing(ImportError, OSError, ValueError)
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted; 1 if policy, model or address cannot be used."""
     from aiohttp import web

@@ -2,58 +2,53 @@
 
 import argparse
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
 
 from vllm_semantic_sched.policy.facts.section import PolicyError
 
-Run = Callable[[argparse.Namespace], int]
-"""Runs a command and returns its exit status."""
+
+class Failure(Exception):
+    """Ends a command with this message and exit status. 2: an option makes no sense."""
+
+    def __init__(self, problem: object, status: int = 1) -> None:
+        super().__init__(str(problem))
+        self.status = status
 
 
-class BadOption(ValueError):
-    """An option has a value that makes no sense. The message names the option."""
+@contextmanager
+def failing(*errors: type[Exception], status: int = 1) -> Iterator[None]:
+    """Decorator of a command, or block: any of these errors is a Failure."""
+    try:
+        yield
+    except errors as error:
+        raise Failure(error, status) from error
 
 
-def fail(command: str, problem: object, status: int = 1) -> int:
-    """Print why a command fails; returns its exit status."""
-    print(f"semsched {command}: {problem}", file=sys.stderr)
-    return status
+@contextmanager
+def failing_in_lab() -> Iterator[None]:
+    """Decorator of a command that needs the extra `lab`: wrong files, options or packages."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
+        raise Failure(f"{error}; {hint}") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise Failure(error) from error
 
 
-def failing(command: str, *errors: type[Exception], status: int = 1) -> Callable[[Run], Run]:
-    """Decorate a command: any of these errors ends it with a message and this exit status."""
+@contextmanager
+def simulating() -> Iterator[None]:
+    """Decorator of a command that simulates: exit status 2 if the scenario or a trace is invalid,
+    1 if a file cannot be read or written."""
+    from vllm_semantic_sched.sim.engine import RequestTooLarge
+    from vllm_semantic_sched.sim.workload import TraceError
 
-    def decorate(run: Run) -> Run:
-        def guarded(args: argparse.Namespace) -> int:
-            try:
-                return run(args)
-            except errors as error:
-                return fail(command, error, status)
-
-        return guarded
-
-    return decorate
-
-
-def simulating(command: str) -> Callable[[Run], Run]:
-    """Decorate a command that simulates: exit status 2 if the scenario, a trace or an option is
-    invalid, 1 if a file cannot be read or written."""
-
-    def decorate(run: Run) -> Run:
-        def guarded(args: argparse.Namespace) -> int:
-            from vllm_semantic_sched.sim.engine import RequestTooLarge
-            from vllm_semantic_sched.sim.workload import TraceError
-
-            invalid = (PolicyError, TraceError, RequestTooLarge, BadOption)
-            return failing(command, OSError)(failing(command, *invalid, status=2)(run))(args)
-
-        return guarded
-
-    return decorate
+    with failing(OSError), failing(PolicyError, TraceError, RequestTooLarge, status=2):
+        yield
 
 
 def positive(text: str) -> int:
@@ -87,14 +82,14 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:
-    """Fields and values of the options `--set FIELD=VALUE`; BadOption if one has another form."""
+    """Fields and values of the options `--set FIELD=VALUE`; Failure if one has another form."""
     changes = {}
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals or not field:
-            raise BadOption(f"--set {setting}: expected FIELD=VALUE")
+            raise Failure(f"--set {setting}: expected FIELD=VALUE", 2)
         try:
             changes[field] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise BadOption(f"--set {setting}: the value is not YAML") from error
+            raise Failure(f"--set {setting}: the value is not YAML", 2) from error
     return changes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -268,13 +267,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_make_model(args: argparse.Namespace) -> int:
     if args.real:
-        from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
+        from vllm_semantic_sched.lab.bench.real_model import make_real_model
 
-        try:
-            written = make_real_model(args.directory)
-        except NoRealModel as error:
-            print(error, file=sys.stderr)
-            return 1
+        written = make_real_model(args.directory)
     else:
         shape = SIZES[args.size]
         longest = args.max_model_len or shape.max_model_len

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stop.add_argument("--keep", action="store_true", help=text)
 
 
-@failing("canary", AdminError, PolicyError)
+@failing(AdminError, PolicyError)
 def run(args: argparse.Namespace) -> int:
     """Carry out an action and print how it stands; 1 if the server or the policy refuses, 3 if the
     canary was rolled back."""

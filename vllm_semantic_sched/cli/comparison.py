@@ -8,12 +8,11 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import Run
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench import workload
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
@@ -170,7 +169,9 @@ def show_progress(quiet: bool = False) -> Progress:
     return Progress(shown=not quiet)
 
 
-def run_command(name: str, run: Run, args: argparse.Namespace) -> int:
+def run_command(
+    name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
+) -> int:
     """Run a command and return its exit status: 2 for bad arguments, 1 for a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

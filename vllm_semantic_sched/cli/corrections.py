@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from vllm_semantic_sched.cli.arguments import fail, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.config import load_policy
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("decision.yaml"), metavar="FILE", help=text)
 
 
-@failing("corrections", AdminError, ImportError, OSError, ValueError)
+@failing(AdminError, ImportError, OSError, ValueError)
 def run(args: argparse.Namespace) -> int:
     """Record, or refit and print; 1 if the source or the policy cannot be used, 2 for a wrong
     option."""
@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
         server = AdminClient(args.source, args.api_key)
     if args.correct is not None:
         if server is None:
-            return fail("corrections", "--correct needs a server's address", 2)
-        return _correct(server, args.correct, args.sampled)
+            raise Failure("--correct needs a server's address", 2)
+        _correct(server, args.correct, args.sampled)
+        return 0
     if server is None:
         corrections = read_corrections(Path(args.source))
     else:
@@ -66,13 +67,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _correct(server: AdminClient, correction: str, sampled: bool) -> int:
+def _correct(server: AdminClient, correction: str, sampled: bool) -> None:
     name, _, level = correction.rpartition("=")
     if not name or not level.isdecimal():
-        return fail("corrections", f"--correct {correction}: expected ID=LEVEL", 2)
+        raise Failure(f"--correct {correction}: expected ID=LEVEL", 2)
     answer = server.post("/correct", id=name, level=int(level), sampled=sampled)
     print(f"{name}: served at level {answer['level']}, corrected to {answer['corrected']}")
-    return 0
 
 
 def _print_missed(missed: Missed, corrections: int) -> None:

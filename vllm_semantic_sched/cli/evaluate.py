@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.cli.arguments import fail
+from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
@@ -80,21 +80,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
 
 
+@failing_in_lab()
 def run(args: argparse.Namespace) -> int:
     """Evaluate, write the report and print it; 1 if a figure misses its bar, or if a file, a
     package or an option is wrong."""
-    try:
-        missed = _evaluate(args)
-    except (OSError, ValueError, ImportError) as error:
-        return fail("evaluate", with_hint(error))
-    return max((fail("evaluate", line) for line in missed), default=0)
+    _check(args)
+    decision = load_policy(args.policy).decision if args.policy else Decision()
+    from vllm_semantic_sched.predict.instant import InstantReader
+    from vllm_semantic_sched.predict.model import TextPredictor
 
-
-def with_hint(error: Exception) -> str:
-    """The message of an error, with the extra to install if a package is missing."""
-    if isinstance(error, ModuleNotFoundError):
-        return f'{error}; pip install "vllm-semantic-sched[lab]" installs the packages needed'
-    return str(error)
+    # All files are read first, so that a mistake in one shows before minutes of work.
+    bars = read_bars(args.bars) if args.bars else {}
+    root = args.data_root or data_root()
+    sets = {path.stem: _read_set(path, args.domain) for path in args.data}
+    for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
+        sets[name] = examples.builtin_set(name, root)
+    training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
+    predictor = TextPredictor.load(args.model, args.threads)
+    instant = InstantReader.load(args.model)
+    baselines = fit_baselines(training)
+    several = args.all or len(sets) > 1
+    reports = {
+        name: report_on(
+            labeled,
+            predictor,
+            instant,
+            baselines,
+            decision,
+            args.output / name if several else args.output,
+            args.model or "shipped",
+            claims=args.claims and labeled.name == args.data[0].name,
+        )
+        for name, labeled in sets.items()
+    }
+    if several:
+        _summarize(reports, args.output)
+    # One file may have bars for every set; a name that no set has is a mistake.
+    known = {*examples.BUILTIN_SETS, *_COMPOSED} - {*reports}
+    missed = bars_missed({name: one for name, one in bars.items() if name not in known}, reports)
+    for line in missed:
+        print(f"semsched evaluate: {line}", file=sys.stderr)
+    return int(bool(missed))
 
 
 def fit_baselines(training: Sequence[examples.Example]) -> Mapping[str, Guesser]:
@@ -138,43 +164,15 @@ def report_on(
     return evaluation.report
 
 
-def _evaluate(args: argparse.Namespace) -> list[str]:
-    """Write the reports; returns a line for each figure that misses its bar."""
-    _check(args)
-    decision = load_policy(args.policy).decision if args.policy else Decision()
+def _summarize(reports: Mapping[str, dict[str, Any]], output: Path) -> None:
     from vllm_semantic_sched.lab.evaluation.report import summary_page
     from vllm_semantic_sched.lab.report.page import markdown
-    from vllm_semantic_sched.predict.instant import InstantReader
-    from vllm_semantic_sched.predict.model import TextPredictor
 
-    # All files are read first, so that a mistake in one shows before minutes of work.
-    bars = read_bars(args.bars) if args.bars else {}
-    root = args.data_root or data_root()
-    sets = {path.stem: _read_set(path, args.domain) for path in args.data}
-    for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
-        sets[name] = examples.builtin_set(name, root)
-    training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
-    predictor = TextPredictor.load(args.model, args.threads)
-    instant = InstantReader.load(args.model)
-    baselines = fit_baselines(training)
-    reports: dict[str, dict[str, Any]] = {}
-    several = args.all or len(sets) > 1
-    for name, labeled in sets.items():
-        output = args.output / name if several else args.output
-        claims = args.claims and labeled.name == args.data[0].name
-        model = args.model or "shipped"
-        reports[name] = report_on(
-            labeled, predictor, instant, baselines, decision, output, model, claims
-        )
-    if several:
-        page = summary_page(reports)
-        text = markdown(page, {name: f"{name}/report.md" for name in reports})
-        (args.output / _SUMMARY).write_text(text, encoding="utf-8")
-        save_page(page, args.output)
-        print(text)
-    # One file may have bars for every set; a name that no set has is a mistake.
-    known = {*examples.BUILTIN_SETS, *_COMPOSED} - {*reports}
-    return bars_missed({name: one for name, one in bars.items() if name not in known}, reports)
+    page = summary_page(reports)
+    text = markdown(page, {name: f"{name}/report.md" for name in reports})
+    (output / _SUMMARY).write_text(text, encoding="utf-8")
+    save_page(page, output)
+    print(text)
 
 
 def _check(args: argparse.Namespace) -> None:

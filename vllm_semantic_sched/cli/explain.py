@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import fail, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
-@failing("explain", FileNotFoundError, ImportError, ValueError)
+@failing(FileNotFoundError, ImportError, ValueError)
 def run(args: argparse.Namespace) -> int:
     """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
     if args.max_tokens is not None and args.max_tokens < 1:
-        return fail("explain", "--max-tokens must be at least 1", 2)
+        raise Failure("--max-tokens must be at least 1", 2)
     # Nothing here lives long, and collecting garbage takes a tenth of the time of the imports.
     gc.disable()
     try:

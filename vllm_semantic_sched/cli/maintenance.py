@@ -7,12 +7,11 @@ in the queue.
 
 import argparse
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate import maintenance
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
@@ -46,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     needed = {"load-lora": ("lora_name", "lora_path"), "unload-lora": ("lora_name",)}
     for name in needed.get(action, ()):
         if not getattr(args, name):
-            print(f"{action} needs --{name.replace('_', '-')}", file=sys.stderr)
-            return 2
+            raise Failure(f"{action} needs --{name.replace('_', '-')}", 2)
     server = AdminClient(args.server, args.api_key)
     for number in _INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
@@ -84,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
             maintenance.abandon_pause(server)
         raise
     except AdminError as error:
-        print(f"{action}: {error}", file=sys.stderr)
-        return 1
+        raise Failure(f"{action}: {error}") from error
     return 0
 
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_scenario_arguments(parser)
 
 
-@arguments.simulating("plan")
+@arguments.simulating()
 def run(args: argparse.Namespace) -> int:
     """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     from tqdm import tqdm
@@ -55,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
     scenario, *others = load_scenarios(args.scenario, _changes(args))
     if others:
         problem = "a plan needs a scenario without a sweep"
-        raise arguments.BadOption(f"--scenario {args.scenario}: {problem}")
+        raise arguments.Failure(f"--scenario {args.scenario}: {problem}", 2)
     for scheduler in scenario.policies:
         if not any(map(is_promised, scenario.slos(scheduler))):
-            raise arguments.BadOption(
+            raise arguments.Failure(
                 f"{scheduler} promises nothing to any level: set `slo` in its tiers, or `slos` in "
-                "the scenario"
+                "the scenario",
+                2,
             )
     args.output.mkdir(parents=True, exist_ok=True)
     tasks = [(scenario, *pair) for pair in itertools.product(scenario.policies, QUESTIONS)]

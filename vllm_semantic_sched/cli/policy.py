@@ -1,9 +1,12 @@
 """List, explain and check policies, and make a running server reload its policy."""
 
 import argparse
-import sys
+import contextlib
+import os
 
-from vllm_semantic_sched.cli.arguments import add_server_arguments
+import psutil
+
+from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments, failing
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, send_hangup
 from vllm_semantic_sched.policy.config import Policy, load_policy
@@ -23,55 +26,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(reload, required=False)
     reload.add_argument(
         "--pid",
-        type=int,
+        type=_process,
         help="instead of --server: process of the server or of an engine. Its engines get SIGHUP "
         "and log the result",
     )
 
 
+def _process(text: str) -> int:
+    """Type of --pid: engines below the process get a signal, so not one that is above them all, or
+    somebody else's."""
+    pid = int(text)
+    if pid == 1:
+        raise argparse.ArgumentTypeError("process 1 is above all: name an engine, or use --server")
+    with contextlib.suppress(psutil.Error, ValueError):
+        user = psutil.Process(pid).uids().effective
+        if os.geteuid() not in (0, user):
+            raise argparse.ArgumentTypeError(f"process {pid} belongs to another user ({user})")
+    return pid
+
+
+@failing(PolicyError)
 def run(args: argparse.Namespace) -> int:
     """Carry out an action; 1 if the policy is invalid or the server keeps its old one, 2 for
     invalid options."""
-    try:
-        if args.action == "reload":
-            return _reload(args)
-        if args.action == "list":
-            print("policies:", *shipped_names("policy"))
-            print("profiles:", AUTO, *shipped_names("profile"))
-        elif args.action == "keys":
-            print(describe_keys(Policy), end="")
-        elif args.action == "show":
-            print(resolve_config(args.policy, "policy").read_text(encoding="utf-8"), end="")
-        else:
-            policy = load_policy(args.policy)
-            load_profile(policy.profile)
-            print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
-    except PolicyError as error:
-        print(error, file=sys.stderr)
-        return 1
+    if args.action == "reload":
+        _reload(args)
+    elif args.action == "list":
+        print("policies:", *shipped_names("policy"))
+        print("profiles:", AUTO, *shipped_names("profile"))
+    elif args.action == "keys":
+        print(describe_keys(Policy), end="")
+    elif args.action == "show":
+        print(resolve_config(args.policy, "policy").read_text(encoding="utf-8"), end="")
+    else:
+        policy = load_policy(args.policy)
+        load_profile(policy.profile)
+        print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
     return 0
 
 
-def _reload(args: argparse.Namespace) -> int:
+def _reload(args: argparse.Namespace) -> None:
     if (args.server is None) == (args.pid is None):
-        print("give either --server or --pid", file=sys.stderr)
-        return 2
+        raise Failure("give either --server or --pid", 2)
+    engines = []
     try:
-        if args.pid is not None:
-            for process in send_hangup(args.pid):
-                print(
-                    f"engine process {process} reloads its policy; see its log and the metric "
-                    "semsched:policy_reloads_total for the result"
-                )
-            return 0
-        engines = AdminClient(args.server, args.api_key).post("/policy/reload")["engines"]
+        if args.pid is None:
+            engines = AdminClient(args.server, args.api_key).post("/policy/reload")["engines"]
+        for process in [] if args.pid is None else send_hangup(args.pid):
+            print(
+                f"engine process {process} reloads its policy; see its log and the metric "
+                "semsched:policy_reloads_total for the result"
+            )
     except AdminError as error:
-        print(f"not reloaded, the old policy stays in force:\n{error}", file=sys.stderr)
-        return 1
+        raise Failure(f"not reloaded, the old policy stays in force:\n{error}") from error
     for number, report in enumerate(engines):
         changed = f"; changed: {', '.join(report['changed'])}" if report.get("changed") else ""
         print(
             f"engine {number}: {report['result']}, version {report['version']} "
             f"({report['fingerprint']}){changed}"
         )
-    return 0

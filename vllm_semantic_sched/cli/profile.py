@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from vllm_semantic_sched.cli.arguments import fail, failing, positive
+from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile import formula
@@ -80,26 +80,24 @@ def run(args: argparse.Namespace) -> int:
     if args.analytic:
         return _derive(args)
     if args.output is None and args.check is None:
-        return fail("profile", "needs --output or --check", 2)
+        raise Failure("needs --output or --check", 2)
     if not args.engine:
-        return fail("profile", "needs -- MODEL, or --analytic --model DIR", 2)
+        raise Failure("needs -- MODEL, or --analytic --model DIR", 2)
     from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
 
-    try:
+    with failing(PolicyError, BadOptions, OSError, status=2):
         if args.check is not None:
             formula.load_profile(args.check)  # fails before minutes of work, not after
         if args.output is not None:
             args.output.parent.mkdir(parents=True, exist_ok=True)
         with closing(LiveEngine(args.engine, args.seed)) as engine:
             return _measure(args, engine) if args.check is None else _check(args, engine)
-    except (PolicyError, BadOptions, OSError) as error:
-        return fail("profile", error, 2)
 
 
-@failing("profile", OSError, ValueError, AttributeError, TypeError, RuntimeError, status=2)
+@failing(OSError, ValueError, AttributeError, TypeError, RuntimeError, status=2)
 def _derive(args: argparse.Namespace) -> int:
     if args.model is None:
-        return fail("profile", "--analytic needs --model", 2)
+        raise Failure("--analytic needs --model", 2)
     config = json.loads((args.model / "config.json").read_text("utf-8"))
     model = ModelShape.from_config(args.model.resolve().name, config)
     here = args.device == _THIS_MACHINE
@@ -171,7 +169,7 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
         print(f"semsched profile: {beyond}", file=sys.stderr)
     lengths = make_lengths(longest)
     if not lengths:
-        return fail("profile", f"all points are longer than {longest} tokens", 2)
+        raise Failure(f"all points are longer than {longest} tokens", 2)
     stream = measure_points(engine, profile, lengths, args.repeats, args.statistic, args.seed + 1)
     points = _with_progress(stream, args.repeats * len(lengths), args.quiet)
     verdict = judge(profile, points)

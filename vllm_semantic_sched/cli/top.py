@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import add_server_arguments, fail
+from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.once or args.json:
         return _print(watches, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return fail("top", "needs a terminal; use --once or --json", 2)
+        raise Failure("needs a terminal; use --once or --json", 2)
     for watch in watches:
         threading.Thread(target=_keep_reading, args=(watch, args.interval), daemon=True).start()
     _show(watches)

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import fail, failing, positive
+from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.operate.audit import verify
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--since", type=float, default=0.0, metavar="SECONDS", help=text)
 
 
-@failing("trace", OSError)
+@failing(OSError)
 def run(args: argparse.Namespace) -> int:
     """Write trace.json, summary.json and report.html and print the table; 1 if a file cannot be
     read or written, or a log was changed, 2 if it has no events or the arguments are wrong."""
     if args.log[0] == Path("verify"):
         return _verify(args.log[1:])
     if args.output is None or len(args.log) > 1:
-        return fail("trace", "name one log and --output DIR, or `verify`", 2)
+        raise Failure("name one log and --output DIR, or `verify`", 2)
     (args.log,) = args.log
     from vllm_semantic_sched.lab.report.trace import trace_page
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
     ]
     if not rows:
-        return fail("trace", f"{args.log}: no events found", 2)
+        raise Failure(f"{args.log}: no events found", 2)
     args.output.mkdir(parents=True, exist_ok=True)
     drawn.sort(key=lambda request: request.arrival)
     spans = [span for request in drawn for span in request.spans]

@@ -33,8 +33,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_semantic_sched.cli.arguments import fail
-from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on, with_hint
+from vllm_semantic_sched.cli.arguments import failing_in_lab
+from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -55,7 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    add = kinds.add_parser("all", help="the shipped model, from the data folder").add_argument
+    def kind(
+        name: str, train: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
+        parser = kinds.add_parser(name, help=text)
+        parser.set_defaults(train=train)
+        return parser
+
+    add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
     add("--data", type=Path, help=_DATA)
     text = "share of the texts per round; 0.01 tries it out"
     add("--scale", type=float, default=1.0, help=text)
@@ -65,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--teacher", type=Path, metavar="DIR", help=text)
     _add_training_arguments(add, epochs=3, base="pretrained")
 
-    add = kinds.add_parser("instant", help="the instant reader of a model that exists").add_argument
+    add = kind("instant", _train_instant, "the instant reader of a model that exists").add_argument
     add("--data", type=Path, help=_DATA)
     add("--scale", type=float, default=1.0, help="share of the texts; 0.01 tries it out")
     _add_model_arguments(add)
 
-    add = kinds.add_parser("urgency", help="the levels, from labeled texts").add_argument
+    add = kind("urgency", _train_urgency, "the levels, from labeled texts").add_argument
     add("--csv", type=Path, help="texts with levels: columns text,level")
     text = (
         "what the levels mean: a shipped domain or a YAML file; without --csv its own examples are "
@@ -81,16 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training_arguments(add, epochs=8)
     add("--test", type=Path, metavar="CSV", help=_TEST)
 
-    _add_length_arguments(
-        kinds.add_parser("length", help="the output lengths, from a server or a file")
-    )
-
-
-def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    length = kind("length", _train_length, "the output lengths, from a server or a file")
+    add = length.add_mutually_exclusive_group(required=True).add_argument
     add("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
     add("--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000")
-    add = parser.add_argument
+    add = length.add_argument
     add("--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text")
     add("--served-model", help="--from-server: its name (default: the first)")
     add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
@@ -118,18 +120,11 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
     add("--base", default=base, help=f"{text} (default: %(default)s)")
 
 
+@failing_in_lab()
 def run(args: argparse.Namespace) -> int:
     """Train, calibrate, store and report; 1 if a file, a package or an option is wrong."""
-    train = {
-        "all": _train_all,
-        "instant": _train_instant,
-        "urgency": _train_urgency,
-        "length": _train_length,
-    }
-    try:
-        train[args.kind](args)
-    except (OSError, ImportError, ValueError) as error:
-        return fail(f"train {args.kind}", with_hint(error))
+    args.command = f"train {args.kind}"  # in messages
+    args.train(args)
     return 0
 
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help=text)
 
 
-@simulating("whatif")
+@simulating()
 def run(args: argparse.Namespace) -> int:
     """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
     be read or written, 2 if the log or a policy is unusable."""

@@ -5,7 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from vllm_semantic_sched.cli.arguments import fail, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.operate import why
 from vllm_semantic_sched.operate.event_log import logs_in
@@ -34,23 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
 
 
-@failing("why", OSError)
+@failing(OSError)
 def run(args: argparse.Namespace) -> int:
     """Print the answer; 1 if a log cannot be read, 2 if it has no such request."""
+    try:
+        _answer(args)
+    except KeyError as error:
+        raise Failure(f"a line of the log lacks the field {error}") from error
+    return 0
+
+
+def _answer(args: argparse.Namespace) -> None:
     names = list(args.names)
     adds_up = args.level is not None or args.last is not None or Path(names[0]).exists()
     request = "" if adds_up else names.pop(0)
     logs = logs_in(map(Path, names))
     if not logs:
-        return fail("why", "no event log is named", 2)
+        raise Failure("no event log is named", 2)
     if adds_up:
         _print_summary(why.summarize(logs, args.level, args.last), args.level)
-        return 0
+        return
     account = why.account_of(logs, request)
     if account is None:
-        return fail("why", f"no request {request!r} in {' '.join(map(str, logs))}", 2)
+        raise Failure(f"no request {request!r} in {' '.join(map(str, logs))}", 2)
     _print_account(account)
-    return 0
 
 
 def _print_account(account: why.Account) -> None:

@@ -108,7 +108,8 @@ def test_without_a_registry_the_message_names_the_other_model(tmp_path, monkeypa
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     assert main(["bench", "make-model", str(tmp_path), "--real"]) == 1
-    assert "could not be fetched" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "semsched bench: " in error and "could not be fetched" in error
 
 
 def test_another_file_than_expected_is_refused(tmp_path, monkeypatch) -> None:
