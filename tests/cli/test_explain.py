@@ -56,16 +56,12 @@ def test_model_comes_from_the_option_or_the_policy(alarm, tmp_path) -> None:
     assert alarm == [None, "/models/mine", "other"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["--policy", "emss"], 1, "'emss'"),
-        (["--max-tokens", "0"], 2, "at least 1"),
-    ],
-)
-def test_unusable_option_fails_with_its_name(alarm, capsys, arguments, status, message) -> None:
-    assert main(["explain", "x", *arguments]) == status
-    assert message in capsys.readouterr().err
+def test_unusable_option_fails_with_its_name(alarm, capsys) -> None:
+    assert main(["explain", "x", "--policy", "emss"]) == 1
+    assert "'emss'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "x", "--max-tokens", "0"])
+    assert "--max-tokens: 0 is not a positive integer" in capsys.readouterr().err
 
 
 def test_missing_model_fails_with_its_name(capsys) -> None:

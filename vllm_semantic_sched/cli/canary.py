@@ -48,14 +48,9 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "start":
         content, _ = read_config(args.policy, kind="policy")
         given = args.until_broken or ["any"]
-        answer = client.post(
-            "/canary/start",
-            policy=content or {},
-            share=args.share,
-            period=args.period,
-            lease=args.lease,
-            watch=list(MEASURES if "any" in given else given),
-        )
+        watch = list(MEASURES if "any" in given else given)
+        same = {name: getattr(args, name) for name in ("share", "period", "lease")}
+        answer = client.post("/canary/start", policy=content or {}, watch=watch, **same)
     elif args.action == "stop":
         answer = client.post("/canary/stop", keep=args.keep)
     else:

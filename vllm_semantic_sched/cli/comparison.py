@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -42,31 +43,22 @@ def add_plan_arguments(
     add("--seed", type=int, default=load.seed, help="of the workload (%(default)s)")
     text = "longer answers are cut to this many tokens (%(default)s)"
     add("--max-output", type=int, default=load.max_output_tokens, help=text)
-    text = (
-        "the model ends its answers itself, to chats; for a model that has been trained, and on a "
-        "CPU with steps as short as those of `semsched serve`"
-    )
+    text = "the model ends its answers itself, to chats; for a model that has been trained, and on "
+    text += "a CPU with steps as short as those of `semsched serve`"
     add("--natural-ends", action="store_true", help=text)
     text = "where the message stands: alone, before a question or between two (%(default)s)"
     add("--place", choices=workload.PLACES, default=load.place, help=text)
-    text = (
-        "requests come from tenants with these weights, for example 4:1:1, of which semantic "
-        "schedulers are told; --detail prints the fairness among them"
-    )
+    text = "requests come from tenants with these weights, for example 4:1:1, of which semantic "
+    text += "schedulers are told; --detail prints the fairness among them"
     add("--tenants", default="", metavar="WEIGHTS", help=text)
-    text = (
-        "share of the requests of levels 1 to 4 with a context of about 1,000 tokens (%(default)s)"
-    )
+    text = "share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
+    text += "(%(default)s)"
     add("--long-prompts", type=float, default=load.long_prompts, metavar="SHARE", help=text)
-    text = (
-        "run every scheduler this many times, in reversed order every second time, and compare "
-        "the best rounds (%(default)s)"
-    )
+    text = "run every scheduler this many times, in reversed order every second time, and compare "
+    text += "the best rounds (%(default)s)"
     add("--rounds", type=int, default=1, help=text)
-    text = (
-        "run a round again, up to this many times, if the hypervisor took more than 3 %% of the "
-        "CPU time away (%(default)s)"
-    )
+    text = "run a round again, up to this many times, if the hypervisor took more than 3 %% of the "
+    text += "CPU time away (%(default)s)"
     add("--repeats", type=int, default=2, help=text)
 
 
@@ -87,15 +79,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --nice."""
-    text = (
-        "process priority of servers and client; a value below 0 makes other programs disturb the "
-        "figures less and needs root"
-    )
+    text = "process priority of servers and client; a value below 0 makes other programs disturb "
+    text += "the figures less and needs root"
     parser.add_argument("--nice", type=int, default=0, help=text)
 
 
 def make_server(args: argparse.Namespace) -> ServerConfig:
-    """Return the server that the options describe."""
+    """The server that the options describe."""
     return ServerConfig(
         model=args.model,
         log=args.output / "server.log",
@@ -111,7 +101,8 @@ def make_server(args: argparse.Namespace) -> ServerConfig:
 def make_plan(
     args: argparse.Namespace, schedulers: Sequence[SchedulerSpec], mixes: Sequence[str]
 ) -> RunPlan:
-    """Return the plan that the options describe; ValueError if one has an impossible value."""
+    """The plan that the options describe; ValueError if one has an impossible value, or the model
+    cannot hold the longest requests."""
     from vllm_semantic_sched.lab.bench.compare import RunPlan, end_token
 
     for mix in mixes:
@@ -132,7 +123,14 @@ def make_plan(
             "--natural-ends: semantic-known is told the lengths of the first scheduler's answers, "
             "so another one must come first"
         )
-    _check_model_length(args.model, load)
+    config = json.loads((args.model / "config.json").read_text())
+    context = CONTEXT_TOKENS if load.long_prompts else 0
+    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
+    if (longest := config.get("max_position_embeddings") or math.inf) < needed:
+        raise ValueError(
+            f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
+            "`bench make-model --size small`, or choose a shorter --max-output"
+        )
     server = make_server(args)
     if load.natural and not has_gpu():
         given = ("--max-num-seqs", str(server.seats), *server.extra_args)
@@ -150,33 +148,21 @@ def make_plan(
     )
 
 
-def _check_model_length(model: Path, load: workload.WorkloadConfig) -> None:
-    """Raise ValueError if the model cannot hold the longest requests of the load."""
-    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
-    context = CONTEXT_TOKENS if load.long_prompts else 0
-    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
-    if longest is not None and longest < needed:
-        raise ValueError(
-            f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
-            "`bench make-model --size small`, or choose a shorter --max-output"
-        )
-
-
 def show_progress(quiet: bool = False) -> Progress:
-    """Return the progress of a command: nothing with `quiet`."""
+    """The progress of a command: nothing with `quiet`."""
     from vllm_semantic_sched.lab.bench.client import Progress
 
     return Progress(shown=not quiet)
 
 
 def run_command(
-    name: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace
+    name: str, run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace
 ) -> int:
     """Run a command and return its exit status: 2 for bad arguments, 1 for a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return run(args)
+        return run(args) or 0
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
@@ -184,7 +170,8 @@ def run_command(
 
 def print_problems(console: Console, problems: Iterable[str]) -> int:
     """Print why a command fails; returns its exit status, 0 without a problem."""
-    found = list(problems)
-    for problem in found:
+    status = 0
+    for problem in problems:
         console.print(f"[red]{problem}[/]", soft_wrap=True)
-    return min(1, len(found))
+        status = 1
+    return status

@@ -39,17 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @failing(AdminError, ImportError, OSError, ValueError)
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Record, or refit and print; 1 if the source or the policy cannot be used, 2 for a wrong
     option."""
     server = None
     if args.source.startswith(("http://", "https://")):
         server = AdminClient(args.source, args.api_key)
     if args.correct is not None:
-        if server is None:
-            raise Failure("--correct needs a server's address", 2)
-        _correct(server, args.correct, args.sampled)
-        return 0
+        return _correct(server, args.correct, args.sampled)
     if server is None:
         corrections = read_corrections(Path(args.source))
     else:
@@ -64,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
         keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
         args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
         print(f"written: {args.output}; put its keys into the policy and reload it")
-    return 0
 
 
-def _correct(server: AdminClient, correction: str, sampled: bool) -> None:
+def _correct(server: AdminClient | None, correction: str, sampled: bool) -> None:
     name, _, level = correction.rpartition("=")
+    if server is None:
+        raise Failure("--correct needs a server's address", 2)
     if not name or not level.isdecimal():
         raise Failure(f"--correct {correction}: expected ID=LEVEL", 2)
     answer = server.post("/correct", id=name, level=int(level), sampled=sampled)

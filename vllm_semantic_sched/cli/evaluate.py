@@ -37,43 +37,33 @@ _COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("texts (one of these; --all also with --data)").add_argument
-    text = (
-        "texts with level and/or output_tokens; of a folder every CSV, each named after the "
-        "language of its texts, or every YAML file with parts of compositions or chats; each of "
-        "several gets a folder below --output"
-    )
+    text = "texts with level and/or output_tokens; of a folder every CSV, each named after the "
+    text += "language of its texts, or every YAML file with parts of compositions or chats; each "
+    text += "of several gets a folder below --output"
     add("--data", type=Path, nargs="+", default=[], metavar="FILE.csv|DIR", help=text)
     text = f"one of {', '.join(examples.BUILTIN_SETS)}"
     add("--builtin", choices=examples.BUILTIN_SETS, metavar="NAME", help=text)
     text = f"every builtin, and --data if given: a folder below --output for each, and {_SUMMARY}"
     add("--all", action="store_true", help=text)
     add("--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)")
-    text = (
-        "what the labels in the column level mean (default: 0 to 4, or names of the domain "
-        "emergency)"
-    )
+    text = "what the labels in the column level mean (default: 0 to 4, or names of the domain "
+    text += "emergency)"
     add("--domain", metavar="NAME|FILE", help=text)
     text = "read each text of the first --data once more with claims about its urgency, such as"
     add("--claims", action="store_true", help=f'{text} "SYSTEM: urgency 0."')
 
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
-    text = (
-        "figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
-        "status 1 if one is missed"
-    )
+    text = "figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
+    text += "status 1 if one is missed"
     add("--bars", type=Path, metavar="FILE.yaml", help=text)
     add("--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)")
-    text = (
-        "policy whose `decision` section turns probabilities into a level (default: the default "
-        "decision)"
-    )
+    text = "policy whose `decision` section turns probabilities into a level (default: the default "
+    text += "decision)"
     add("--policy", metavar="NAME|FILE", help=text)
     baselines = parser.add_mutually_exclusive_group()
-    text = (
-        "texts to train the TF-IDF baselines on, in the format of --data (default: those of the "
-        "shipped model, if there is a data folder)"
-    )
+    text = "texts to train the TF-IDF baselines on, in the format of --data (default: those of the "
+    text += "shipped model, if there is a data folder)"
     baselines.add_argument("--train", type=Path, metavar="FILE.csv", help=text)
     text = "leave out TF-IDF, which takes minutes"
     baselines.add_argument("--no-baselines", action="store_true", help=text)

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import Failure, failing
+from vllm_semantic_sched.cli.arguments import failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
@@ -36,15 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("text", help="a prompt")
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
     add("--model", help="folder or hub id (default: the policy's)")
-    add("--max-tokens", type=int, metavar="N", help="the request's own limit (default: none)")
+    add("--max-tokens", type=positive, metavar="N", help="the request's own limit (default: none)")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 @failing(FileNotFoundError, ImportError, ValueError)
-def run(args: argparse.Namespace) -> int:
-    """Explain and print; 1 if policy or model cannot be used, 2 for bad arguments."""
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise Failure("--max-tokens must be at least 1", 2)
+def run(args: argparse.Namespace) -> None:
+    """Explain and print; 1 if policy or model cannot be used."""
     # Nothing here lives long, and collecting garbage takes a tenth of the time of the imports.
     gc.disable()
     try:
@@ -64,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
     else:
         _show(make_console(), explanation)
-    return 0
 
 
 def _show(console: Console, explanation: Explanation) -> None:
@@ -86,9 +83,8 @@ def _show(console: Console, explanation: Explanation) -> None:
         console.print(f"output length in tokens: {', '.join(estimates)}")
         lengths = _table("tokens", "probability")
         for one in explanation.lengths:
-            end = "more" if one.longest is None else one.longest
-            share = one.probability
-            lengths.add_row(f"{one.shortest} - {end}", f"{share:.3f}", _bar(share))
+            span = f"{one.shortest} - {'more' if one.longest is None else one.longest}"
+            lengths.add_row(span, f"{one.probability:.3f}", _bar(one.probability))
         console.print(lengths)
     if explanation.words:
         _show_words(console, explanation)

@@ -23,9 +23,8 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add = parser.add_argument
-    text = (
-        "pause and sleep leave the server paused until resume or wake; the other actions resume it"
-    )
+    text = "pause and sleep leave the server paused until resume or wake; the other actions resume "
+    text += "it"
     add("--action", choices=_ACTIONS, required=True, help=text)
     text = "let running requests finish, or freeze them (default: finish)"
     add("--running", choices=("finish", "keep"), default="finish", help=text)
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--in-place", action="store_true", help="load-lora: replace the adapter of that name")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Carry out an action; 1 if it failed, 2 if an option is missing."""
     action = args.action
     needed = {"load-lora": ("lora_name", "lora_path"), "unload-lora": ("lora_name",)}
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if action in ("resume", "wake"):
             server.post(f"/{action}")
-            report("resumed")
-            return 0
+            return report("resumed")
         maintenance.pause(server, args.running == "keep", args.patience, report, args.lease)
         if action != "pause":
             with _interrupts_held():
@@ -83,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         raise
     except AdminError as error:
         raise Failure(f"{action}: {error}") from error
-    return 0
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @arguments.simulating()
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     from tqdm import tqdm
 
@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     written = [*write_plan(args.output, scenario, answers)]
     written += save_page(plan_page(scenario, answers), args.output)
     console.print("written: " + " ".join(map(str, written)))
-    return 0
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:

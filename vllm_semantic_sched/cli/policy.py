@@ -46,7 +46,7 @@ def _process(text: str) -> int:
 
 
 @failing(PolicyError)
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Carry out an action; 1 if the policy is invalid or the server keeps its old one, 2 for
     invalid options."""
     if args.action == "reload":
@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
         policy = load_policy(args.policy)
         load_profile(policy.profile)
         print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
-    return 0
 
 
 def _reload(args: argparse.Namespace) -> None:

@@ -50,10 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="profile to write")
-    text = (
-        "measure the cost of preemptions and compare it with the predictions of this profile; "
-        "--output is then a JSON report. Exit status 3 if a target is missed"
-    )
+    text = "measure the cost of preemptions and compare it with the predictions of this profile; "
+    text += "--output is then a JSON report. Exit status 3 if a target is missed"
     add("--check", metavar="PROFILE", help=text)
     text = "derive the profile of --model on --device instead of measuring one"
     add("--analytic", action="store_true", help=text)
@@ -121,12 +119,12 @@ def _measured_device(model: ModelShape) -> Device:
 
     from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 
-    dtype = "float32" if model.kv_bytes == 4 else "bfloat16"
+    kind, name, memory = "cpu", "this processor", psutil.virtual_memory().total
     if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-        return measure_device("cuda", torch.cuda.get_device_name(), dtype, model, memory)
-    memory = psutil.virtual_memory().total / 1e9
-    return measure_device("cpu", "this processor", dtype, model, memory)
+        kind, name = "cuda", torch.cuda.get_device_name()
+        memory = torch.cuda.get_device_properties(0).total_memory
+    dtype = "float32" if model.kv_bytes == 4 else "bfloat16"
+    return measure_device(kind, name, dtype, model, memory / 1e9)
 
 
 def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
@@ -183,12 +181,12 @@ def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
     """Show a progress bar until the stream yields its result."""
     from tqdm import tqdm
 
-    last: T | None = None
     with tqdm(total=points, unit="point", disable=quiet) as bar:
-        for last in stream:
-            bar.update(last is None)
-    assert last is not None
-    return last
+        for result in stream:
+            if result is not None:
+                return result
+            bar.update()
+    raise AssertionError("no result")
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
@@ -198,14 +196,10 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
         return f"{measured * 1e3:.2f}", f"{predicted * 1e3:.2f} ({predicted / measured - 1:+.0%})"
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
-    rows = (
-        (
-            *(point.prompt, point.generated),
-            *cells(point.recompute, point.predicted_recompute),
-            *cells(point.swap, point.predicted_swap),
-        )
-        for point in points
-    )
+    rows = []
+    for one in points:
+        recompute = cells(one.recompute, one.predicted_recompute)
+        rows.append((one.prompt, one.generated, *recompute, *cells(one.swap, one.predicted_swap)))
     print_table("", columns, rows, words=0)
     for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
         print(

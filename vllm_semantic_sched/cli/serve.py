@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @failing(PolicyError)
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the command and become it; 1 if the options are wrong."""
     settings = _settings_of(args)
     machine = Machine(
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     print(" ".join([*variables, shlex.join(command)]), flush=True)
     print(f"# when it is up:\n# {_request(model, options)}", file=sys.stderr, flush=True)
     if args.dry_run:
-        return 0
+        return
     program = Path(sys.executable).with_name("vllm")
     found = str(program) if program.exists() else shutil.which("vllm")
     if found is None:

@@ -45,13 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @arguments.simulating()
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
         from vllm_semantic_sched.sim.sections import Settings
 
-        print(describe_keys(Settings), end="")
-        return 0
+        return print(describe_keys(Settings), end="")
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.report.simulation import (
@@ -81,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
         write_trace(written[-1], cell)
     written += save_page(simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
-    return 0
 
 
 def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:

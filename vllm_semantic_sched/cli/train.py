@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     def kind(
-        name: str, train: Callable[[argparse.Namespace], None], text: str
+        name: str, run: Callable[[argparse.Namespace], None], text: str
     ) -> argparse.ArgumentParser:
         parser = kinds.add_parser(name, help=text)
-        parser.set_defaults(train=train)
+        parser.set_defaults(run=run, command=f"train {name}")
         return parser
 
     add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
@@ -79,10 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = kind("urgency", _train_urgency, "the levels, from labeled texts").add_argument
     add("--csv", type=Path, help="texts with levels: columns text,level")
-    text = (
-        "what the levels mean: a shipped domain or a YAML file; without --csv its own examples are "
-        "trained on (default: %(default)s)"
-    )
+    text = "what the levels mean: a shipped domain or a YAML file; without --csv its own examples "
+    text += "are trained on (default: %(default)s)"
     add("--domain", default="emergency", help=text)
     add("--examples", type=int, default=6000, help="texts made from a domain (%(default)s)")
     _add_training_arguments(add, epochs=8)
@@ -97,10 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model", help="--from-server: its name (default: the first)")
     add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
     add("--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)")
-    text = (
-        "train the encoder and a deep head for --epochs: for many thousand texts; slow, and the "
-        "urgency head is only held in place by its own predictions on them"
-    )
+    text = "train the encoder and a deep head for --epochs: for many thousand texts; slow, and the "
+    text += "urgency head is only held in place by its own predictions on them"
     add("--tune-encoder", action="store_true", help=text)
     _add_training_arguments(add, epochs=4)
     add("--test", type=Path, metavar="CSV", help=_TEST)
@@ -120,14 +116,6 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
     add("--base", default=base, help=f"{text} (default: %(default)s)")
 
 
-@failing_in_lab()
-def run(args: argparse.Namespace) -> int:
-    """Train, calibrate, store and report; 1 if a file, a package or an option is wrong."""
-    args.command = f"train {args.kind}"  # in messages
-    args.train(args)
-    return 0
-
-
 def _data_folder(args: argparse.Namespace) -> Path:
     root = args.data or data_root()
     if root is None:
@@ -135,6 +123,7 @@ def _data_folder(args: argparse.Namespace) -> Path:
     return Path(root)
 
 
+@failing_in_lab()
 def _train_instant(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.train import train_instant
     from vllm_semantic_sched.predict.instant import INSTANT_FILE
@@ -144,6 +133,7 @@ def _train_instant(args: argparse.Namespace) -> None:
     print(f"saved to {args.output / INSTANT_FILE}")
 
 
+@failing_in_lab()
 def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
@@ -153,12 +143,14 @@ def _train_all(args: argparse.Namespace) -> None:
     _print_thresholds(args.output, texts)
 
 
+@failing_in_lab()
 def _train_urgency(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
     _report(args, train_urgency(_options(args), args.domain, args.csv, args.examples, args.test))
 
 
+@failing_in_lab()
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
     from tqdm import tqdm

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @simulating()
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
     be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.report.simulation import simulation_page, write_results
@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
             written = write_results(folder, settings, answer.cells)
             written += save_page(simulation_page(settings, answer.cells, METRICS[0]), folder)
             console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
-    return 0
 
 
 def _print_table(answer: WhatIf, metric: str, title: str) -> None:

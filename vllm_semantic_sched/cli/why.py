@@ -25,39 +25,30 @@ def duration(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = (
-        "the request's id, as the client got it, then event logs or folders of them; without an id "
-        "all requests are added up"
-    )
+    text = "the request's id, as the client got it, then event logs or folders of them; without an "
+    text += "id all requests are added up"
     add("names", nargs="+", metavar="[REQUEST] EVENTS", help=text)
     add("--level", type=int, metavar="LEVEL", help="add up the requests of this urgency level")
     add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
 
 
 @failing(OSError)
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the answer; 1 if a log cannot be read, 2 if it has no such request."""
-    try:
-        _answer(args)
-    except KeyError as error:
-        raise Failure(f"a line of the log lacks the field {error}") from error
-    return 0
-
-
-def _answer(args: argparse.Namespace) -> None:
     names = list(args.names)
     adds_up = args.level is not None or args.last is not None or Path(names[0]).exists()
     request = "" if adds_up else names.pop(0)
     logs = logs_in(map(Path, names))
     if not logs:
         raise Failure("no event log is named", 2)
-    if adds_up:
-        _print_summary(why.summarize(logs, args.level, args.last), args.level)
-        return
-    account = why.account_of(logs, request)
-    if account is None:
-        raise Failure(f"no request {request!r} in {' '.join(map(str, logs))}", 2)
-    _print_account(account)
+    try:
+        if adds_up:
+            return _print_summary(why.summarize(logs, args.level, args.last), args.level)
+        if (account := why.account_of(logs, request)) is not None:
+            return _print_account(account)
+    except KeyError as error:
+        raise Failure(f"a line of the log lacks the field {error}") from error
+    raise Failure(f"no request {request!r} in {' '.join(map(str, logs))}", 2)
 
 
 def _print_account(account: why.Account) -> None:
