@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,7 @@ from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
-    from vllm_semantic_sched.predict.instant import InstantReader
-    from vllm_semantic_sched.predict.model import TextPredictor
+    from vllm_semantic_sched.lab.evaluation.measure import Evaluation
 
 _SUMMARY = "summary.md"
 _COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the messages alone
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     package or an option is wrong."""
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
+    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -86,23 +87,20 @@ def run(args: argparse.Namespace) -> int:
     for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
         sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
-    predictor = TextPredictor.load(args.model, args.threads)
-    instant = InstantReader.load(args.model)
-    baselines = fit_baselines(training)
+    measure = partial(
+        evaluate_predictor,
+        predictor=TextPredictor.load(args.model, args.threads),
+        instant=InstantReader.load(args.model),
+        baselines=fit_baselines(training),
+        decision=decision,
+        model=args.model or "shipped",
+    )
     several = args.all or len(sets) > 1
-    reports = {
-        name: report_on(
-            labeled,
-            predictor,
-            instant,
-            baselines,
-            decision,
-            args.output / name if several else args.output,
-            args.model or "shipped",
-            claims=args.claims and labeled.name == args.data[0].name,
-        )
-        for name, labeled in sets.items()
-    }
+    reports = {}
+    for name, labeled in sets.items():
+        claims = args.claims and labeled.name == args.data[0].name
+        output = args.output / name if several else args.output
+        reports[name] = report_on(labeled, measure, output, claims)
     if several:
         _summarize(reports, args.output)
     # One file may have bars for every set; a name that no set has is a mistake.
@@ -124,25 +122,21 @@ def fit_baselines(training: Sequence[examples.Example]) -> Mapping[str, Guesser]
 
 def report_on(
     labeled: examples.LabeledSet,
-    predictor: TextPredictor,
-    instant: InstantReader | None,
-    baselines: Mapping[str, Guesser],
-    decision: Decision,
+    measure: Callable[..., Evaluation],
     output: Path,
-    model: str,
     claims: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate with a progress bar, write the report to `output`, print it; returns the figures."""
+    """Evaluate with a progress bar, write the report to `output`, print it; returns the figures.
+    `measure` is `evaluate_predictor`, with the predictor and what is beside it."""
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor, texts_to_read
+    from vllm_semantic_sched.lab.evaluation.measure import texts_to_read
     from vllm_semantic_sched.lab.evaluation.report import evaluation_page
     from vllm_semantic_sched.lab.report.page import markdown
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
-        options = {"model": model, "instant": instant, "claims": claims, "advanced": bar.update}
-        evaluation = evaluate_predictor(labeled, predictor, baselines, decision, **options)
+        evaluation = measure(labeled, claims=claims, advanced=bar.update)
     page = evaluation_page(evaluation)
     text = markdown(page)
     output.mkdir(parents=True, exist_ok=True)

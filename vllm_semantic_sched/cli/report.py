@@ -41,8 +41,7 @@ def print_summary(console: Console, mix: str, rows: Rows) -> None:
 
 
 def print_mix(console: Console, mix: str, rows: Rows) -> None:
-    """Print the results of one mix of levels: rounds, totals, a table per urgency level, and what
-    was misread."""
+    """Print rounds and totals of a mix, a table per urgency level, and what was misread."""
     first = next(iter(rows.values()))
     console.print()
     console.rule(f"mix {mix}: {len(first.workload.requests)} requests")
@@ -75,8 +74,8 @@ def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) 
 
 
 def _orders(rows: Rows) -> Table:
-    title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
     tenants = next(iter(rows.values())).workload.config.tenants
+    title, columns = "finish order (eq. 2)", ["there when a less urgent one finished"]
     if tenants:
         title, columns = f"{title}, fairness", [*columns, "Jain's index"]
     table = make_table(title, "scheduler", *columns)
@@ -118,18 +117,13 @@ def _cells(
     ttft, waiting = summaries["ttft"], summaries["normalized_waiting"]
     gains = ["-", "-"]
     if base is not None:
-        gains = [
-            f"{base['normalized_waiting'].mean / waiting.mean:.2f}x",
-            f"{base['ttft'].p99 / ttft.p99:.2f}x",
-        ]
+        waits = base["normalized_waiting"].mean / waiting.mean
+        gains = [f"{waits:.2f}x", f"{base['ttft'].p99 / ttft.p99:.2f}x"]
     return [
         " ".join(map(page.fixed, (ttft.mean, ttft.p50, ttft.p99))),
-        page.fixed(1e3 * summaries["tpot"].mean),
-        page.fixed(summaries["e2e"].mean),
+        *(page.fixed(1e3 * summaries["tpot"].mean), page.fixed(summaries["e2e"].mean)),
         f"{page.fixed(1e3 * waiting.mean)} {page.fixed(1e3 * waiting.p99)}",
-        *ratio,
-        page.fixed(summaries["slowdown"].mean),
-        *gains,
+        *(*ratio, page.fixed(summaries["slowdown"].mean), *gains),
     ]
 
 

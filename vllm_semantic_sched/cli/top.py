@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return _print(watches, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Failure("needs a terminal; use --once or --json", 2)
-    for watch in watches:
-        threading.Thread(target=_keep_reading, args=(watch, args.interval), daemon=True).start()
-    _show(watches)
+    _show(watches, args.interval)
     return 0
 
 
@@ -89,11 +87,8 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
             states = list(pool.map(lambda watch: watch.poll(), watches))
             if args.json:
                 total = _total(states)
-                figures = {
-                    "servers": [state.as_json() for state in states],
-                    "total": None if total is None else total.as_json(),
-                }
-                print(json.dumps(figures), flush=True)
+                shown = {"servers": [state.as_json() for state in states]}
+                print(json.dumps(shown | {"total": total and total.as_json()}), flush=True)
             else:
                 console.print(draw(states))
             if args.once:
@@ -113,25 +108,20 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
     lines += [Text(f"{s.url}: {s.error}", "yellow") for s in states if s.error]
     if total is not None:
         window = "since the start" if total.window is None else f"last {total.window:.0f} s"
+        if total.tiers:
+            title = f"held, started and TTFT: {window}"
+            lines += [gap, _table(title, _TIERS, map(_tier_row, total.tiers))]
         kinds = ", ".join(f"{kind} {count}" for kind, count in total.preemptions.items() if count)
-        title = f"held, started and TTFT: {window}"
-        tiers = _table(title, _TIERS, map(_tier_row, total.tiers))
-        lines += [gap, tiers] if total.tiers else []
         lines += [gap, Text(f"preemptions, {window}: {kinds or 'none'}")]
         if total.hold_cost is not None:
             share = f"{100 * total.hold_cost:.1f} %"
             lines.append(Text(f"holds, last minute of work: {share} of the engine's time"))
     if messages is not None:
         lines += [gap, *(Text(f"{url}: {message}") for url, message in messages.items())]
-        lines += [Text(_keys(states), "dim")]
+        reason = next((state.locked for state in states if state.locked), "no server answers")
+        locked = f"q quit   (no operator's keys: {reason})"
+        lines.append(Text(_HELP if any(state.open for state in states) else locked, "dim"))
     return Group(*lines)
-
-
-def _keys(states: Sequence[ServerState]) -> str:
-    if any(state.open for state in states):
-        return _HELP
-    reasons = (state.locked for state in states if state.locked)
-    return f"q quit   (no operator's keys: {next(reasons, 'no server answers')})"
 
 
 def _total(states: Sequence[ServerState]) -> Figures | None:
@@ -159,13 +149,11 @@ def _server_row(state: ServerState) -> list[Cell]:
 
 def _tier_row(tier: TierFigures) -> list[Cell]:
     last = len(_LEVELS) - 1
+    style = _LEVELS[last if tier.level is None else min(tier.level, last)]
     return [
-        (tier.tier, _LEVELS[last if tier.level is None else min(tier.level, last)]),
-        "-" if tier.level is None else str(tier.level),
-        *(str(tier.waiting), str(tier.running)),
-        "-" if tier.held is None else f"{tier.held:.1f}",
-        *(_time(tier.longest_wait), str(tier.started)),
-        *(_time(tier.ttft_p50), _time(tier.ttft_p99)),
+        *((tier.tier, style), "-" if tier.level is None else str(tier.level)),
+        *(str(tier.waiting), str(tier.running), "-" if tier.held is None else f"{tier.held:.1f}"),
+        *(_time(tier.longest_wait), str(tier.started), _time(tier.ttft_p50), _time(tier.ttft_p99)),
     ]
 
 
@@ -203,24 +191,22 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _keep_reading(watch: ServerWatch, interval: float) -> None:
-    while True:
-        watch.poll()
-        time.sleep(interval)
-
-
-def _show(watches: Sequence[ServerWatch]) -> None:
+def _show(watches: Sequence[ServerWatch], interval: float) -> None:
     """Redraw and obey keys until q."""
     from rich.console import Console
     from rich.live import Live
 
+    def keep_reading(watch: ServerWatch) -> None:
+        while True:
+            watch.poll()
+            time.sleep(interval)
+
+    for watch in watches:
+        threading.Thread(target=keep_reading, args=(watch,), daemon=True).start()
     messages: dict[str, str] = {}  # the latest of each server
-    console = Console(highlight=False)
-    with (
-        Live(console=console, screen=True, auto_refresh=False) as live,
-        _keys_of_terminal() as wait,
-    ):
-        key = None
+    live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
+    key = None
+    with live, _keys_of_terminal() as wait:
         while key != "q":
             states = [watch.state for watch in watches]
             live.update(draw(states, dict(messages)), refresh=True)
@@ -230,8 +216,7 @@ def _show(watches: Sequence[ServerWatch]) -> None:
 
 
 def _act(watch: ServerWatch, key: str | None, messages: dict[str, str]) -> None:
-    """Start what a key stands for, if the server takes actions: on a thread, since a pause takes
-    as long as the running requests."""
+    """Start what a key stands for on a thread, since a pause takes as long as running requests."""
     actions: dict[str | None, tuple[str, Callable[[], str]]] = {
         "p": ("pausing; running requests finish", watch.pause),
         "r": ("resuming", watch.resume),
@@ -253,19 +238,17 @@ def _act(watch: ServerWatch, key: str | None, messages: dict[str, str]) -> None:
 
 @contextmanager
 def _keys_of_terminal() -> Iterator[Callable[[float], str | None]]:
-    """Reads single keys while a `with` block lasts: the value waits so many seconds for the next
-    one, and gives None if none is pressed."""
+    """Gives a function that waits so many seconds for a key; None if none is pressed."""
     saved = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
 
     def wait(seconds: float) -> str | None:
-        ready, _, _ = select.select([sys.stdin], [], [], seconds)
-        if not ready:
+        if not select.select([sys.stdin], [], [], seconds)[0]:
             return None
         # Not through sys.stdin: select does not see what Python has buffered.
         key = os.read(sys.stdin.fileno(), 1)
         return key.decode(errors="replace").lower() or "q"  # nothing: the terminal is gone
 
+    tty.setcbreak(sys.stdin)
     try:
         yield wait
     finally:

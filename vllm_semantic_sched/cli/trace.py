@@ -6,7 +6,7 @@
 import argparse
 import json
 from collections import defaultdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
         return _verify(args.log[1:])
     if args.output is None or len(args.log) > 1:
         raise Failure("name one log and --output DIR, or `verify`", 2)
-    (args.log,) = args.log
+    (log,) = args.log
     from vllm_semantic_sched.lab.report.trace import trace_page
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
-    for request in reader.requests(args.log):
+    for request in reader.requests(log):
         tiers[request.level, request.tier].add(request)
         if request.keeps_spans:
             drawn.append(request)
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
         for (level, tier), summary in sorted(tiers.items(), key=itemgetter(0))
     ]
     if not rows:
-        raise Failure(f"{args.log}: no events found", 2)
+        raise Failure(f"{log}: no events found", 2)
     args.output.mkdir(parents=True, exist_ok=True)
-    drawn.sort(key=lambda request: request.arrival)
+    drawn.sort(key=attrgetter("arrival"))
     spans = [span for request in drawn for span in request.spans]
     written = [args.output / name for name in ("trace.json", "summary.json")]
     written[0].write_text(json.dumps(chrome_trace(spans, reader.depths)), encoding="utf-8")
     written[1].write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    options = {"log": args.log, "limit": args.limit, "since": args.since}
+    options = {"log": log, "limit": args.limit, "since": args.since}
     written += save_page(trace_page(rows, spans, reader, options), args.output)
     _print(rows, written, reader.unreadable, len(drawn))
     return 0

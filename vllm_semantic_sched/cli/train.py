@@ -30,6 +30,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +118,9 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
 
 
 def _data_folder(args: argparse.Namespace) -> Path:
-    root = args.data or data_root()
-    if root is None:
-        raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
-    return Path(root)
+    if root := args.data or data_root():
+        return Path(root)
+    raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
 
 
 @failing_in_lab()
@@ -173,10 +173,9 @@ def _train_length(args: argparse.Namespace) -> None:
     if after < before:
         for path in kept.iterdir() if kept else ():
             path.replace(args.output / path.name)
-        raise ValueError(
-            f"the new lengths order unseen prompts worse: {after:.3f} after {before:.3f}; "
-            + (f"{args.output} is as it was" if kept else f"do not serve {args.output}")
-        )
+        left = f"{args.output} is as it was" if kept else f"do not serve {args.output}"
+        figures = f"{after:.3f} after {before:.3f}"
+        raise ValueError(f"the new lengths order unseen prompts worse: {figures}; {left}")
 
 
 def _set_aside(model: Path) -> Path | None:
@@ -200,21 +199,15 @@ def _collected(args: argparse.Namespace) -> Path:
     if args.prompts is None:
         raise ValueError("--from-server needs --prompts FILE")
     table: Path = args.output / "lengths.csv"
+    options = {"max_tokens": args.max_tokens, "concurrency": args.concurrency}
     with tqdm(desc="prompts answered", mininterval=1) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        collected = collect_lengths(
-            args.from_server,
-            args.prompts,
-            table,
-            model=args.served_model,
-            max_tokens=args.max_tokens,
-            concurrency=args.concurrency,
-            progress=progress,
-        )
+        options |= {"model": args.served_model, "progress": progress}
+        collected = collect_lengths(args.from_server, args.prompts, table, **options)
     if problems := collected.problems:
         print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
     if collected.cut:
@@ -248,8 +241,8 @@ class _RoundBars:
 def _report(
     args: argparse.Namespace, tuned: FineTuned, beside: Mapping[str, Guesser] | None = None
 ) -> dict[str, Any]:
-    """Print where the model is, and evaluate it, and others beside it, on the texts that were held
-    out; returns the figures."""
+    """Say where the model is; report on it, and others beside it, with the held-out texts."""
+    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor
     from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE, TRAINING_FILE
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
@@ -264,15 +257,16 @@ def _report(
         decision = load_policy(policy).decision
     baselines = fit_baselines(read_examples(args.output / TRAINING_FILE))
     model = str(args.output)
-    return report_on(
-        read_labeled_set(args.output / TEST_FILE),
-        TextPredictor.load(model),
-        InstantReader.load(model),
-        {**(beside or {}), **baselines},
-        decision,
-        args.output / "report",
-        model,
+    measure = partial(
+        evaluate_predictor,
+        predictor=TextPredictor.load(model),
+        instant=InstantReader.load(model),
+        baselines={**(beside or {}), **baselines},
+        decision=decision,
+        model=model,
     )
+    labeled = read_labeled_set(args.output / TEST_FILE)
+    return report_on(labeled, measure, args.output / "report")
 
 
 def _print_thresholds(model: Path, texts: int) -> Path:
