@@ -10,7 +10,7 @@ import yaml
 from html_pages import read_page
 from small_scenario import SMALL
 
-from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.cli import main, plan
 
 
 def _plan(folder: Path, *options: str) -> int:
@@ -18,13 +18,13 @@ def _plan(folder: Path, *options: str) -> int:
         "schedulers": {"FCFS": {"policy": "fcfs"}, "mine": {"policy": "priority"}},
         "slos": [{"ttft": 0.3, "percentile": 90.0}, {}, {}, {}, {}],
     }
-    content["workload"] = content["workload"] | {"hints": True}
+    content["workload"] = content["workload"] | {"hints": True, "requests": 25}
     (folder / "plan.yaml").write_text(yaml.safe_dump(content))
     where = ["--scenario", str(folder / "plan.yaml"), "--output", str(folder)]
     return main(["plan", *where, "--quiet", *options])
 
 
-def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys) -> None:
+def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys, monkeypatch) -> None:
     assert _plan(tmp_path, "--rate", "40") == 0
     out = capsys.readouterr().out
     assert "largest load" in out and "engines for the given load, urgency_aware" in out
@@ -41,6 +41,7 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys) -> None:
     assert float(mine) > 2 * float(fcfs)
     assert int(engines.split(",")[-1]) < int(engines.split(",")[-2])
 
+    monkeypatch.setattr(plan, "save_page", lambda page, folder: [])  # the page has been read
     assert _plan(tmp_path, "--rate", "40", "--workers", "2") == 0
     assert [(tmp_path / name).read_bytes() for name in ("plan.csv", "plan.json")] == first
 

@@ -137,8 +137,13 @@ class Terminal:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._socket = str(folder / "tmux")
-        code = "import sys; from vllm_semantic_sched.cli import main; sys.exit(main())"
-        command = shlex.join([sys.executable, "-c", code, "top", *words])
+        # Without the other commands, which take longer to import.
+        code = (
+            "import argparse, sys; from vllm_semantic_sched.cli import top;"
+            "parser = argparse.ArgumentParser(); top.add_arguments(parser);"
+            "sys.exit(top.run(parser.parse_args()))"
+        )
+        command = shlex.join([sys.executable, "-c", code, *words])
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._tmux(
             *("new-session", "-d", "-x", "100", "-y", "30", "-e", f"PYTHONPATH={path}"),
@@ -170,7 +175,7 @@ def wait_until(condition, terminal: Terminal, seconds: float = 60.0) -> None:
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_live_view_shows_figures_and_obeys_keys(server, gone, tmp_path) -> None:
     server.key = "secret"
-    words = ("--server", server.url, "--server", gone, "--interval", "0.2", "--api-key", "secret")
+    words = ("--server", server.url, "--server", gone, "--interval", "0.5", "--api-key", "secret")
     terminal = Terminal(tmp_path, *words)
     try:
         wait_until(lambda: "non-urgent" in terminal.screen, terminal)
