@@ -2,7 +2,11 @@
 
 import itertools
 
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource, Seat
+from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 _sequence = itertools.count()
 
@@ -20,6 +24,19 @@ def make_job(level: int = 2, **fields) -> Job:
         "level_source": LevelSource.HINT,
     }
     return Job(**(values | fields))
+
+
+def take_next(queue) -> Job:
+    """Take the job that is next out of a waiting queue."""
+    job = queue.peek()
+    queue.remove(job)
+    return job
+
+
+def make_rules(**keys) -> QueueRules:
+    """The rules of a queue under a policy with these keys."""
+    policy = parse_policy(keys)
+    return QueueRules(policy, Estimator(policy, load_profile("default")))
 
 
 def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:

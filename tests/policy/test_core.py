@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import FreeingView, step
+from jobs import FreeingView, step, take_next
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -60,9 +60,9 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
         elif action == "admit" and waiting:
             best = min(waiting, key=lambda job: list(core.waiting.ordered()).index(job))
             assert core.waiting.peek() is best
-            core.start(core.waiting.pop())
+            core.start(take_next(core.waiting))
         elif action == "skip" and waiting:
-            job = core.waiting.pop()
+            job = take_next(core.waiting)
             core.requeue(job, core.waiting)
         elif action == "preempt" and running:
             job = running[pick % len(running)]
@@ -92,7 +92,7 @@ def test_order_under_each_base_policy() -> None:
         ):
             job = arrive(core, name, level, unread=True)
             core.predicted(job, Prediction(LEVELS[0], length))
-        return [core.waiting.pop().request_id for _ in range(3)]
+        return [take_next(core.waiting).request_id for _ in range(3)]
 
     assert order("semantic") == ["urgent-short", "urgent-long", "routine-short"]
     assert order("priority") == ["urgent-long", "urgent-short", "routine-short"]
@@ -107,8 +107,8 @@ def test_hint_overrides_prediction_and_prediction_moves_any_job() -> None:
     assert (hinted.level, hinted.level_source) == (3, LevelSource.HINT)
     core.predicted(unread, Prediction(LEVELS[0]))
     assert core.waiting.peek() is unread and core.waiting.buffered == 0
-    core.start(core.waiting.pop())
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
+    core.start(take_next(core.waiting))
     assert core.running.least_urgent() is other
     core.predicted(other, Prediction(LEVELS[0]))
     assert {job.level for job in core.running.by_eviction()} == {0}
@@ -125,7 +125,7 @@ def test_prediction_for_more_levels_than_the_policy_is_clipped() -> None:
 def test_only_more_urgent_jobs_preempt(base: str, worth: bool) -> None:
     core = make_core(base)
     routine = arrive(core, "a", 4)
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
     urgent = arrive(core, "b", 0)
     assert core.eviction.worth_preempting(urgent) is worth
     assert not core.eviction.worth_preempting(arrive(core, "c", 4))
@@ -139,11 +139,11 @@ def test_number_of_preemptions_is_bounded() -> None:
     urgent = arrive(core, "b", 0)
     core.waiting.remove(urgent)
     for _ in range(core.policy.preemption.max_per_request):
-        core.start(core.waiting.pop())
+        core.start(take_next(core.waiting))
         assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
         core.preempt(routine, core.plan_preemption(routine))
         core.enqueue(routine, core.waiting)
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
     assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == []
 
 
@@ -151,8 +151,8 @@ def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     tiers = [{"name": str(level), "preemptible": level != 4} for level in range(5)]
     core = make_core(tiers=tiers)
     batch, routine = arrive(core, "batch", 4), arrive(core, "routine", 3)
-    core.start(core.waiting.pop())
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
+    core.start(take_next(core.waiting))
     urgent = arrive(core, "urgent", 0)
     assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
     assert core.eviction.victims_for(urgent, Need(2, 0), FreeingView(0)) == []
@@ -171,7 +171,7 @@ def test_job_that_outlives_its_estimate_gets_a_new_one() -> None:
     core = make_core()
     job = arrive(core, "a", 1)
     core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
 
     def observe(job: Job) -> None:
         job.generated = 15
@@ -185,7 +185,7 @@ def finish_with(core: SchedulingCore, tokens: int, ending: AnswerEnd, unread: bo
     job = arrive(core, "done", 1)
     if not unread:
         core.predicted(job, Prediction(LEVELS[0], LENGTHS[0]))
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
     job.generated = tokens
     core.finish(job, ending)
 
@@ -369,7 +369,7 @@ def test_provisional_level_preempts_as_far_as_it_is_probable(
 ) -> None:
     core = make_core(**instant(**knobs))
     victim = arrive(core, "victim", victim_level)
-    core.start(core.waiting.pop())
+    core.start(take_next(core.waiting))
     job = glance(core, "urgent", provisional)
     assert job.level == 0
     victims = core.eviction.victims_for(job, Need(1, 0), FreeingView(1))

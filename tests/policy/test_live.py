@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import step
+from jobs import step, take_next
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -132,7 +132,7 @@ def test_buffer_keeps_arrival_order_after_a_new_default_level() -> None:
     settle(core)
     assert order(core) == ["old", "new"]
     settle(core)
-    assert [core.waiting.pop().request_id for _ in range(2)] == ["old", "new"]
+    assert [take_next(core.waiting).request_id for _ in range(2)] == ["old", "new"]
 
 
 def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
@@ -142,9 +142,9 @@ def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
     core.adopt(policy(length={"default_tokens": 10}), PROFILE)
     sizes = []
     while core.outdated:
-        before = core.outdated
+        before = len(core.outdated)
         step(core, lambda job: None, 0.0)
-        sizes.append(before - core.outdated)
+        sizes.append(before - len(core.outdated))
     assert max(sizes) <= 100 and len(sizes) == 20
 
 
@@ -170,7 +170,7 @@ def test_order_follows_the_policy_in_force_after_any_changes(events) -> None:
         if kind == "arrive":
             jobs.append(arrive(core, str(number), level=a if a < 5 else None, prompt=b))
         elif kind == "start" and core.waiting:
-            core.start(core.waiting.pop())
+            core.start(take_next(core.waiting))
         elif kind == "preempt" and len(core.running):
             victim = core.running.least_urgent()
             core.preempt(victim, core.plan_preemption(victim))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
@@ -79,9 +80,9 @@ class SchedulingCore:
         self.overload: OverloadControl | None = None
         self.on_error = on_error
         self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
-        self._rank_only = QueueRules(policy)
+        self._rank_only = QueueRules(_by_rank(policy), self.estimates)
         self._sequence = itertools.count()
-        self._outdated: list[Job] = []  # ranked by the previous policy
+        self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError if the engine is too small for the reservations of a policy."""
@@ -99,12 +100,12 @@ class SchedulingCore:
         if self.overload is not None:
             self.overload.adopt(policy)
         self.levels.policy = policy
-        self._rank_only.adopt_rules(policy)
+        self._rank_only.adopt(_by_rank(policy))
         self.worth = level_worth(policy)
         self.policy = policy
         self.version += 1
         # Popped from the end, so that running jobs come first.
-        self._outdated = [*self.waiting, *self.running]
+        self.outdated = [*self.waiting, *self.running]
 
     @property
     def holdings(self) -> Holdings:
@@ -114,11 +115,6 @@ class SchedulingCore:
     def profile(self) -> EngineProfile:
         """The engine profile, corrected by measured steps."""
         return self.estimates.profile
-
-    @property
-    def outdated(self) -> int:
-        """Jobs that may still be ranked by the previous policy."""
-        return len(self._outdated)
 
     def set_capacity(
         self,
@@ -392,7 +388,7 @@ class SchedulingCore:
         """Bring estimates and ranks up to date at the time `now`; `observe` updates a job's
         `generated` and `computed`. Returns running jobs with a new rank (after outliving their
         estimate or a change of policy) and waiting jobs that a new policy puts at another level."""
-        reranked, waiting = self._rerank_some() if self._outdated else ([], [])
+        reranked, waiting = self._rerank_some() if self.outdated else ([], [])
         running = [*self.running.outlived(), *reranked]
         for job in running:
             observe(job)
@@ -410,11 +406,11 @@ class SchedulingCore:
     def may_revise(self, now: float) -> bool:
         """Whether `revise` may do anything in the step that begins now, after its `tick`."""
         may_outlive = self.running.may_outlive or self.seating.kv_peak.may_outlive
-        return bool(self._outdated) or may_outlive or self.seating.may_move(now)
+        return bool(self.outdated) or may_outlive or self.seating.may_move(now)
 
     def uneventful_steps(self) -> int:
         """Coming steps that only count, unless a job comes, goes or is predicted."""
-        if self._outdated or not self.seating.timeless:
+        if self.outdated or not self.seating.timeless:
             return 0
         return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
 
@@ -469,8 +465,8 @@ class SchedulingCore:
     def _rerank_some(self) -> tuple[list[Job], list[Job]]:
         """Re-rank some more: running jobs, not stored yet, and waiting ones of another level."""
         running, waiting = [], []
-        for _ in range(min(len(self._outdated), _RERANKED_PER_STEP)):
-            job = self._outdated.pop()
+        for _ in range(min(len(self.outdated), _RERANKED_PER_STEP)):
+            job = self.outdated.pop()
             level = job.level
             self.levels.change(job, self.levels.decided(job))
             if job in self.waiting:
@@ -491,3 +487,8 @@ class SchedulingCore:
         rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
         self.seating.kv_peak.add(job)
+
+
+def _by_rank(policy: Policy) -> Policy:
+    """The policy without what puts jobs into another order than their ranks."""
+    return policy.model_copy(update={"aging": Aging(), "tenants": Tenants()})

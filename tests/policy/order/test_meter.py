@@ -1,12 +1,16 @@
 """Reported KV and charged time of running jobs."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, seated
 
+from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
@@ -72,13 +76,14 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
 
 def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     charged: list[float] = []
-    profile = PROFILE
-    meter = Meter(lambda: profile, lambda job, cost: charged.append(cost), Holdings(5))
+    estimates = SimpleNamespace(profile=PROFILE, tokens_within=None)
+    rules = QueueRules(parse_policy({}), estimates)
+    meter = Meter(lambda: estimates.profile, lambda job, cost: charged.append(cost), Holdings(5))
     job = make_job(prompt_tokens=1000)
-    before = meter.admission_seconds(job)
+    before = rules.admission_seconds(job)
     meter.start(seated(job))
-    profile = PROFILE.scaled(3.0, 2.0, 1.0)
-    assert meter.admission_seconds(job) == pytest.approx(3 * before)
+    estimates.profile = PROFILE.scaled(3.0, 2.0, 1.0)
+    assert rules.admission_seconds(job) == pytest.approx(3 * before)
     meter.stop(job)  # nothing was computed: exactly the charge is returned
     assert sum(charged) == pytest.approx(-before)
     job = make_job(computed=100)
@@ -87,7 +92,8 @@ def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     job.generated = 10
     meter.stop(job)
     before, after = (
-        each.gamma1 * job.tokens + each.batch_terms.sequences(1) for each in (PROFILE, profile)
+        each.gamma1 * job.tokens + each.batch_terms.sequences(1)
+        for each in (PROFILE, estimates.profile)
     )
     assert sum(charged) == pytest.approx(10 * after)
     assert after == pytest.approx(2 * before)

@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
+from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.facts.tiers import Reserve, Tier
 from vllm_semantic_sched.policy.order.reservation import Reservation
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 
@@ -19,7 +22,6 @@ def reservation(
     holdings = Holdings(len(reserves))
     holdings.capacity = capacity
     kept = Reservation([Tier(name=str(n), reserve=r) for n, r in enumerate(reserves)], holdings)
-    kept.set_capacity(capacity)
     return kept, holdings
 
 
@@ -123,10 +125,20 @@ def test_reservation_that_leaves_nothing_for_others_raises(reserve) -> None:
         reservation(reserve, NONE)
     kept, _holdings = reservation(Reserve(seats=1), NONE)
     with pytest.raises(PolicyError):
-        kept.set_tiers([Tier(name="a", reserve=reserve), Tier(name="b")])
-    assert kept.limit_below(0, hard=True).seats == 9
+        kept.adopt([Tier(name="a", reserve=reserve), Tier(name="b")])
+    assert kept.soft[0].seats == 9
 
 
 def test_all_jobs_are_admitted_without_reservations() -> None:
     kept, _holdings = reservation(NONE, NONE)
     assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None
+
+
+def test_reservations_of_a_new_policy_count_once_the_capacity_is_known() -> None:
+    core = SchedulingCore(parse_policy({"levels": 2, "default_level": 1}), load_profile("default"))
+    tiers = [{"name": "a", "reserve": {"seats": 3}}, {"name": "b"}]
+    core.adopt(
+        parse_policy({"levels": 2, "default_level": 1, "tiers": tiers}), load_profile("default")
+    )
+    core.set_capacity(CAPACITY)
+    assert core.seating.reservation.soft[0].seats == 7

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, step
+from jobs import make_job, make_rules, step
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import TopLevelCap
@@ -16,7 +16,7 @@ from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.order.meter import AHEAD
-from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
+from vllm_semantic_sched.policy.order.queues import LevelQueue
 from vllm_semantic_sched.policy.order.tenants import (
     ANONYMOUS,
     TopLevelGuard,
@@ -88,9 +88,7 @@ steps = st.lists(
 
 @given(steps)
 def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
-    rules = QueueRules(parse_policy({}))
-    rules.by_tenant = True
-    lane = LevelQueue(rules)
+    lane = LevelQueue(make_rules(tenants={"fair": True}))
     model: dict = {}
     counters: dict[str, float] = {}
     left_last = 0.0

@@ -2,15 +2,12 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, make_rules, take_next
 
-from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.order import WeightedLevels
 from vllm_semantic_sched.policy.facts.job import Rank
-from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
-RULES = QueueRules(parse_policy({}))
+RULES = make_rules()
 default_rank = RULES.default_rank
 
 
@@ -51,7 +48,7 @@ def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
         elif jobs:
             expected = min(model, key=model.__getitem__)
             assert queue.peek() is expected
-            assert queue.pop() is expected
+            assert take_next(queue) is expected
             del model[expected]
         assert len(queue) == len(model)
         assert list(queue.ordered()) == sorted(model, key=model.__getitem__)
@@ -64,13 +61,11 @@ def test_buffered_job_is_schedulable_without_a_better_one() -> None:
     queue.push(routine, Rank(4, 1.0, routine.sequence))
     assert queue.peek() is unread
     queue.push(urgent, Rank(0, 9.0, urgent.sequence))
-    assert [queue.pop() for _ in range(3)] == [urgent, unread, routine]
+    assert [take_next(queue) for _ in range(3)] == [urgent, unread, routine]
 
 
 def weighted_queue() -> WaitingQueue:
-    rules = QueueRules(parse_policy({}))
-    rules.weights = WeightedLevels(factor=4.0)
-    return WaitingQueue(rules)
+    return WaitingQueue(make_rules(weighted_levels={"factor": 4.0}))
 
 
 def fill(queue, *levels_and_seconds):
@@ -96,9 +91,8 @@ def test_strict_levels_go_first_whatever_their_length() -> None:
 
 
 def test_promoted_and_favored_jobs_gain_weight() -> None:
-    rules = QueueRules(parse_policy({}))
-    rules.weights = WeightedLevels(factor=4.0)
-    rules.offset = lambda level: -1.0 if level == 4 else 0.0
+    rules = make_rules(weighted_levels={"factor": 4.0})
+    rules.fair_share.offsets = [0.0, 0.0, 0.0, 0.0, -1.0]
     queue = WaitingQueue(rules)
     routine, favored = fill(queue, (3, 1.0), (4, 0.9))
     assert queue.peek() is favored  # like a job of level 3
@@ -113,7 +107,7 @@ def test_weighted_order_is_total_and_keeps_the_order_within_a_level(jobs) -> Non
     queue = weighted_queue()
     made = fill(queue, *jobs)
     seconds = dict(zip(made, (seconds for _, seconds in jobs), strict=True))
-    taken = [queue.pop() for _ in made]
+    taken = [take_next(queue) for _ in made]
     for level in range(5):
         same = [job for job in taken if job.level == level]
         assert same == sorted(same, key=lambda job: (seconds[job], job.sequence))
@@ -134,7 +128,7 @@ def test_choice_kept_when_a_job_is_added_is_the_one_made_anew(steps) -> None:
             job = make_job(level)
             queue.add(job, Rank(level, remaining, job.sequence))
         elif len(queue):
-            queue.pop()
+            take_next(queue)
         kept = queue.peek()
         queue.changed()
         assert queue.peek() is kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable
@@ -138,9 +139,11 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
         )
     if seating.reservation.enabled:
         gauges["reservation_free_seats"] = {
-            name: limit.seats - core.holdings.below[level].seats
-            for level, name in enumerate(core.policy.tier_names)
-            if (limit := seating.reservation.limit_below(level, hard=False)) is not None
+            name: limit.seats - less_urgent.seats
+            for name, limit, less_urgent in zip(
+                core.policy.tier_names, seating.reservation.soft, core.holdings.below, strict=True
+            )
+            if limit.seats < math.inf
         }
     if core.policy.tenants.fair:
         gauges["waiting_tenants"] = _by_tier(

@@ -38,11 +38,6 @@ class Meter:
     def __len__(self) -> int:
         return len(self._due)
 
-    def admission_seconds(self, job: Job) -> float:
-        """Engine time until a job can decode: load and prefill."""
-        profile = self._profile()
-        return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
-
     def start(self, job: Job) -> None:
         """Start following a job that got a seat and whose admission has been charged."""
         assert job.seat is not None

@@ -7,22 +7,42 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.estimator import Estimator
+from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank, rank_of
-from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
+from vllm_semantic_sched.policy.order.aging import Overtaking
+from vllm_semantic_sched.policy.order.fair_share import FairShare
+from vllm_semantic_sched.policy.order.kv_peak import KvPeak
+from vllm_semantic_sched.policy.order.meter import AHEAD
+from vllm_semantic_sched.policy.order.reservation import Reservation
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, TenantCaps, VirtualCounters
 
 
 class QueueRules:
-    """What counts in a queue besides the ranks of its jobs: here nothing."""
+    """What counts in a queue besides the ranks of its jobs: offsets of the levels, and limits."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, estimates: Estimator) -> None:
         self.by_level = policy.uses_urgency  # whether the rank uses the level
-        self.by_tenant = False  # whether the least served tenant goes first within a level
-        self.adopt_rules(policy)
-
-    def adopt_rules(self, policy: Policy) -> None:
+        self.by_tenant = policy.tenants.fair  # the least served tenant goes first within a level
         self.policy = policy
-        self.weights = policy.weighted_levels  # how urgency and remaining time count together
+        self.holdings = Holdings(policy.levels)
+        self.overtaking = Overtaking(policy.aging)
+        self.fair_share = FairShare(policy.fair_share, policy.all_tiers)
+        self.reservation = Reservation(policy.all_tiers, self.holdings)
+        self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
+        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens_within)
+        self._estimates = estimates
+
+    def adopt(self, policy: Policy) -> None:
+        """Switch to a new policy. PolicyError if its reservations leave nothing for the other
+        tiers; then nothing has changed."""
+        self.reservation.adopt(policy.all_tiers)
+        self.policy = policy
+        self.overtaking.knobs = policy.aging
+        self.fair_share.adopt(policy.fair_share, policy.all_tiers)
+        self.tenant_caps.knobs = policy.tenants
+        self.kv_peak.knobs = policy.kv_peak
 
     def default_rank(self, job: Job) -> Rank:
         """Rank of a job without a prediction; it depends only on the sequence number and rises
@@ -30,38 +50,24 @@ class QueueRules:
         # Not job.level: after a change of policy all buffered jobs must have the same level.
         level = self.policy.default_level
         # Among weighted levels they go first: one of them may be urgent.
-        remaining = 0.0 if self.weights.weighs(level) else float("inf")
+        remaining = 0.0 if self.policy.weighted_levels.weighs(level) else float("inf")
         return rank_of(self.policy.base, level, remaining, job.sequence)
-
-    def offset(self, level: int) -> float:
-        """Levels to add to the jobs of a level; negative is sooner."""
-        return 0.0
-
-    def may_overtake(self) -> bool:
-        """Whether an aged job may go before a more urgent one now."""
-        return False
 
     def admits(self, job: Job) -> bool:
         """Whether a job may have a seat now; a level whose first job may not is skipped."""
-        return True
+        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
+            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
+        )
 
     @property
     def has_limits(self) -> bool:
         """Whether `admits` may refuse."""
-        return False
+        return self.tenant_caps.limits or self.reservation.has_hard
 
-    def tenant_may_go(self, job: Job) -> bool:
-        """Whether a job's tenant may have another seat; if not, the next tenant goes."""
-        return True
-
-    def fits(self, job: Job) -> bool:
-        """Whether the job that is next may start now. While it may not, none does, or small
-        requests would pass it for ever."""
-        return True
-
-    def cost(self, job: Job) -> float:
-        """Engine seconds that a job's admission adds to its tenant's counter."""
-        return 0.0
+    def admission_seconds(self, job: Job) -> float:
+        """Engine time until a job can decode: load and prefill."""
+        profile = self._estimates.profile
+        return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
 
 
 class TenantQueue:
@@ -152,7 +158,7 @@ class LevelQueue:
             return self._queues[ANONYMOUS].peek() if self._queues else None
         for _, tenant in self.counters.ordered():
             head = self._queues[tenant].peek()
-            if head is not None and self._rules.tenant_may_go(head[1]):
+            if head is not None and self._rules.tenant_caps.admits(head[1]):
                 return head
         return None
 
@@ -165,7 +171,7 @@ class LevelQueue:
             return
         for _, tenant in self.counters.ordered() if self._by_tenant else ():
             first = self._queues[tenant].peek()
-            if first is None or self._rules.tenant_may_go(first[1]):
+            if first is None or self._rules.tenant_caps.admits(first[1]):
                 return
             yield tenant
 
@@ -190,7 +196,9 @@ class LevelQueue:
             head = next(queues[tenant], None)
             if head is not None:
                 yield head
-                heapq.heappush(turns, (counter + self._rules.cost(head[1]), place, tenant))
+                heapq.heappush(
+                    turns, (counter + self._rules.admission_seconds(head[1]), place, tenant)
+                )
 
     def tenant_of(self, job: Job) -> str:
         return job.tenant if self._by_tenant else ANONYMOUS

@@ -29,36 +29,26 @@ _UNLIMITED = Limit(math.inf, math.inf)
 
 class Reservation:
     """Limits on the seats and blocks of tiers. Operations are at most O(tiers squared), and O(1)
-    without reservations.
-
-    `set_capacity`, `check` and `set_tiers` raise PolicyError if a reservation leaves nothing for
-    the other tiers; the limits in force stay unchanged.
-    """
+    without reservations."""
 
     def __init__(self, tiers: Sequence[Tier], holdings: Holdings) -> None:
-        self._tiers = tiers
         self._holdings = holdings
-        self.enabled = self.has_hard = False  # whether anything is reserved, or is so hard
-        self._hard = [_UNLIMITED] * len(tiers)
-        self._soft = [_UNLIMITED] * len(tiers)
+        self.adopt(tiers)
 
-    def set_capacity(self, capacity: EngineCapacity) -> None:
-        self._set(self._tiers, capacity)
+    def adopt(self, tiers: Sequence[Tier]) -> None:
+        """Switch to other tiers, or to the engine's capacity, without which nothing is reserved.
+        PolicyError, with no effect, if they leave nothing for the less urgent ones."""
+        self._hard, self.soft = self.check(tiers)
+        self._tiers = tiers
+        self.enabled = any(limit is not _UNLIMITED for limit in self.soft)
+        self.has_hard = any(limit is not _UNLIMITED for limit in self._hard)
 
-    def check(self, tiers: Sequence[Tier]) -> None:
-        """Raise PolicyError if `set_tiers` would."""
-        if self._holdings.capacity is not None:
-            _limits(tiers, self._holdings.capacity, hard_only=False)
-
-    def set_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Change the reservations; the number of tiers stays."""
-        if self._holdings.capacity is not None:
-            self._set(tiers, self._holdings.capacity)
-
-    def limit_below(self, level: int, hard: bool) -> Limit | None:
-        """Most that tiers less urgent than `level` may hold; None: unlimited."""
-        limit = (self._hard if hard else self._soft)[level]
-        return None if limit is _UNLIMITED else limit
+    def check(self, tiers: Sequence[Tier]) -> tuple[list[Limit], list[Limit]]:
+        """The limits below each tier by hard reservations and by all; errors as in `adopt`."""
+        capacity = self._holdings.capacity
+        if capacity is None:
+            return [_UNLIMITED] * len(tiers), [_UNLIMITED] * len(tiers)
+        return _limits(tiers, capacity, hard_only=True), _limits(tiers, capacity, hard_only=False)
 
     def admits(self, level: int, tokens: int) -> bool:
         """Whether a request may take a seat and KV for this many tokens. One that alone exceeds its
@@ -125,17 +115,10 @@ class Reservation:
     def _excess(self, level: int) -> Iterator[tuple[int, float, float]]:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
-        for above, limit in enumerate(self._soft[level:], start=level):
+        for above, limit in enumerate(self.soft[level:], start=level):
             reserve, held = self._tiers[above].reserve, self._holdings.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.blocks
-
-    def _set(self, tiers: Sequence[Tier], capacity: EngineCapacity) -> None:
-        hard = _limits(tiers, capacity, hard_only=True)
-        soft = _limits(tiers, capacity, hard_only=False)
-        self._tiers, self._hard, self._soft = tiers, hard, soft
-        self.enabled = any(limit is not _UNLIMITED for limit in soft)
-        self.has_hard = any(limit is not _UNLIMITED for limit in hard)
 
 
 def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) -> list[Limit]:

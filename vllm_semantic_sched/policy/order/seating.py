@@ -7,16 +7,13 @@ from types import MappingProxyType
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
-from vllm_semantic_sched.policy.order.aging import DeadlineWatch, Overtaking, Promotions
-from vllm_semantic_sched.policy.order.fair_share import FairShare
-from vllm_semantic_sched.policy.order.kv_peak import KvPeak
+from vllm_semantic_sched.policy.order.aging import DeadlineWatch, Promotions
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.queues import QueueRules
-from vllm_semantic_sched.policy.order.reservation import Reservation
-from vllm_semantic_sched.policy.order.tenants import TenantCaps, TopLevelGuard
+from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 _NONE: Mapping[int, PassCause] = MappingProxyType({})
@@ -27,39 +24,26 @@ class Seating(QueueRules):
     is taken out of the queue either starts within the same step or, not ready, returns."""
 
     def __init__(self, policy: Policy, estimates: Estimator) -> None:
-        super().__init__(policy)
-        self.holdings = Holdings(policy.levels)
+        super().__init__(policy, estimates)
         self.promotions = Promotions(policy.aging)
-        self.overtaking = Overtaking(policy.aging)
         self.deadlines = DeadlineWatch(policy.deadlines)
-        self.fair_share = FairShare(policy.fair_share, policy.all_tiers)
         self.top_levels = TopLevelGuard(policy.tenants.top)
-        self.reservation = Reservation(policy.all_tiers, self.holdings)
-        self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
-        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens_within)
         self.precedence = Precedence(policy.levels)
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
-        self.by_tenant = policy.tenants.fair
         self.waiting = WaitingQueue(self)
 
-    def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int = 1) -> None:
+    def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
-        self.reservation.set_capacity(capacity)
         self.holdings.capacity = capacity
+        self.reservation.adopt(self.policy.all_tiers)
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
     def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy. PolicyError if its reservations leave nothing for the other
-        tiers; then nothing has changed."""
-        self.reservation.set_tiers(policy.all_tiers)
-        self.adopt_rules(policy)
-        self.promotions.knobs = self.overtaking.knobs = policy.aging
+        super().adopt(policy)
+        self.promotions.knobs = policy.aging
         self.deadlines.knobs = policy.deadlines
-        self.fair_share.adopt(policy.fair_share, policy.all_tiers)
         self.top_levels.knobs = policy.tenants.top
-        self.tenant_caps.knobs = policy.tenants
-        self.kv_peak.knobs = policy.kv_peak
         self.waiting.changed()
 
     @property
@@ -67,32 +51,6 @@ class Seating(QueueRules):
         """Whether a less urgent job can get ahead of a more urgent one."""
         policy = self.policy
         return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
-
-    # Rules of the queue, see `QueueRules`
-
-    def offset(self, level: int) -> float:
-        return self.fair_share.offsets[level]
-
-    def may_overtake(self) -> bool:
-        return self.overtaking.allowed
-
-    def admits(self, job: Job) -> bool:
-        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
-            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
-        )
-
-    @property
-    def has_limits(self) -> bool:
-        return self.tenant_caps.limits or self.reservation.has_hard
-
-    def tenant_may_go(self, job: Job) -> bool:
-        return self.tenant_caps.admits(job)
-
-    def fits(self, job: Job) -> bool:
-        return self.kv_peak.admits(job)
-
-    def cost(self, job: Job) -> float:
-        return self.meter.admission_seconds(job)
 
     # From queue to seat
 
@@ -132,7 +90,7 @@ class Seating(QueueRules):
         self.promotions.stop(job)
         self.deadlines.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
-        job.share_boost = max(0.0, -self.offset(job.level))
+        job.share_boost = max(0.0, -self.fair_share.offsets[job.level])
         if self.metered:
             self.meter.start(job)
         self.waiting.changed()
@@ -172,7 +130,7 @@ class Seating(QueueRules):
 
     def preempting_level(self, level: int) -> float:
         """The level at which a job of `level` preempts: a tier over its share is less urgent."""
-        return level + max(0.0, self.offset(level))
+        return level + max(0.0, self.fair_share.offsets[level])
 
     def shortage(self, job: Job) -> Need:
         """What less urgent tiers must free before hard reservations admit a job."""
@@ -195,7 +153,7 @@ class Seating(QueueRules):
         self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
 
     def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
-        seconds = self.meter.admission_seconds(job)
+        seconds = self.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         seat = self.holdings.occupy(job, job.tokens + AHEAD)
         seat.charge = Charge(job.level, seconds, overtook, credit, passes)

@@ -110,14 +110,6 @@ class WaitingQueue:
             if level < job.level and queue
         }
 
-    def pop(self) -> Job:
-        """Remove and return the result of `peek`. IndexError if it is None."""
-        job = self.peek()
-        if job is None:
-            raise IndexError("pop from an empty waiting queue")
-        self.remove(job)
-        return job
-
     def ordered(self) -> Iterator[Job]:
         """The jobs in the order in which they would run if all got seats and nothing else
         happened, lazily: first the result of `peek`. The queue must not change meanwhile."""
@@ -142,7 +134,8 @@ class WaitingQueue:
                 levels = self._levels.items() if self._rules.has_limits else ()
                 limited = ((at, tenant) for at, queue in levels for tenant in queue.limited())
                 self.waits.limit(limited)
-            fits = job is not None and self._rules.fits(job)
+            # While the next job does not fit, none starts, or small ones would pass it for ever.
+            fits = job is not None and self._rules.kv_peak.admits(job)
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
 
@@ -156,7 +149,7 @@ class WaitingQueue:
             if (head := queue.peek()) is not None and admits(head[1])
         ]
         first = self._best(heads)
-        if not self._rules.may_overtake():
+        if not self._rules.overtaking.allowed:
             return first, False
         aged = self._oldest_overdue()
         if aged is None:
@@ -184,12 +177,12 @@ class WaitingQueue:
         return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
     def _key(self, rank: Rank, job: Job, aged: bool = False) -> Rank:
-        level = rank.level + self._rules.offset(job.level) if aged else self._level(job)
+        level = rank.level + self._rules.fair_share.offsets[job.level] if aged else self._level(job)
         if level != rank.level:
             rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
         # Less urgent levels form one: the remaining time of a job there counts `factor` times as
         # much per level (Smith's rule: shortest first, by time / weight).
-        factor, first = self._rules.weights.factor, STRICT_LEVEL + 1
+        factor, first = self._rules.policy.weighted_levels.factor, STRICT_LEVEL + 1
         if factor is None or rank.level <= STRICT_LEVEL:
             return rank
         return Rank(first, rank.remaining * factor ** (rank.level - first), rank.sequence)
@@ -197,4 +190,4 @@ class WaitingQueue:
     def _level(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""
         level = job.deadline_level if self._rules.by_level else 0.0
-        return level + self._rules.offset(job.level)
+        return level + self._rules.fair_share.offsets[job.level]
