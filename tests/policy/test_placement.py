@@ -11,9 +11,12 @@ from vllm_semantic_sched.policy.placement import EngineReport, Placement
 
 LEVELS = 3
 
-# A request of that level arrives, with that work, or the n-th of those in flight finishes.
-ARRIVALS = st.tuples(st.integers(0, LEVELS - 1), st.integers(1, 5))
-EVENTS = st.lists(ARRIVALS | st.integers(0, 50), max_size=80)
+# A request of that level arrives, or the n-th of those in flight finishes.
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["arrival"]), st.integers(0, LEVELS - 1))
+    | st.tuples(st.sampled_from(["finish"]), st.integers(0, 50)),
+    max_size=80,
+)
 
 
 class Checked:
@@ -25,22 +28,18 @@ class Checked:
         self.in_flight = []
 
     def ahead(self, engine: int, level: int) -> int:
-        """Work at an engine that is at least as urgent."""
-        return sum(
-            placed.work
-            for placed in self.in_flight
-            if placed.engine == engine and placed.level <= level
-        )
+        """Requests at an engine that are at least as urgent."""
+        return sum(one.engine == engine and one.level <= level for one in self.in_flight)
 
     def run(self, event) -> None:
-        if isinstance(event, int):
+        kind, level = event
+        if kind == "finish":
             if self.in_flight:
-                self.placement.leave(self.in_flight.pop(event % len(self.in_flight)))
+                self.placement.leave(self.in_flight.pop(level % len(self.in_flight)))
             return
-        level, work = event
         before = [self.ahead(engine, level) for engine in range(self.engines)]
         totals = [self.ahead(engine, LEVELS - 1) for engine in range(self.engines)]
-        placed = self.placement.place(level, work)
+        placed = self.placement.place(level)
         assert before[placed.engine] == min(before)
         tied = [engine for engine in range(self.engines) if before[engine] == min(before)]
         assert totals[placed.engine] == min(totals[engine] for engine in tied)
@@ -53,10 +52,10 @@ def test_no_engine_has_less_work_at_least_as_urgent(engines, events) -> None:
     for event in events:
         checked.run(event)
     for engine in range(engines):
-        assert checked.placement.work(engine) == checked.ahead(engine, LEVELS - 1)
+        assert checked.placement.ahead[-1][engine] == checked.ahead(engine, LEVELS - 1)
     for placed in checked.in_flight:
         checked.placement.leave(placed)
-    assert all(checked.placement.work(engine) == 0 for engine in range(engines))
+    assert all(checked.placement.ahead[-1][engine] == 0 for engine in range(engines))
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, LEVELS - 1))
@@ -111,11 +110,11 @@ def test_reported_requests_are_not_counted_twice(levels, by_level) -> None:
     reported = EngineReport(0.0, sum(by_level), by_level)
     for _ in range(2):
         placement.report(0, reported)
-        assert placement.work(0) == max(len(placed), sum(by_level))
+        assert placement.ahead[-1][0] == max(len(placed), sum(by_level))
     for one in placed:
         placement.leave(one)
     placement.report(0, EngineReport(1.0, 0, (0,) * LEVELS))
-    assert placement.work(0) == 0
+    assert placement.ahead[-1][0] == 0
 
 
 def test_requests_placed_since_the_report_count() -> None:
@@ -130,12 +129,6 @@ def test_free_kv_breaks_ties_only() -> None:
     for engine, free in enumerate((0.1, 0.9, 0.5)):
         placement.report(engine, EngineReport(0.0, 0, kv_free=free))
     assert [placement.place(0).engine for _ in range(3)] == [1, 2, 0]
-
-
-def test_expected_work_counts_instead_of_requests() -> None:
-    placement = Placement(2, LEVELS)
-    assert placement.place(0, work=5_000_000).engine == 0
-    assert [placement.place(0, work=1_000_000).engine for _ in range(5)] == [1, 1, 1, 1, 1]
 
 
 def test_less_urgent_work_does_not_count() -> None:

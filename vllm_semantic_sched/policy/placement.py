@@ -1,5 +1,5 @@
 """Chooses the engine of a request among several: an engine serves by urgency, so a request goes
-where those that are at least as urgent have the least work."""
+where the fewest are at least as urgent."""
 
 from __future__ import annotations
 
@@ -14,82 +14,81 @@ _FRESH = 2.0  # seconds
 
 
 class Placed(NamedTuple):
-    """A request at its engine, see `Placement.place`."""
+    """A request at its engine."""
 
     engine: int
     level: int
-    work: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The load of an engine, whoever sent it the requests. Work has the unit of `Placement`."""
+    """The load of an engine in requests, whoever sent it these."""
 
     time: float  # of the report, in seconds of the caller's clock
-    work: int  # of all requests, waiting and running
+    work: int  # all requests, waiting and running
     by_level: tuple[int, ...] | None = None  # the most urgent first; None: unknown
     kv_free: float | None = None  # share of the KV cache, 0 to 1; None: unknown
 
 
 class Placement:
-    """Sends each request to the engine with the least work at least as urgent, in O(engines).
+    """Sends each request to the engine with the fewest at least as urgent ones, in O(engines).
 
-    Ties go to the engine with the least work in total, then to the one with the most free KV, then
-    in turn. It knows the requests that it has placed itself, and the others from reports. Work of
-    unknown level, because a report lacks levels or is old, counts as at least as urgent as any
-    request: if no level is known, the least loaded engine is chosen. Work is a whole number in any
-    one unit: 1 for each request, or expected microseconds.
+    Ties go to the engine with the fewest requests, then to the one with the most free KV, then in
+    turn. It knows the requests that it has placed itself, and the others from reports. Those of
+    unknown level, because a report lacks levels or is old, count as at least as urgent as any
+    request: if no level is known, the least loaded engine is chosen.
     """
 
     def __init__(self, engines: int, levels: int) -> None:
         self.engines = engines
-        # By level and engine: work at least as urgent as that level. A choice is a minimum of a
+        # By level and engine: requests at least as urgent as that level. A choice is a minimum of a
         # row, at the speed of C.
-        self._ahead = [[0] * engines for _ in range(levels)]
-        # By engine and level: the part of it that others have placed.
+        self.ahead = [[0] * engines for _ in range(levels)]
+        # By engine and level: those of them that others have placed.
         self._others = [[0] * levels for _ in range(engines)]
         self._reported = [math.inf] * engines  # time of the latest report that counts
         self._kv_used = [0.0] * engines
         self._turn = 0
 
-    def place(self, level: int, work: int = 1, among: Sequence[int] | None = None) -> Placed:
+    def place(self, level: int, among: Sequence[int] | None = None) -> Placed:
         """Choose an engine for a request, `among` some or all, and count it there until `leave`."""
-        ahead = self._ahead[level]
+        ahead = self.ahead[level]
         loads = ahead if among is None else [ahead[engine] for engine in among]
         least = min(loads)
         pairs = enumerate(ahead) if among is None else zip(among, loads, strict=True)
         tied = [engine for engine, load in pairs if load == least]
-        tied = _least(tied, self._ahead[-1])
-        tied = _least(tied, self._kv_used)
+        tied = _least(_least(tied, self.ahead[-1]), self._kv_used)
         chosen = next((engine for engine in tied if engine >= self._turn), tied[0])
         self._turn = chosen + 1
-        return self.count(chosen, level, work)
+        return self.count(chosen, level)
 
-    def count(self, engine: int, level: int, work: int = 1) -> Placed:
+    def count(self, engine: int, level: int) -> Placed:
         """Count a request until `leave` whose engine somebody else has chosen."""
-        self._add(engine, level, work)
-        return Placed(engine, level, work)
+        for row in self.ahead[level:]:
+            row[engine] += 1
+        return Placed(engine, level)
 
     def leave(self, placed: Placed) -> None:
         """Forget a request that has finished. Call it once per request."""
-        self._add(placed.engine, placed.level, -placed.work)
+        for row in self.ahead[placed.level :]:
+            row[placed.engine] -= 1
 
     def count_others(self, engine: int, ahead: list[int]) -> None:
-        """Set the work of others at an engine that is at least as urgent as each level."""
+        """Set the requests of others at an engine that are at least as urgent as each level."""
         if ahead != self._others[engine]:
-            for row, before, now in zip(self._ahead, self._others[engine], ahead, strict=True):
+            for row, before, now in zip(self.ahead, self._others[engine], ahead, strict=True):
                 row[engine] += now - before
             self._others[engine] = ahead
 
     def report(self, engine: int, report: EngineReport) -> None:
         """Take in the load of an engine; a later report replaces it. ValueError if it has another
         number of levels."""
-        if report.by_level is not None and len(report.by_level) != len(self._ahead):
-            raise ValueError(f"{len(report.by_level)} levels; valid: {len(self._ahead)}")
+        if report.by_level is not None and len(report.by_level) != len(self.ahead):
+            raise ValueError(f"{len(report.by_level)} levels; valid: {len(self.ahead)}")
         self._reported[engine] = report.time
         self._kv_used[engine] = 0.0 if report.kv_free is None else 1.0 - report.kv_free
         before = self._others[engine]
-        own = [ahead[engine] - other for ahead, other in zip(self._ahead, before, strict=True)]
+        own = [ahead[engine] - other for ahead, other in zip(self.ahead, before, strict=True)]
         if report.by_level is None:
             others = [max(0, report.work - own[-1])] * len(own)
         else:
@@ -106,13 +105,6 @@ class Placement:
                 self._kv_used[engine] = 0.0
                 others = self._others[engine]
                 self.count_others(engine, [others[-1]] * len(others))
-
-    def work(self, engine: int) -> int:
-        return self._ahead[-1][engine]
-
-    def _add(self, engine: int, level: int, work: int) -> None:
-        for ahead in self._ahead[level:]:
-            ahead[engine] += work
 
 
 def _least(engines: list[int], loads: Sequence[float]) -> list[int]:
