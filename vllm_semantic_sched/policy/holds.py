@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -12,88 +12,79 @@ from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import Batch
 from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, StageLimits, has_room
 
-READING_BUFFER = 2.0
-"""Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
-protection."""
+# Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
+# protection.
+_READING_BUFFER = 2.0
 
 
-class HoldChoice:
-    """Chooses among the jobs of a core."""
+def may_hold(core: SchedulingCore) -> bool:
+    """Whether jobs may be held for protected ones. O(levels)."""
+    return core.protection.enabled and _has_protected(core) and len(core.waiting) > 0
 
-    def __init__(self, core: SchedulingCore) -> None:
-        self._core = core
 
-    @property
-    def watched(self) -> bool:
-        """Whether jobs may be held for protected ones. O(levels)."""
-        core = self._core
-        return core.protection.enabled and self._has_protected and len(core.waiting) > 0
+def choose(core: SchedulingCore, view: EngineView) -> tuple[list[Job], Job | None]:
+    """Running jobs to hold for those that are protected, if one of these gets a token in this step,
+    and the most urgent of these: else the step could be empty."""
+    newcomer = core.waiting.peek()  # none where a limit keeps all from starting
+    if newcomer is not None and has_room(newcomer, view):
+        return [], None
+    protection, worth = core.protection, core.worth.gained
+    prefilling, now = view.prefilling(), view.now()
+    certain, gaining = Batch(), 0.0
+    found: Job | None = None
+    others: list[Job] = []
+    ahead: list[Job] = []  # of their readers
+    for job in view.running_by_urgency():
+        decodes, protects = job not in prefilling, protection.protects(job)
+        fast_enough = decodes and _is_ahead_of_reader(core, job, view, now)
+        if decodes and not protects and protection.yields(job):
+            (ahead if fast_enough else others).append(job)
+            continue
+        if decodes:
+            certain.add_decode(job.tokens)
+        if not fast_enough:
+            gaining += worth[job.level]
+            if found is None and protects and view.can_advance(job):
+                found = job
+    others += ahead  # first to be held
+    if found is None or not others:
+        return [], None
+    # Worth of a second of all requests, running and waiting.
+    losing = sum(each * _requests(core, level) for level, each in enumerate(core.worth.lost))
+    hold = protection.choose(certain, others, worth, gaining, losing, core.profile)
+    if hold is None:
+        return [], None
+    held = others[hold.beside :]
+    protection.record(hold, len(held))
+    return held, found
 
-    def choose(self, view: EngineView) -> tuple[list[Job], Job | None]:
-        """Running jobs to hold for those that are protected, if one of these gets a token in this
-        step, and the most urgent of these: else the step could be empty."""
-        core, protection = self._core, self._core.protection
-        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
-        if newcomer is not None and has_room(newcomer, view):
-            return [], None
-        prefilling, worth, now = view.prefilling(), core.worth.gained, view.now()
-        certain, gaining = Batch(), 0.0
-        found: Job | None = None
-        others: list[Job] = []
-        ahead: list[Job] = []  # of their readers
-        for job in view.running_by_urgency():
-            decodes, protects = job not in prefilling, protection.protects(job)
-            fast_enough = decodes and self._is_ahead_of_reader(job, view, now)
-            if decodes and not protects and protection.yields(job):
-                (ahead if fast_enough else others).append(job)
-                continue
-            if decodes:
-                certain.add_decode(job.tokens)
-            if not fast_enough:
-                gaining += worth[job.level]
-                if found is None and protects and view.can_advance(job):
-                    found = job
-        others += ahead  # first to be held
-        if found is None or not others:
-            return [], None
-        losing = self._worth_of_all()
-        hold = protection.choose(certain, others, worth, gaining, losing, core.profile)
-        if hold is None:
-            return [], None
-        held = others[hold.beside :]
-        protection.record(hold, len(held))
-        return held, found
 
-    def prefills_protected(self, view: EngineView) -> bool:
-        """Whether the coming step is to prefill a protected job, running or next."""
-        core = self._core
-        if not self._has_protected:
-            return False
-        newcomer = core.waiting.peek()
-        jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
-        return any(map(core.protection.protects, jobs))
+def prefills_protected(core: SchedulingCore, view: EngineView) -> bool:
+    """Whether the coming step is to prefill a protected job, running or next."""
+    if not _has_protected(core):
+        return False
+    newcomer = core.waiting.peek()
+    jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
+    return any(map(core.protection.protects, jobs))
 
-    def _is_ahead_of_reader(self, job: Job, view: EngineView, now: float) -> bool:
-        """Whether the reader of an answer has text for some time, at the pace of its tier."""
-        pace = self._core.policy.tier(job.level).pace
-        if pace is None or job.first_token is None:
-            return False
-        view.observe(job)
-        return job.generated > pace * (now - job.first_token + READING_BUFFER)
 
-    @property
-    def _has_protected(self) -> bool:
-        """Whether a job that others may be held for runs or waits. O(levels)."""
-        level = self._core.policy.protect.level
-        return level is not None and any(map(self._requests, range(level + 1)))
+def _is_ahead_of_reader(core: SchedulingCore, job: Job, view: EngineView, now: float) -> bool:
+    """Whether the reader of an answer has text for some time, at the pace of its tier."""
+    pace = core.policy.all_tiers[job.level].pace
+    if pace is None or job.first_token is None:
+        return False
+    view.observe(job)
+    return job.generated > pace * (now - job.first_token + _READING_BUFFER)
 
-    def _worth_of_all(self) -> float:
-        """Worth of a second of all requests, running and waiting. O(levels)."""
-        worths = enumerate(self._core.worth.lost)
-        return sum(worth * self._requests(level) for level, worth in worths)
 
-    def _requests(self, level: int) -> int:
-        return self._core.holdings.levels[level].seats + self._core.lifecycle.waiting(level)
+def _has_protected(core: SchedulingCore) -> bool:
+    """Whether a job that others may be held for runs or waits. O(levels)."""
+    protected = core.policy.protect.level
+    return protected is not None and any(_requests(core, at) for at in range(protected + 1))
+
+
+def _requests(core: SchedulingCore, level: int) -> int:
+    return core.holdings.levels[level].seats + core.lifecycle.waiting(level)
 
 
 def stage_limits(core: SchedulingCore, view: EngineView) -> StageLimits:
@@ -128,14 +119,11 @@ def gates_prefills(decoding_level: float | None, prefill_level: float, stage: St
     return decoding_level <= stage.protected_level and prefill_level > decoding_level
 
 
-def prefills_that_yield(newcomer: Job, prefilling: Iterable[Job], token_budget: int) -> list[Job]:
+def prefills_that_yield(newcomer: Job, prefilling: Collection[Job], token_budget: int) -> list[Job]:
     """Running prefills that must pause for a step so that the next waiting job, more urgent, can
     start. vLLM serves running requests first, and a long prompt can take many whole steps.
     `token_budget`: prefill tokens in the step."""
-    wanted = newcomer.tokens
-    yielding: list[Job] = []
-    for job in prefilling:
-        wanted += job.tokens - job.computed
-        if job.effective_level > newcomer.effective_level:
-            yielding.append(job)
-    return yielding if wanted > token_budget else []
+    wanted = newcomer.tokens + sum(job.tokens - job.computed for job in prefilling)
+    if wanted <= token_budget:
+        return []
+    return [job for job in prefilling if job.effective_level > newcomer.effective_level]

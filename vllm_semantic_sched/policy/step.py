@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
+from vllm_semantic_sched.policy import holds
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.waits import Cause
-from vllm_semantic_sched.policy.holds import HoldChoice, stage_limits
 from vllm_semantic_sched.policy.overload.control import Ended
 from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
 
@@ -37,7 +37,6 @@ class SchedulingStep:
 
     def __init__(self, core: SchedulingCore) -> None:
         self._core = core
-        self._holds = HoldChoice(core)
         self.last = StepOutcome(begun=-1)  # of the last step
         self._explained = -1  # version of the core
 
@@ -115,7 +114,7 @@ class SchedulingStep:
         # A step without prefills could find that the engine has become quiet.
         starts = view.free_seats() > 0 and core.waiting.peek() is not None
         same = self.is_quiet or starts or bool(view.prefilling())
-        return same and not self._holds.watched and not core.eviction.wants_room
+        return same and not holds.may_hold(core) and not core.eviction.wants_room
 
     def repeat(self, view: EngineView) -> None:
         """Begin a step that decides what the last one did."""
@@ -189,11 +188,11 @@ class SchedulingStep:
         core, now = self._core, view.now()
         held: Sequence[Job] = ()
         protected = None
-        watching = self._holds.watched
+        watching = holds.may_hold(core)
         if core.protection.enabled:
-            may_hold = core.protection.begin_step(now, busy=len(core.running) > 0)
-            if may_hold and watching:
-                held, protected = self._holds.choose(view)
+            affordable = core.protection.begin_step(now, busy=len(core.running) > 0)
+            if affordable and watching:
+                held, protected = holds.choose(core, view)
         moved = core.hold(held, now, protected)
         if moved:
             view.reposition(moved)
@@ -205,10 +204,10 @@ class SchedulingStep:
         """Bound the prefills of the step; returns whether it is to prefill a protected job."""
         if quiet:
             return False
-        limits = stage_limits(self._core, view)
+        limits = holds.stage_limits(self._core, view)
         if limits is not NO_LIMITS:
             view.limit_prefills(limits)
-        return self._holds.prefills_protected(view)
+        return holds.prefills_protected(self._core, view)
 
     def _why_waiting(self, view: EngineView) -> Cause:
         if view.is_paused():
