@@ -26,7 +26,7 @@ def litellm_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
 def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
     """llm-d router (Gateway API Inference Extension): the name of an InferenceObjective, see
     `llm_d_objective`, and the promises of the tier in milliseconds."""
-    slo = policy.tier(level).slo
+    slo = policy.all_tiers[level].slo
     headers = {"x-llm-d-inference-objective": _objective_name(level)}
     for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):
         if seconds is not None:

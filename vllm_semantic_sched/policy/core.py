@@ -293,7 +293,7 @@ class SchedulingCore:
         """Plan the preemption of a running job. `can_drop`: whether the caller can end requests;
         the job's tier must allow it too."""
         dropping = None
-        if can_drop and self.policy.tier(job.level).drop:
+        if can_drop and self.policy.all_tiers[job.level].drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
         limits = self.policy.preemption
         must_end = limits.after_limit == "drop" and job.preemptions >= limits.max_per_request
@@ -366,7 +366,7 @@ class SchedulingCore:
             self.eviction.seat_freed(now)
         if state is JobState.COMPLETED:
             order = self.seating.precedence
-            job.outrun = order.finishes.finish(order.level_of(job), job.arrival, now)
+            job.outrun = order.finish(order.level_of(job), job.arrival, now)
         self._leave(job)
         self.lifecycle.move(job, state, reason, beneficiary=beneficiary)
         self.estimates.learn(job, end)

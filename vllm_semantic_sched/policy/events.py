@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import NOTHING, Transition
+from vllm_semantic_sched.policy.lifecycle import Transition
 
 _LONGEST_ID = 128  # characters of a request id in the log
 _MOST_BLOCKS = 256  # hashes of KV blocks of a request
@@ -77,24 +77,25 @@ class Event(NamedTuple):
         """Copy a transition that happened at Unix time `now`. Unlike the policy's clock, Unix time
         does not stop while the engine is paused."""
         job, before, state, time, reason, plan, beneficiary, waited, decision = transition
-        more = {**decision, **(_replayed(job) if state.is_end else NOTHING)}
+        more: dict[str, Any] = {}
+        if job.first_token is not None:
+            more["first_token"] = round(now - (time - job.first_token), 6)
+        more |= decision
+        if state.is_end:
+            more |= _replayed(job)
         if waited:
-            more["waited"] = [
-                (cause.value, level, round(seconds, 6)) for cause, level, seconds in waited
-            ]
+            more["waited"] = [(cause.value, level, round(left, 6)) for cause, level, left in waited]
         if beneficiary is not None:
             more |= _for(beneficiary)
-        came_from = None if before is None else before.value
-        if job.first_token is not None:
-            first_token = {"first_token": round(now - (time - job.first_token), 6)}
-            more = first_token | more
-        return cls._of(job, now, (came_from, state.value, reason, plan), policy, more)
+        what = (None if before is None else before.value, state.value, reason, plan)
+        return cls._of(job, now, what, policy, more)
 
     @classmethod
     def of_hold(cls, job: Job, seconds: float, now: float, policy: str = "") -> Event:
         """A running job was held for this long, until Unix time `now`."""
-        protected = job.seat.held_for if job.seat is not None else None
-        held = {"held": round(seconds, 6), **(_for(protected) if protected else NOTHING)}
+        held = {"held": round(seconds, 6)}
+        if job.seat is not None and job.seat.held_for is not None:
+            held |= _for(job.seat.held_for)
         return cls.of_note(job, "held", held, now, policy)
 
     @classmethod
@@ -102,8 +103,7 @@ class Event(NamedTuple):
         cls, job: Job, what: str, details: Mapping[str, Any], now: float, policy: str = ""
     ) -> Event:
         """Something that is no change of state, at Unix time `now`; see `lifecycle.Journal`."""
-        state = job.state.value
-        return cls._of(job, now, (state, state, what, ""), policy, details)
+        return cls._of(job, now, (job.state.value, job.state.value, what, ""), policy, details)
 
     @classmethod
     def _of(

@@ -171,11 +171,11 @@ class Lifecycle:
 
     def waiting(self, level: int) -> int:
         """Number of jobs of a level that wait for a seat, swapped ones included."""
-        return len(self._waiting[level]) if level in self._waiting else 0
+        return len(self._waiting[level])
 
     def longest_wait(self, level: int) -> float:
         """Seconds that the oldest waiting job of a level has been without a seat; 0 without any."""
-        oldest = self._waiting[level].oldest if level in self._waiting else None
+        oldest = self._waiting[level].oldest
         return 0.0 if oldest is None else max(0.0, self.clock() - oldest.entered)
 
     def _tell_all(self, what: str, *details: Any) -> None:

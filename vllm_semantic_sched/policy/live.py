@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
@@ -22,17 +21,11 @@ NEEDS_RESTART = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyVersion:
+class PolicyVersion(NamedTuple):
     """The version of the policy in force."""
 
     number: int  # 1 at the start of the server, plus 1 for each replacement
     fingerprint: str  # see the function of that name
-
-    @property
-    def as_number(self) -> float:
-        """The fingerprint as a number that fits a metric without rounding."""
-        return float(int(self.fingerprint, 16))
 
 
 def fingerprint(policy: Policy, profile: EngineProfile) -> str:
@@ -62,10 +55,8 @@ def check_live_change(old: Policy, new: Policy) -> None:
 
 def restart_reason(key: str) -> str | None:
     """Why a key cannot change while the server runs; None if it can."""
-    for name, why in NEEDS_RESTART.items():
-        if f"{key}.".startswith(f"{name}."):
-            return why
-    return None
+    found = (why for name, why in NEEDS_RESTART.items() if f"{key}.".startswith(f"{name}."))
+    return next(found, None)
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

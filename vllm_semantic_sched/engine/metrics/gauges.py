@@ -75,7 +75,7 @@ def gauges_of(scheduler: Any, event_log: EventLog | None) -> Gauges:
         "observing": float(scheduler.observing),
         "canary": float(scheduler.canary.running is not None),
         "policy_version": version.number,
-        "policy_hash": version.as_number,
+        "policy_hash": float(int(version.fingerprint, 16)),  # 48 bits: exact
         "profile_scale": {
             name: getattr(scale, name) for name in ("prefill", "decode", "batch", "load")
         },

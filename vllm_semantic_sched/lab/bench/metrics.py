@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.policy.order.precedence import FinishOrder
+from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.sim.metrics import TenantService
 
 MARGIN_LIMIT = 1e-4
@@ -153,7 +153,7 @@ def finish_order_violations(records: Sequence[Record]) -> float:
         for record in records
         if record.ok and record.finish is not None
     )
-    order = FinishOrder(1 + max((level for *_, level in done), default=0))
+    order = Precedence(1 + max((level for *_, level in done), default=0))
     outrun = [order.finish(level, arrival, finish) for finish, arrival, level in done]
     return sum(outrun) / len(outrun) if outrun else math.nan
 

@@ -95,10 +95,6 @@ class Policy(Section):
             raise ValueError(f"tiers: the shares add up to {shares:g}; valid: at most 1")
         return self
 
-    def tier(self, level: int) -> Tier:
-        """The tier of a level; see `all_tiers`."""
-        return self.all_tiers[level]
-
     @cached_property
     def all_tiers(self) -> tuple[Tier, ...]:
         """The tier of each level; without promises or limits if the policy has no tiers."""

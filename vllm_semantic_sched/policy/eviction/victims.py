@@ -281,7 +281,7 @@ class Eviction:
         limits = self._policy.preemption
 
         def freeable(victim: Job) -> int | None:
-            if not self._policy.tier(victim.level).preemptible:
+            if not self._policy.all_tiers[victim.level].preemptible:
                 return None
             ends = victim.preemptions >= limits.max_per_request and self._is_droppable(victim)
             if not ends and view.preemption_seconds(victim) > affordable:
@@ -321,7 +321,7 @@ class Eviction:
     def _is_droppable(self, victim: Job) -> bool:
         """Whether one more preemption than allowed ends a job."""
         policy = self._policy
-        return policy.preemption.after_limit == "drop" and policy.tier(victim.level).drop
+        return policy.preemption.after_limit == "drop" and policy.all_tiers[victim.level].drop
 
     def _gives_way(
         self, takes_seat: bool, longer_than: float, borrowed: Callable[[Job], bool] | None

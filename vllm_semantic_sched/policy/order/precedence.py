@@ -26,32 +26,14 @@ class _FirstSeat(NamedTuple):
     passes: Mapping[int, PassCause]  # why it went before the waiting ones of more urgent levels
 
 
-class FinishOrder:
-    """Finds the requests that were outrun. O(levels) for each finish, and O(levels) memory."""
-
-    def __init__(self, levels: int) -> None:
-        # For each level, the two latest times at which a less urgent request finished.
-        self._latest = [(-math.inf, -math.inf)] * levels
-
-    def finish(self, level: int, arrival: float, now: float) -> bool:
-        """Record a finish; whether the request was outrun. Times must not decrease; requests that
-        finish at the same time do not outrun each other."""
-        latest, before = self._latest[level]
-        outrun = (latest if latest < now else before) >= arrival
-        for above in range(level):
-            latest, before = self._latest[above]
-            if latest < now:
-                self._latest[above] = now, latest
-        return outrun
-
-
 class Precedence:
-    """Finds the requests that were passed. O(levels) for each first seat, and O(levels) memory."""
+    """Finds the requests that were passed or outrun. O(levels) for each, and O(levels) memory."""
 
     def __init__(self, levels: int) -> None:
         # The urgency that both orders are about; the simulator sets the true one.
         self.level_of: Callable[[Job], int] = lambda job: job.level
-        self.finishes = FinishOrder(levels)
+        # For each level, the two latest times at which a less urgent request finished.
+        self._finishes = [(-math.inf, -math.inf)] * levels
         self._seats = 0
         # For each level, among the less urgent jobs with a first seat, the one that arrived last.
         self._latest: list[_FirstSeat | None] = [None] * levels
@@ -73,6 +55,17 @@ class Precedence:
                 if latest is None or latest.sequence < job.sequence:
                     self._latest[above] = seat
         self._seats += 1
+
+    def finish(self, level: int, arrival: float, now: float) -> bool:
+        """Record a finish; whether the request was outrun. Times must not decrease; requests that
+        finish at the same time do not outrun each other."""
+        latest, before = self._finishes[level]
+        outrun = (latest if latest < now else before) >= arrival
+        for above in range(level):
+            latest, before = self._finishes[above]
+            if latest < now:
+                self._finishes[above] = now, latest
+        return outrun
 
 
 def _cause(job: Job, other: _FirstSeat) -> PassCause:
