@@ -1,5 +1,6 @@
 """Comparing a new policy with the current one, and rolling it back."""
 
+import json
 import math
 import random
 
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.canary import (
+    ARMS,
     Canary,
+    Difference,
     Plan,
     Tally,
     compare,
-    of_plain,
     plain,
 )
 from vllm_semantic_sched.policy.facts.job import Job, JobState
@@ -119,6 +121,12 @@ def tally(values, size: int = 5) -> Tally:
     return result
 
 
+def compared(*engines: Tally) -> Difference:
+    """What is shown of engines with the same requests of each policy and measure."""
+    reports = [{arm: [dict.fromkeys(MEASURES, one.plain())] for arm in ARMS} for one in engines]
+    return compare(reports)[0]
+
+
 times = st.lists(st.floats(0.01, 100), min_size=1, max_size=40)
 
 
@@ -130,10 +138,11 @@ def test_engines_add_up_to_one(first, second) -> None:
         shifted.add(value, value < 1, number // 5)
     for number, value in enumerate(second):
         shifted.add(value, value < 1, 1000 + number // 5)
-    merged = tally(first).merged(tally(second))
-    assert (merged.count, merged.met) == (shifted.count, shifted.met)
-    assert merged.mean() == pytest.approx(shifted.mean())
-    assert Tally.of_plain(merged.plain()).mean() == pytest.approx(merged.mean())
+    merged, one = compared(tally(first), tally(second)), compared(shifted)
+    assert (merged.counts, merged.kept) == (one.counts, one.kept)
+    assert merged.means == pytest.approx(one.means)
+    assert merged.means[0] == pytest.approx(math.exp(shifted.mean()[0]))
+    assert merged.interval == pytest.approx(one.interval)
 
 
 @given(times)
@@ -156,7 +165,9 @@ def test_interval_holds_the_true_ratio(factor) -> None:
             return rng.uniform(0.1, 0.4) * (factor if arm == "new" else 1.0)
 
         run(canary, ttft, 800, seed)
-        (one,) = [d for d in compare([canary.tallies]) if (d.level, d.measure) == (1, "ttft")]
+        (one,) = [
+            d for d in compare([plain(canary.tallies)]) if (d.level, d.measure) == (1, "ttft")
+        ]
         low, high = one.interval
         hits += low <= factor <= high
     assert hits >= 88
@@ -165,8 +176,9 @@ def test_interval_holds_the_true_ratio(factor) -> None:
 def test_report_survives_the_way_between_processes() -> None:
     canary = Canary(PLAN, TIERS, 0.0)
     run(canary, keeps, 120)
-    sent = of_plain(plain(canary.tallies))
-    assert compare([sent]) == compare([canary.tallies])
+    report = plain(canary.tallies)
+    sent = json.loads(json.dumps(report))
+    assert compare([sent]) == compare([report])
     assert {one.measure for one in compare([sent])} == set(MEASURES)
-    doubled = compare([sent, canary.tallies])
+    doubled = compare([sent, report])
     assert doubled[0].counts[0] == 2 * compare([sent])[0].counts[0]

@@ -13,7 +13,7 @@ from vllm_semantic_sched.cli.arguments import add_server_arguments, failing
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.report.content import number_text
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.policy.canary import compare, of_plain
+from vllm_semantic_sched.policy.canary import compare
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.overload.slo import MEASURES
@@ -80,7 +80,7 @@ def _print_table(engines: list[dict[str, Any]]) -> None:
             "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval),
             *("-" if math.isnan(share) else f"{share:.1%}" for share in one.kept),
         )
-        for one in compare([of_plain(engine["tallies"]) for engine in engines])
+        for one in compare([engine["tallies"] for engine in engines])
     )
     title = "current policy and new one: geometric means"
     print_table(title, (*words, *figures), rows, words=len(words))

@@ -173,7 +173,7 @@ class CanaryDriver:
 
     def report(self) -> dict[str, Any]:
         """Plain values: `running`, `role` of the engine, `arm`, `end` (why the last one ended),
-        `tiers`, `tallies` (see `policy.canary.of_plain`); empty if there was none."""
+        `tiers`, `tallies` (see `policy.canary.plain`); empty if there was none."""
         if self._last is None:
             return {}
         return {

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.tiers import Tier
@@ -69,16 +69,10 @@ class Tally:
         """Count a request of the turn `cluster`."""
         self.count += 1
         self.met += met
-        number, requests, total = self._open
-        if cluster != number:
+        if cluster != self._open[0]:
             self._close()
-            requests, total = 0, 0.0
+        _, requests, total = self._open
         self._open = (cluster, requests + 1, total + math.log(max(seconds, 1e-6)))
-
-    def merged(self, other: Tally) -> Tally:
-        """Both together, of two engines."""
-        pairs = zip(self.plain(), other.plain(), strict=True)
-        return Tally.of_plain([mine + theirs for mine, theirs in pairs])
 
     @property
     def kept(self) -> float:
@@ -102,10 +96,8 @@ class Tally:
             usual = 1.0 - current.kept
             error = math.sqrt(usual * (1.0 - usual) / current.count)
             allowed = max(allowed, usual + _CERTAIN * error)
-        if missed <= allowed:
-            return False
-        if not allowed:
-            return True
+        if missed <= allowed or not allowed:
+            return missed > allowed
         surprise = missed * math.log(missed / allowed)
         if missed < 1.0:
             surprise += (1.0 - missed) * math.log((1.0 - missed) / (1.0 - allowed))
@@ -124,12 +116,12 @@ class Tally:
         self._open = (self._open[0], 0, 0.0)
 
     def plain(self) -> list[Any]:
-        """As plain values, for `of_plain`; ends the present cluster."""
+        """As plain values, which can be added up over engines; ends the present turn."""
         self._close()
         return [self.count, self.met, self.clusters, *self._sums]
 
     @classmethod
-    def of_plain(cls, values: Sequence[Any]) -> Tally:
+    def of_plain(cls, values: Iterable[Any]) -> Tally:
         count, met, clusters, *sums = values
         return cls(count, met, clusters, _sums=sums)
 
@@ -151,6 +143,7 @@ class Canary(Listener):
         self._waiting: dict[Job, None] = {}  # for a first token, oldest first
 
     def arm(self, now: float) -> str:
+        """The policy in force."""
         return self.plan.turn(now - self._start)[0]
 
     def is_over(self, now: float) -> bool:
@@ -178,19 +171,18 @@ class Canary(Listener):
         overdue = self._overdue(now)
         for level, tier in enumerate(self._tiers):
             for measure in self.plan.watch:
-                new, current = (self.tallies[arm][level][measure] for arm in ("new", "current"))
                 if getattr(tier.slo, measure) is None:
                     continue
-                late = overdue[level] if measure == "ttft" else 0
-                if late:  # they have no first token yet, and it will be late
-                    new = Tally(new.count + late, new.met)
+                current, new = (self.tallies[arm][level][measure] for arm in ARMS)
+                if measure == "ttft" and overdue[level]:
+                    new = Tally(new.count + overdue[level], new.met)
                 if new.breaks(tier.slo.percentile, current):
                     return f"{measure} of {tier.name}: {new.met} of {new.count} kept"
         return None
 
-    def _overdue(self, now: float) -> list[int]:
+    def _overdue(self, now: float) -> Counter[int]:
         """By level: old requests under the new policy whose first token is late already."""
-        counts = [0] * len(self._tiers)
+        counts: Counter[int] = Counter()
         for job in itertools.islice(self._waiting, _OLDEST):
             elapsed, target = job.arrival - self._start, self._tiers[job.level].slo.ttft
             late = target is not None and now - job.arrival > target
@@ -203,13 +195,12 @@ class Canary(Listener):
         if elapsed < 0 or not self.plan.settled(elapsed):
             return
         target = getattr(self._tiers[job.level].slo, measure)
-        met = target is None or seconds <= target
         tally = self.tallies[self.plan.turn(elapsed)[0]][job.level][measure]
+        met = target is None or seconds <= target
         tally.add(seconds, met, int(elapsed // self.plan.period))
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A measure of one level under both policies, the current one first."""
 
     level: int
@@ -221,22 +212,23 @@ class Difference:
     interval: tuple[float, float] | None
 
 
-def compare(each: Sequence[Tallies]) -> list[Difference]:
-    """The measures that a policy has requests of, over all engines."""
+def compare(each: Sequence[dict[str, Any]]) -> list[Difference]:
+    """The measures that a policy has requests of, over all engines (`plain`)."""
     found = []
     for level in range(len(each[0]["new"])) if each else ():
         for measure in MEASURES:
             current, new = (
-                reduce(Tally.merged, (one[arm][level][measure] for one in each), Tally())
+                Tally.of_plain(
+                    map(sum, zip(*(one[arm][level][measure] for one in each), strict=True))
+                )
                 for arm in ARMS
             )
             if not current.count and not new.count:
                 continue
             (before, error), (after, other) = current.mean(), new.mean()
-            interval, wide = None, _CERTAIN * math.hypot(error, other)
-            if math.isfinite(wide):
-                ratio = after - before
-                interval = math.exp(ratio - wide), math.exp(ratio + wide)
+            ratio, wide = after - before, _CERTAIN * math.hypot(error, other)
+            finite = math.isfinite(wide)
+            interval = (math.exp(ratio - wide), math.exp(ratio + wide)) if finite else None
             counts, kept = (current.count, new.count), (current.kept, new.kept)
             means = (math.exp(before), math.exp(after))
             found.append(Difference(level, measure, counts, means, kept, interval))
@@ -244,14 +236,8 @@ def compare(each: Sequence[Tallies]) -> list[Difference]:
 
 
 def plain(tallies: Tallies) -> dict[str, Any]:
+    """The requests of one engine as plain values, for `compare`."""
     return {
         arm: [{name: tally.plain() for name, tally in level.items()} for level in levels]
         for arm, levels in tallies.items()
-    }
-
-
-def of_plain(values: dict[str, Any]) -> Tallies:
-    return {
-        arm: [{name: Tally.of_plain(one) for name, one in level.items()} for level in levels]
-        for arm, levels in values.items()
     }
