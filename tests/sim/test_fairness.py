@@ -142,7 +142,7 @@ def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> 
 
     drive(policy, saturate(len(shares), 2500), watch, until=60.0, seats=8)
     share = seen["core"].seating.fair_share
-    assert all(seen["core"].waiting.queue(level) for level in range(len(shares)))
+    assert all(seen["core"].waiting.queues[level] for level in range(len(shares)))
     assert sum(share.served) == pytest.approx(seen["now"], rel=0.05)
     for served, target in zip(share.served, share.targets, strict=True):
         assert served / sum(share.served) == pytest.approx(target, abs=0.03)
@@ -191,7 +191,7 @@ def test_counters_of_two_backlogged_tenants_stay_within_the_bound() -> None:
 
     def watch(engine: Engine, now: float) -> None:
         nonlocal worst, steps
-        queue = engine.core.waiting.queue(2)
+        queue = engine.core.waiting.queues[2]
         if len(queue.counters) == 2:
             steps += 1
             worst = max(worst, abs(queue.counters["heavy"] - queue.counters["light"]))

@@ -15,7 +15,7 @@ from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
 from vllm_semantic_sched.policy.eviction.victims import Eviction
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
     Job,
@@ -70,14 +70,12 @@ class SchedulingCore:
         self.protection = Protection(policy.protect)
         self.worth = level_worth(policy)  # of a second of a request, by level
         self.seating = Seating(policy, self.estimates)
-        self.waiting = self.seating.waiting
+        self.waiting, self.holdings = self.seating.waiting, self.seating.holdings
         self.running = RunningSet(step_seconds=profile.gamma2)
         self.eviction = Eviction(policy, self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
         self.levels = Levels(policy, self.seating, self.lifecycle)
-        # Ends requests; None until the engine's capacity is known, and where the policy ends none
-        # and nobody asks for its accounts.
-        self.overload: OverloadControl | None = None
+        self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
         self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
         self._rank_only = QueueRules(_by_rank(policy), self.estimates)
@@ -108,10 +106,6 @@ class SchedulingCore:
         self.outdated = [*self.waiting, *self.running]
 
     @property
-    def holdings(self) -> Holdings:
-        return self.seating.holdings
-
-    @property
     def profile(self) -> EngineProfile:
         """The engine profile, corrected by measured steps."""
         return self.estimates.profile
@@ -128,7 +122,7 @@ class SchedulingCore:
 
         Args:
             tokens_per_step: most output tokens of one request in a step.
-            keeps_accounts: whether to account for the load even if the policy ends no request.
+            keeps_accounts: whether to have an overload control even if the policy ends no request.
             seed: of random decisions about admission.
         """
         self.seating.set_capacity(capacity, tokens_per_step)
@@ -228,10 +222,8 @@ class SchedulingCore:
             return
         self.version += 1
         if queue is self.waiting:
-            if seconds is None:
-                self.seating.wait(job)
-            else:
-                self.seating.wait_first(job)
+            wait = self.seating.wait if seconds is None else self.seating.wait_first
+            wait(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
@@ -292,12 +284,11 @@ class SchedulingCore:
     ) -> PreemptionPlan:
         """Plan the preemption of a running job. `can_drop`: whether the caller can end requests;
         the job's tier must allow it too."""
-        dropping = None
-        if can_drop and self.policy.all_tiers[job.level].drop:
+        policy, limits, dropping = self.policy, self.policy.preemption, None
+        if can_drop and policy.all_tiers[job.level].drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
-        limits = self.policy.preemption
         must_end = limits.after_limit == "drop" and job.preemptions >= limits.max_per_request
-        return plan_preemption(job, self.profile, self.policy.retention, host, dropping, must_end)
+        return plan_preemption(job, self.profile, policy.retention, host, dropping, must_end)
 
     def restored(self, job: Job) -> None:
         """Record that a preempted job has restored the KV that it lost."""
@@ -357,8 +348,7 @@ class SchedulingCore:
         beneficiary: Job | None = None,
     ) -> None:
         """Record the end of a job whose `generated` is up to date, for the `beneficiary` that takes
-        its place, if any; estimates learn from it. `end`: how far its length can be compared with
-        its prediction."""
+        its place, if any. `end`: how far its length can be compared with its prediction."""
         self.version += 1
         self.waiting.remove(job)
         now = self.lifecycle.clock()

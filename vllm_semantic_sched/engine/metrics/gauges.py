@@ -147,7 +147,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
         }
     if core.policy.tenants.fair:
         gauges["waiting_tenants"] = _by_tier(
-            core, lambda level: len(core.waiting.queue(level).counters)
+            core, lambda level: len(core.waiting.queues[level].counters)
         )
     return gauges
 

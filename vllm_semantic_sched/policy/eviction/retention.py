@@ -8,7 +8,7 @@ that the constraints allow.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.facts.job import Job
@@ -17,9 +17,9 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:
-    """Number of a victim's first tokens that will probably still be on the device later: those in
-    blocks that are `shared` with running jobs, or in those of the prefix cache (`cached`) if many
-    KV blocks are free (`free_share`), which are evicted before."""
+    """A victim's first tokens that will probably still be on the device later: those in blocks
+    `shared` with running jobs; all those `cached`, if many KV blocks are free (`free_share`), which
+    go first."""
     return cached if free_share > retention.survival else shared
 
 
@@ -32,8 +32,7 @@ class PreemptionKind(enum.Enum):
     DROP = "drop"  # end the request
 
 
-@dataclass(frozen=True, slots=True)
-class HostRoom:
+class HostRoom(NamedTuple):
     """Room on the host for one victim."""
 
     block_size: int  # tokens
@@ -42,15 +41,14 @@ class HostRoom:
     all_or_nothing: bool = False  # a part of the KV is useless (sliding windows)
 
     def most(self, held: int) -> int:
-        """Number of first tokens whose KV can be kept for a victim with `held` tokens."""
+        """First tokens whose KV can be kept, of a victim with `held`."""
         room = self.on_device + self.blocks * self.block_size
         if held <= room:
             return held
         return self.on_device if self.all_or_nothing else room
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionPlan:
+class PreemptionPlan(NamedTuple):
     """How to preempt one job."""
 
     kind: PreemptionKind
@@ -78,8 +76,8 @@ def plan_preemption(
 
     Args:
         host: None without a host pool.
-        drop_seconds: cost of ending the job; None: not allowed. It is ended if all its preemptions,
-            this one included, cost more.
+        drop_seconds: cost of ending the job, which is done if all its preemptions, this one
+            included, cost more; None: not allowed.
         must_end: it is ended if it may be, whatever that costs.
     """
     held = job.computed
@@ -129,14 +127,13 @@ def _corners(held: int, profile: EngineProfile, retention: Retention, host: Host
     most, start, block = host.most(held), host.on_device, host.block_size
     if start >= held:
         return {held}
-    corners = {start, most}
-    if not host.all_or_nothing:
-        stall = retention.max_stall * profile.gamma2 - profile.load_start
-        longest = max(0, int(stall / profile.beta_load)) // block
-        # Neighboring blocks as well, because of rounding.
-        for blocks in (1, longest - 1, longest, longest + 1, longest + 2):
-            corners.add(start + blocks * block)
-    return {end for end in corners if start <= end <= most}
+    if host.all_or_nothing:
+        return {start, most}
+    stall = retention.max_stall * profile.gamma2 - profile.load_start
+    longest = max(0, int(stall / profile.beta_load)) // block
+    # Neighboring blocks as well, because of rounding.
+    inner = (start + blocks * block for blocks in (1, *range(longest - 1, longest + 3)))
+    return {start, most, *(end for end in inner if start <= end <= most)}
 
 
 def _paper(job: Job, profile: EngineProfile) -> float:
@@ -159,6 +156,5 @@ def _whole_blocks(kept_to: float, held: int, host: HostRoom) -> int:
     most = host.most(held)
     if kept_to >= most:
         return most
-    if host.all_or_nothing:
-        return host.on_device
-    return int(kept_to) // host.block_size * host.block_size
+    whole = int(kept_to) // host.block_size * host.block_size
+    return host.on_device if host.all_or_nothing else whole

@@ -68,10 +68,9 @@ def choose_victims(
         droppable: whether a job that was preempted too often is ended rather than protected.
     """
     by_rank = running.by_eviction()
-    candidates = by_rank if order is None else _lowest_first(by_rank, order)
     chosen: list[tuple[Job, int]] = []
     blocks = 0
-    for job in candidates:
+    for job in by_rank if order is None else _lowest_first(by_rank, order):
         enough = len(chosen) >= need.seats and blocks >= need.blocks
         if enough or len(chosen) == max_victims:
             break
@@ -89,7 +88,12 @@ def choose_victims(
             blocks += freed
     if len(chosen) < need.seats or blocks < need.blocks:
         return []
-    return _without_spare(chosen, blocks, need)
+    kept = list(chosen)
+    for victim in reversed(chosen):  # spare the most urgent first
+        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
+            kept.remove(victim)
+            blocks -= victim[1]
+    return [job for job, _ in kept]
 
 
 def _lowest_first(jobs: Iterable[Job], order: Callable[[Job], float]) -> Iterator[Job]:
@@ -97,15 +101,6 @@ def _lowest_first(jobs: Iterable[Job], order: Callable[[Job], float]) -> Iterato
     for _, same_level in itertools.groupby(jobs, key=lambda job: job.effective_level):
         yield from sorted(itertools.islice(same_level, _COMPARED), key=order)
         yield from same_level  # noqa: B031 - the jobs that were not compared
-
-
-def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
-    kept = list(chosen)
-    for victim in reversed(chosen):  # spare the most urgent first
-        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
-            kept.remove(victim)
-            blocks -= victim[1]
-    return [job for job, _ in kept]
 
 
 class Eviction:
@@ -148,8 +143,8 @@ class Eviction:
     @property
     def wants_room(self) -> bool:
         """Whether any waiting job may preempt a running one. O(levels)."""
-        waiting = self._seating.waiting
-        if self._seating.deadlines.may_take_seats and self._policy.preemption.enabled:
+        waiting, limits = self._seating.waiting, self._policy.preemption
+        if self._seating.deadlines.may_take_seats and limits.enabled:
             return True
         worst = self._running.least_urgent()
         if worst is None:
@@ -157,7 +152,7 @@ class Eviction:
         level = worst.effective_level
         if any(self._level_may_preempt(above, level) for above in waiting.levels):
             return True
-        head = waiting.peek() if self._policy.preemption.shorter is not None else None
+        head = waiting.peek() if limits.shorter is not None else None
         return head is not None and self._is_much_shorter(head, worst)
 
     def worth_preempting(self, job: Job) -> bool:
@@ -168,8 +163,7 @@ class Eviction:
         The offset of a tier over its share counts against it. A provisional level counts as far
         as it is probable (`predictor.instant`).
         """
-        takes_seat = job in self._seating.deadlines.may_take_seats
-        if takes_seat and self._policy.preemption.enabled:
+        if job in self._seating.deadlines.may_take_seats and self._policy.preemption.enabled:
             return True
         level, worst = self._entitled_level(job), self._running.least_urgent()
         if level is None or worst is None:
@@ -181,8 +175,8 @@ class Eviction:
         """The level at which `job` may preempt; None if it may not."""
         if job.level_source is not LevelSource.INSTANT or job.prediction is None:
             return job.level
-        knobs = self._policy.predictor.instant
-        return preempting_level(job.prediction.urgency, job.level, knobs)
+        instant = self._policy.predictor.instant
+        return preempting_level(job.prediction.urgency, job.level, instant)
 
     def held_back(self, job: Job) -> bool:
         """Whether `job` may not preempt only because its level is provisional."""
@@ -224,11 +218,10 @@ class Eviction:
     def plan(
         self, view: AdmissionView, seats: int, blocks: int, prefill_tokens: float
     ) -> dict[Job, Job]:
-        """Running jobs to preempt before a step, each with the waiting one that it makes room for;
-        vLLM itself never does that. Goes down the waiting queue as far as jobs can be admitted in
-        this step, and subtracts what each takes from the free `seats`, `blocks` and
-        `prefill_tokens`: jobs that age, deadline or share put before more urgent ones as well,
-        though no job is preempted for them."""
+        """Running jobs to preempt before a step, each with the waiting one that it makes room for.
+        Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
+        each takes from the free `seats`, `blocks` and `prefill_tokens`: also jobs that age,
+        deadline or share put before more urgent ones, though no job is preempted for them."""
         seating = self._seating
         victims: dict[Job, Job] = {}
         passed = 0

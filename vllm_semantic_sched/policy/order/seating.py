@@ -168,5 +168,5 @@ class Seating(QueueRules):
         level = job.level if level is None else level
         self.fair_share.charge(level, seconds)
         if to_tenant:
-            queue = self.waiting.queue(level)
+            queue = self.waiting.queues[level]
             queue.counters.charge(queue.tenant_of(job), seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
 
@@ -17,15 +18,14 @@ _new_tuple = tuple.__new__
 class WaitingQueue:
     """Jobs without a seat. All operations are O(log n + levels).
 
-    Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and
-    admissibility, which change from step to step, apply when the first jobs of the levels are
-    compared.
+    Within a level jobs are ordered by tenant and rank, under frozen keys. Offsets and limits, which
+    change from step to step, apply when the first jobs of the levels are compared.
     """
 
     def __init__(self, rules: QueueRules) -> None:
         self.waits: WaitLedger | None = None  # is told which queues a limit keeps from starting
         self._rules = rules
-        self._levels: dict[int, LevelQueue] = {}
+        self.queues = defaultdict[int, LevelQueue](lambda: LevelQueue(rules))  # by level
         self._places: dict[Job, int] = {}
         self._next: tuple[Job | None, bool] | None = None  # the cached choice
 
@@ -40,41 +40,36 @@ class WaitingQueue:
 
     @property
     def buffered(self) -> int:
-        return sum(queue.buffered for queue in self._levels.values())
+        return sum(queue.buffered for queue in self.queues.values())
 
     @property
     def levels(self) -> list[int]:
         """Levels with waiting jobs, most urgent first."""
-        return sorted(level for level, queue in self._levels.items() if queue)
-
-    def queue(self, level: int) -> LevelQueue:
-        if level not in self._levels:
-            self._levels[level] = LevelQueue(self._rules)
-        return self._levels[level]
+        return sorted(level for level, queue in self.queues.items() if queue)
 
     def buffer(self, job: Job) -> None:
         """Append a new job without a prediction to the buffer of its level."""
         self._next = None
         self._places[job] = job.level
-        self.queue(job.level).buffer(job)
+        self.queues[job.level].buffer(job)
 
     def push(self, job: Job, rank: Rank) -> None:
         """Queue a job by rank, or move it to its new rank."""
         self._next = None
         place = self._places.get(job)
         if place is not None and place != job.level:
-            self._levels[place].remove(job)
+            self.queues[place].remove(job)
         self.add(job, rank)
 
     def add(self, job: Job, rank: Rank) -> None:
         """Queue a new job by rank; the cached choice stays unless it is the first of its level."""
         self._places[job] = job.level
-        if self.queue(job.level).push(job, rank):
+        if self.queues[job.level].push(job, rank):
             self._next = None
 
     def rerank(self, job: Job, rank: Rank) -> None:
         """Give a queued job a new rank; a buffered one stays buffered unless its level changed."""
-        if self._levels[self._places[job]].is_buffered(job):
+        if self.queues[self._places[job]].is_buffered(job):
             if self._places[job] == job.level:
                 return
             rank = self._rules.default_rank(job)
@@ -86,11 +81,11 @@ class WaitingQueue:
         if place is None:
             return False
         self._next = None
-        self._levels[place].remove(job)
+        self.queues[place].remove(job)
         return True
 
     def changed(self) -> None:
-        """Forget the cached choice, because offsets or admissibility may have changed."""
+        """Forget the cached choice, because offsets or limits may have changed."""
         self._next = None
 
     def peek(self) -> Job | None:
@@ -106,7 +101,7 @@ class WaitingQueue:
         """Why `job`, the result of `peek`, goes before the jobs of each more urgent level."""
         return {
             level: self._why_passed(queue, job)
-            for level, queue in self._levels.items()
+            for level, queue in self.queues.items()
             if level < job.level and queue
         }
 
@@ -120,7 +115,7 @@ class WaitingQueue:
                 return
         levels = [
             ((self._key(rank, job), job) for rank, job in queue.ordered())
-            for queue in self._levels.values()
+            for queue in self.queues.values()
             if queue
         ]
         for _, job in heapq.merge(*levels, key=itemgetter(0)) if len(levels) != 1 else levels[0]:
@@ -131,7 +126,7 @@ class WaitingQueue:
         if self._next is None:
             job, overtakes = self._choose_anew()
             if self.waits is not None:
-                levels = self._levels.items() if self._rules.has_limits else ()
+                levels = self.queues.items() if self._rules.has_limits else ()
                 limited = ((at, tenant) for at, queue in levels for tenant in queue.limited())
                 self.waits.limit(limited)
             # While the next job does not fit, none starts, or small ones would pass it for ever.
@@ -145,7 +140,7 @@ class WaitingQueue:
         admits = self._rules.admits
         heads = [
             head
-            for queue in self._levels.values()
+            for queue in self.queues.values()
             if (head := queue.peek()) is not None and admits(head[1])
         ]
         first = self._best(heads)
@@ -173,7 +168,7 @@ class WaitingQueue:
         return PassCause.PROMOTED if promoted else PassCause.SHORTER
 
     def _oldest_overdue(self) -> Job | None:
-        heads = (queue.overdue.peek() for queue in self._levels.values())
+        heads = (queue.overdue.peek() for queue in self.queues.values())
         return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
     def _key(self, rank: Rank, job: Job, aged: bool = False) -> Rank:
