@@ -10,7 +10,6 @@ from typing import Any
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.estimates.decision import level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
@@ -68,13 +67,12 @@ class SchedulingCore:
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(policy.protect)
-        self.worth = level_worth(policy)  # of a second of a request, by level
         self.seating = Seating(policy, self.estimates)
         self.waiting, self.holdings = self.seating.waiting, self.seating.holdings
         self.running = RunningSet(step_seconds=profile.gamma2)
-        self.eviction = Eviction(policy, self.running, self.seating, self.estimates.rank_seconds)
+        self.eviction = Eviction(self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
-        self.levels = Levels(policy, self.seating, self.lifecycle)
+        self.levels = Levels(self.seating, self.lifecycle)
         self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
         self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
@@ -94,12 +92,10 @@ class SchedulingCore:
         self.protection.adopt(policy.protect)
         self.estimates.adopt(policy, profile)
         self.running.adopt(profile)
-        self.eviction.adopt(policy)
+        self.eviction.adopt()
         if self.overload is not None:
             self.overload.adopt(policy)
-        self.levels.policy = policy
         self._rank_only.adopt(_by_rank(policy))
-        self.worth = level_worth(policy)
         self.policy = policy
         self.version += 1
         # Popped from the end, so that running jobs come first.

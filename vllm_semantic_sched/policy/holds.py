@@ -28,7 +28,7 @@ def choose(core: SchedulingCore, view: EngineView) -> tuple[list[Job], Job | Non
     newcomer = core.waiting.peek()  # none where a limit keeps all from starting
     if newcomer is not None and has_room(newcomer, view):
         return [], None
-    protection, worth = core.protection, core.worth.gained
+    protection, worth = core.protection, core.seating.worth
     prefilling, now = view.prefilling(), view.now()
     certain, gaining = Batch(), 0.0
     found: Job | None = None
@@ -43,15 +43,15 @@ def choose(core: SchedulingCore, view: EngineView) -> tuple[list[Job], Job | Non
         if decodes:
             certain.add_decode(job.tokens)
         if not fast_enough:
-            gaining += worth[job.level]
+            gaining += worth.gained[job.level]
             if found is None and protects and view.can_advance(job):
                 found = job
     others += ahead  # first to be held
     if found is None or not others:
         return [], None
     # Worth of a second of all requests, running and waiting.
-    losing = sum(each * _requests(core, level) for level, each in enumerate(core.worth.lost))
-    hold = protection.choose(certain, others, worth, gaining, losing, core.profile)
+    losing = sum(each * _requests(core, level) for level, each in enumerate(worth.lost))
+    hold = protection.choose(certain, others, worth.gained, gaining, losing, core.profile)
     if hold is None:
         return [], None
     held = others[hold.beside :]

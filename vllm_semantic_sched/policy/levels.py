@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import (
     deciding_rule,
     predicted_level,
@@ -21,24 +20,23 @@ from vllm_semantic_sched.policy.order.seating import Seating
 class Levels:
     """Decides levels; whoever has the job stores it again, because its rank has changed."""
 
-    def __init__(self, policy: Policy, seating: Seating, lifecycle: Lifecycle) -> None:
-        self.policy = policy
+    def __init__(self, seating: Seating, lifecycle: Lifecycle) -> None:
         self._seating = seating
         self._lifecycle = lifecycle
 
     def decided(self, job: Job) -> int:
         """The level by a job's prediction or the default; the level of a hint stays."""
         if job.level_source is LevelSource.DEFAULT:
-            return max(self.policy.default_level, job.best_level)
+            return max(self._seating.policy.default_level, job.best_level)
         predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
         if predicted and job.prediction is not None:
-            return max(predicted_level(self.policy, job.prediction), job.best_level)
+            return max(predicted_level(self._seating.policy, job.prediction), job.best_level)
         return job.level
 
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
         request counts toward the cap already, at its present level."""
-        lowest = self.policy.levels - 1
+        lowest = self._seating.policy.levels - 1
         top_levels, before = self._seating.top_levels, job.level if counted else None
         allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)
         if allowed != level:
@@ -82,7 +80,7 @@ class Levels:
         """Raise a predicted level if a second look at the prompt demands it; whether it did."""
         if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):
             return False
-        certain = self.policy.predictor.second_look.certain
+        certain = self._seating.policy.predictor.second_look.certain
         level, before = raised_level(prediction.urgency, job.level, certain), job.level
         if level is not None:
             level = self.capped(job, level, counted=True)
@@ -99,7 +97,7 @@ class Levels:
         """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:
             return NOTHING
-        rule, prediction = deciding_rule(self.policy, job), job.prediction
+        rule, prediction = deciding_rule(self._seating.policy, job), job.prediction
         if prediction is None:
             return {"rule": rule}
         return {"rule": rule, "urgency": _rounded(prediction)}

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
-from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
-from vllm_semantic_sched.policy.estimates.decision import level_worth, preempting_level
+from vllm_semantic_sched.policy.estimates.decision import preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -112,23 +111,18 @@ class Eviction:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        running: RunningSet,
-        seating: Seating,
-        seconds_left: Callable[[Job], float],
+        self, running: RunningSet, seating: Seating, seconds_left: Callable[[Job], float]
     ) -> None:
         self._running = running
         self._seating = seating
         self._seconds_left = seconds_left
         self._freed_at: float | None = None
         self._gap = math.inf  # mean seconds until a seat comes free by itself
-        self.adopt(policy)
-
-    def adopt(self, policy: Policy) -> None:
-        self._policy = policy
-        self._worth = level_worth(policy)
         self._unpaid: Job | None = None  # found no victim worth a seat, and none came free since
+
+    def adopt(self) -> None:
+        """The seating has a new policy."""
+        self._unpaid = None
 
     def seat_freed(self, now: float) -> None:
         """Record that a running job ended."""
@@ -143,7 +137,7 @@ class Eviction:
     @property
     def wants_room(self) -> bool:
         """Whether any waiting job may preempt a running one. O(levels)."""
-        waiting, limits = self._seating.waiting, self._policy.preemption
+        waiting, limits = self._seating.waiting, self._seating.policy.preemption
         if self._seating.deadlines.may_take_seats and limits.enabled:
             return True
         worst = self._running.least_urgent()
@@ -163,7 +157,8 @@ class Eviction:
         The offset of a tier over its share counts against it. A provisional level counts as far
         as it is probable (`predictor.instant`).
         """
-        if job in self._seating.deadlines.may_take_seats and self._policy.preemption.enabled:
+        seating = self._seating
+        if job in seating.deadlines.may_take_seats and seating.policy.preemption.enabled:
             return True
         level, worst = self._entitled_level(job), self._running.least_urgent()
         if level is None or worst is None:
@@ -175,7 +170,7 @@ class Eviction:
         """The level at which `job` may preempt; None if it may not."""
         if job.level_source is not LevelSource.INSTANT or job.prediction is None:
             return job.level
-        instant = self._policy.predictor.instant
+        instant = self._seating.policy.predictor.instant
         return preempting_level(job.prediction.urgency, job.level, instant)
 
     def held_back(self, job: Job) -> bool:
@@ -188,7 +183,7 @@ class Eviction:
 
     def _level_may_preempt(self, level: int, worst: float) -> bool:
         """Whether jobs of `level` may preempt one of the effective level `worst`."""
-        policy = self._policy
+        policy = self._seating.policy
         limits = policy.preemption
         if not limits.enabled or not policy.uses_urgency:
             return False
@@ -207,7 +202,7 @@ class Eviction:
 
     def _much_longer_than(self, job: Job) -> float:
         """Remaining seconds from which a running job gives way to `job`; inf: never."""
-        policy, limits = self._policy, self._policy.preemption
+        policy, limits = self._seating.policy, self._seating.policy.preemption
         if limits.shorter is None or not limits.enabled or policy.base != "semantic":
             return math.inf
         weighted = policy.weighted_levels.weighs(job.level)
@@ -271,10 +266,10 @@ class Eviction:
         borrowed = self._seating.reservation.borrowed_from(job.level)
         unweighed = takes_seat or borrowed is not None
         affordable = math.inf if unweighed else self._affordable_seconds(job, need)
-        limits = self._policy.preemption
+        limits = self._seating.policy.preemption
 
         def freeable(victim: Job) -> int | None:
-            if not self._policy.all_tiers[victim.level].preemptible:
+            if not self._seating.policy.all_tiers[victim.level].preemptible:
                 return None
             ends = victim.preemptions >= limits.max_per_request and self._is_droppable(victim)
             if not ends and view.preemption_seconds(victim) > affordable:
@@ -309,11 +304,11 @@ class Eviction:
             return victim.generated + _PREEMPTION_TOKENS * victim.preemptions
 
         orders = {"cost": view.preemption_seconds, "progress": progress}
-        return orders.get(self._policy.preemption.victim)
+        return orders.get(self._seating.policy.preemption.victim)
 
     def _is_droppable(self, victim: Job) -> bool:
         """Whether one more preemption than allowed ends a job."""
-        policy = self._policy
+        policy = self._seating.policy
         return policy.preemption.after_limit == "drop" and policy.all_tiers[victim.level].drop
 
     def _gives_way(
@@ -322,7 +317,7 @@ class Eviction:
         """Which running jobs have no protection against a waiting one; None: all have it."""
         if not takes_seat and longer_than == math.inf:
             return borrowed
-        limit, remaining = self._policy.preemption.max_per_request, self._running.remaining
+        limit, remaining = self._seating.policy.preemption.max_per_request, self._running.remaining
 
         def gives_way(victim: Job) -> bool:
             answering = takes_seat and victim.first_token is not None
@@ -349,10 +344,10 @@ class Eviction:
 
     def _affordable_seconds(self, job: Job, need: Need) -> float:
         """Engine time that a victim for `job` may cost."""
-        holdings = self._seating.holdings
+        holdings, worth = self._seating.holdings, self._seating.worth
         levels, seats = holdings.levels, len(holdings)
         blocks = sum(held.blocks for held in levels)
-        lost = sum(worth * held.seats for worth, held in zip(self._worth.lost, levels, strict=True))
+        lost = sum(each * held.seats for each, held in zip(worth.lost, levels, strict=True))
         # Running jobs that must end by themselves to make the room.
         ends = max(1.0, need.seats, need.blocks * seats / blocks if blocks else 0.0)
-        return ends * self._gap * self._worth.gained[job.level] / max(lost, 1.0)
+        return ends * self._gap * worth.gained[job.level] / max(lost, 1.0)

@@ -1,5 +1,4 @@
-"""Levels that waiting requests gain, by timers: for a near deadline, and by aging in steps, so that
-none starves.
+"""Levels that waiting requests gain: by a near deadline, and by aging, so that none starves.
 
 - A request at level l that has waited k times `interval` seconds gets level l - k `step`, with at
   most `cap` promotions. Below level 0 it is *overdue*; overdue requests run by arrival.

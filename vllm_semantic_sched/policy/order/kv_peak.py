@@ -23,10 +23,9 @@ _QUANTILE = 0.5  # of the predicted lengths that counts; higher would be more ca
 class KvPeak:
     """Predicts the KV tokens of the running jobs at every later step.
 
-    All running jobs grow by one token per step, so with n jobs left until step e, which had b
-    tokens at step 0 if counted back, they hold the sum of b + n e tokens at step e, whatever the
-    present step: only jobs that come, go or outlive their estimate change it. Use peaks when a job
-    ends.
+    All running jobs grow by one token per step, so n jobs that are left at step e, and had b tokens
+    together at step 0 if counted back, hold b + n e then, whatever the present step: only jobs that
+    come, go or outlive their estimate change it. Use peaks when a job ends.
 
     A question costs O(log running), the first one after a change O(running log running), a step
     O(log running) per outlived estimate. The peak is overestimated rather than missed: shared
@@ -47,8 +46,8 @@ class KvPeak:
 
     def set_capacity(self, capacity: EngineCapacity) -> None:
         self.block_size = capacity.block_size
-        blocks = capacity.blocks
-        self.capacity = math.inf if blocks is None else blocks * capacity.block_size
+        if capacity.blocks is not None:
+            self.capacity = capacity.blocks * capacity.block_size
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -12,7 +12,6 @@ _Ticket = TypeVar("_Ticket")
 # A request goes before all that are a level less urgent and came at most this much earlier, in
 # seconds. Bounded, so that nobody starves; larger than the backlog of a burst.
 _HEAD_START = 1.0
-
 # A request goes behind those that came up to this much later, in seconds, for each request of its
 # own tenant that waits already: a flood of one tenant holds nobody else up.
 _TURN = 0.1
@@ -46,12 +45,12 @@ class PreparationQueue(Generic[_Ticket]):
 
     def leave(self) -> _Ticket | None:
         """A slot is free again. The ticket that gets it; None if nobody waits."""
-        if self._waiting:
-            _, _, tenant, ticket = heapq.heappop(self._waiting)
-            if tenant:
-                self._of_tenant[tenant] -= 1
-                if not self._of_tenant[tenant]:
-                    del self._of_tenant[tenant]
-            return ticket
-        self._free += 1
-        return None
+        if not self._waiting:
+            self._free += 1
+            return None
+        _, _, tenant, ticket = heapq.heappop(self._waiting)
+        if tenant:
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
+        return ticket

@@ -132,9 +132,9 @@ class Protection:
         Args:
             certain: decoding sequences that run in any case.
             others: decoding jobs that may be held, most urgent first.
-            worth: worth of a second that a request gains, by level.
+            worth: of a second that a request gains, by level.
             gaining: the same for all requests in the step that run in any case.
-            losing: worth of a second that all requests lose, running and waiting.
+            losing: the same of a second that all requests lose, running and waiting.
         """
         left = self.budget.left
         count = certain.decodes + len(others)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.estimates.decision import level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
@@ -31,6 +32,7 @@ class Seating(QueueRules):
         self.precedence = Precedence(policy.levels)
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
         self.waiting = WaitingQueue(self)
+        self.worth = level_worth(policy)  # of a second of a request, by level
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
@@ -44,6 +46,7 @@ class Seating(QueueRules):
         self.promotions.knobs = policy.aging
         self.deadlines.knobs = policy.deadlines
         self.top_levels.knobs = policy.tenants.top
+        self.worth = level_worth(policy)
         self.waiting.changed()
 
     @property

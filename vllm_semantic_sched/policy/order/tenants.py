@@ -9,7 +9,7 @@ P is the engine time of the longest prefill, m the seats, D the engine time of t
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,26 +89,25 @@ class _Window:
     """Requests in a sliding window, in slices: all, and those at a top level."""
 
     def __init__(self) -> None:
-        self.slice = 0
-        self.all = [0] * _SLICES
-        self.top = [0] * _SLICES
+        self.slice = 0  # the last one
+        self.all = deque([0] * _SLICES, _SLICES)
+        self.top = deque([0] * _SLICES, _SLICES)
 
     def advance(self, now: int) -> None:
-        for gone in range(max(self.slice + 1, now - _SLICES + 1), now + 1):
-            self.all[gone % _SLICES] = self.top[gone % _SLICES] = 0
+        for _ in range(min(now - self.slice, _SLICES)):
+            self.all.append(0)
+            self.top.append(0)
         self.slice = max(self.slice, now)
 
     def add(self, new: bool, top: bool) -> None:
-        self.all[self.slice % _SLICES] += new
-        self.top[self.slice % _SLICES] += top
+        self.all[-1] += new
+        self.top[-1] += top
 
     def lower_one(self) -> None:
         """Count the latest request at a top level below these."""
-        for age in range(_SLICES):
-            at = (self.slice - age) % _SLICES
-            if self.top[at]:
-                self.top[at] -= 1
-                return
+        latest = next((at for at in reversed(range(_SLICES)) if self.top[at]), None)
+        if latest is not None:
+            self.top[latest] -= 1
 
 
 class TopLevelGuard:
