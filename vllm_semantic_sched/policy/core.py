@@ -1,5 +1,4 @@
-"""State of all jobs and the decisions about them, for the engine and the simulator. `step.py` has
-the order of the decisions in a scheduling step."""
+"""State of all jobs and the decisions about them; `step.py` has their order in a step."""
 
 from __future__ import annotations
 
@@ -40,9 +39,7 @@ from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _THRASH_TOKENS = 16  # a job preempted again before it has so many new tokens is thrashing
-# After a change of policy: about a millisecond of work. A queue of 10,000 is in its new order after
-# 100 steps.
-_RERANKED_PER_STEP = 100
+_RERANKED_PER_STEP = 100  # jobs after a change of policy: about a millisecond of work
 
 
 class SchedulingCore:
@@ -129,8 +126,8 @@ class SchedulingCore:
             self.lifecycle.later_listeners.append(self.overload)
 
     def record_why(self, journal: Journal, clock: Callable[[], float] | None = None) -> None:
-        """Record from now on why requests wait and what decided; before the first request.
-        `clock`: seconds, which pass during pauses as well; None: the policy's clock."""
+        """Record why requests wait and what decides; call it before the first request. `clock`:
+        seconds, which pass during pauses as well; None: the policy's clock."""
         waits = WaitLedger(
             clock or self.lifecycle.clock, self.policy.levels, lambda: self.seating.has_limits
         )
@@ -371,9 +368,9 @@ class SchedulingCore:
         self.seating.kv_peak.tick(steps)
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
-        """Bring estimates and ranks up to date at the time `now`; `observe` updates a job's
-        `generated` and `computed`. Returns running jobs with a new rank (after outliving their
-        estimate or a change of policy) and waiting jobs that a new policy puts at another level."""
+        """Bring estimates and ranks up to date; `observe` updates a job's `generated` and
+        `computed`. Returns running jobs with a new rank (after outliving their estimate or a
+        change of policy) and waiting jobs that a new policy puts at another level."""
         reranked, waiting = self._rerank_some() if self.outdated else ([], [])
         running = [*self.running.outlived(), *reranked]
         for job in running:
@@ -402,8 +399,7 @@ class SchedulingCore:
 
     def hold(self, jobs: Collection[Job], now: float, beneficiary: Job | None = None) -> list[Job]:
         """Record which running jobs sit out the coming step, and for which protected job. Returns
-        those with a new place among the running ones: not held any more, or promoted for being
-        held."""
+        those with a new place: not held any more, or promoted for being held."""
         held = self.protection.held
         if not jobs and not held:
             return []

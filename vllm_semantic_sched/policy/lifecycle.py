@@ -30,7 +30,7 @@ class Transition(NamedTuple):
 
 
 class Listener:
-    """Receives state changes, and ignores them here. Must not raise, block or change a job."""
+    """Receives state changes; ignores them here. Must not raise, block or change a job."""
 
     def moved(self, transition: Transition) -> None:
         """Called when a job arrived or changed state."""
@@ -47,8 +47,8 @@ class Journal(Protocol):
 
     def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
         """Called for what is no change of state: `read` (a prediction came; `rule`, `urgency` with
-        the probabilities, `level_before`) and `restored` (`restored`: seconds until a preempted job
-        had its KV again)."""
+        the probabilities, `level_before`) and `restored` (seconds until a preempted job had its KV
+        again)."""
 
 
 # By method of `Listener` and `Journal`: what an error interrupts.
@@ -62,8 +62,6 @@ _RECORDING = {
 
 class _Waiting:
     """Jobs of one level that wait for a seat."""
-
-    __slots__ = ("in_order", "moved")
 
     def __init__(self) -> None:
         self.in_order: dict[Job, None] = {}  # entered at this level, as most did, oldest first

@@ -1,8 +1,5 @@
-"""One scheduling step: every decision before the engine runs, in one order.
-
-The engine and the simulator both call `SchedulingStep.run`, which states the order. They differ in
-what answers its questions (`view.EngineView`).
-"""
+"""One scheduling step: every decision before the engine runs, in the order of `SchedulingStep.run`.
+Engine and simulator both call it, and differ in what answers its questions (`view.EngineView`)."""
 
 from __future__ import annotations
 
@@ -96,15 +93,15 @@ class SchedulingStep:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the last step had nothing to decide about seats, holds and prefills, and no job
-        has come, gone or moved since, so that the next one has not either."""
+        """Whether the last step had nothing to decide about seats, holds and prefills, nor has the
+        next one: no job has come, gone or moved since."""
         return self._core.version == self.last.quiet
 
     def repeats(self, view: EngineView) -> bool:
-        """Whether the coming step has to decide what the last one decided: no job has come, gone
-        or moved since that began, no timer has expired, and none wants room. Then free blocks can
-        only get fewer and estimates of remaining time smaller: nobody starts, nobody preempts. The
-        engine may call `repeat` in place of `run` if the same prefills go on and none ended."""
+        """Whether the coming step decides what the last one did: no job has come, gone or moved
+        since that began, no timer has expired, and none wants room. Then free blocks can only get
+        fewer and remaining times shorter: nobody starts, nobody preempts. The engine may call
+        `repeat` in place of `run` if the same prefills go on and none ended."""
         core, last = self._core, self.last
         unchanged = core.version == last.begun and core.overload is None
         if not unchanged or core.may_revise(view.now()):
@@ -162,8 +159,8 @@ class SchedulingStep:
             view.preempt(job, reason)
 
     def _has_nothing_to_decide(self, view: EngineView) -> bool:
-        """Whether all that the step can do is decode. Most steps are like that, and asking all
-        questions in them would double the time of a simulation."""
+        """Whether the step can only decode. Most are like that, and asking all questions in them
+        would double the time of a simulation."""
         core = self._core
         if self.is_quiet and not core.seating.metered:
             return True

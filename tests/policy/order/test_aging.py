@@ -44,7 +44,7 @@ def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
     promotions.wait(job)
     assert promotions.due(9.9) == [] and promotions.due(10.0) == [job]
     assert promotions.due(10.0) == [] and job.effective_level == 0.5
-    promotions.stop(job)
+    promotions.discard(job)
     assert promotions.due(500.0) == []
     job.waited, job.entered = 15.0, 500.0  # as the lifecycle keeps them
     promotions.wait(job)

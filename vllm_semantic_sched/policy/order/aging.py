@@ -27,40 +27,26 @@ _MOST_PER_STEP = 20  # jobs, so that a burst of the same age does not delay a st
 _DEADLINE_LEVELS = 0.5  # gained: below 1, so that a request only moves ahead within its own level
 
 
-class _Timers:
-    """Timers of waiting jobs; O(log n) each."""
-
-    def __init__(self) -> None:
-        self.count = 0  # jobs promoted or raised so far
-        self._timers: AddressableHeap[Job] = AddressableHeap()
-
-    def stop(self, job: Job) -> None:
-        """Stop a job's timer; it keeps what it has gained."""
-        self._timers.discard(job)
-
-    def may_be_due(self, now: float) -> bool:
-        return self._timers.may_reach(now)
-
-
-class Promotions(_Timers):
-    """Promotes waiting jobs by steps (aging)."""
+class Promotions(AddressableHeap[Job]):
+    """Timers by which waiting jobs are promoted in steps (aging). One that leaves the queue is
+    discarded, and keeps what it has gained."""
 
     def __init__(self, knobs: Aging) -> None:
         super().__init__()
         self.knobs = knobs
+        self.count = 0  # promotions so far
 
     def wait(self, job: Job) -> None:
         """Start the timer of a job that waits; time in a seat counts only while it was held."""
         done = job.promotions and job.promotions >= self.knobs.most_promotions(job.level)
         if done or not self.knobs.enabled:
-            self._timers.discard(job)
+            self.discard(job)
             return
-        due = job.entered - job.waited + (job.promotions + 1) * self.knobs.interval
-        self._timers.push(job, due)
+        self.push(job, job.entered - job.waited + (job.promotions + 1) * self.knobs.interval)
 
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose timers have expired, and return them."""
-        promoted = list(self._timers.pop_until(now, _MOST_PER_STEP))
+        promoted = list(self.pop_until(now, _MOST_PER_STEP))
         for job in promoted:
             # Rounding must not make the timer fire again for the same promotion.
             self.earn(job, job.waited + now - job.entered, least=job.promotions + 1)
@@ -106,12 +92,13 @@ class Overtaking:
         self._credit = min(1.0, self._credit - change)
 
 
-class DeadlineWatch(_Timers):
-    """Raises waiting jobs shortly before their promised time to first token."""
+class DeadlineWatch(AddressableHeap[Job]):
+    """Timers by which waiting jobs are raised shortly before their promised time to first token."""
 
     def __init__(self, knobs: Deadlines) -> None:
         super().__init__()
         self.knobs = knobs
+        self.count = 0  # jobs raised so far
         # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
         self._takes_seats: dict[Job, bool] = {}
@@ -125,25 +112,25 @@ class DeadlineWatch(_Timers):
             return
         job.deadline = job.arrival + slo.ttft
         raise_at = job.deadline - self.knobs.before * slo.ttft
-        self._timers.push(job, job.deadline if job.deadline_boost else raise_at)
+        self.push(job, job.deadline if job.deadline_boost else raise_at)
         self._takes_seats[job] = slo.takes_seats
         self._update_may_take_seats(job)
 
     def stop(self, job: Job) -> None:
         """Stop a job's timer; a raised job stays raised until its first token."""
-        super().stop(job)
+        self.discard(job)
         self._takes_seats.pop(job, None)
         self.may_take_seats.discard(job)
 
     def due(self, now: float) -> list[Job]:
         """Raise jobs whose timers have expired, lower those past their deadline; returns both."""
         moved = []
-        for job in self._timers.pop_until(now, _MOST_PER_STEP):
+        for job in self.pop_until(now, _MOST_PER_STEP):
             was_near, is_near = bool(job.deadline_boost), now < job.deadline
             job.deadline_boost = _DEADLINE_LEVELS if is_near else 0.0
             if is_near:
                 self.count += 1
-                self._timers.push(job, job.deadline)
+                self.push(job, job.deadline)
             self._update_may_take_seats(job)
             if was_near != is_near:
                 moved.append(job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import sys
 from collections.abc import Callable
 
 from vllm_semantic_sched.policy.config.order import KvPeakKnobs
@@ -86,8 +87,8 @@ class KvPeak:
     @property
     def steps_to_outlived(self) -> int:
         """Steps until a job outlives its estimate."""
-        job = self._ends.peek()
-        return max(0, int(self._ends.key(job)) - self._step) if job is not None else 1 << 62
+        first = self._ends.first()
+        return max(0, int(first[0]) - self._step) if first else sys.maxsize
 
     @property
     def may_outlive(self) -> bool:

@@ -87,10 +87,9 @@ class RunningSet:
     @property
     def steps_to_outlived(self) -> int:
         """Lower bound on the steps until `outlived` returns a job, if none comes or goes."""
-        job = self._due.peek()
-        if job is None:
-            return sys.maxsize
-        return max(0, int((self._due.key(job) - self._now) / self._step_seconds) - 1)
+        first = self._due.first()
+        steps = (first[0] - self._now) / self._step_seconds if first else sys.maxsize
+        return max(0, int(steps) - 1)
 
     @property
     def may_outlive(self) -> bool:

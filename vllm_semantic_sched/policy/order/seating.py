@@ -90,7 +90,7 @@ class Seating(QueueRules):
         charge, job.seat.charge = job.seat.charge, None
         if job.started is None:
             self.precedence.seat(job, charge.passes)
-        self.promotions.stop(job)
+        self.promotions.discard(job)
         self.deadlines.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
         job.share_boost = max(0.0, -self.fair_share.offsets[job.level])
@@ -100,7 +100,7 @@ class Seating(QueueRules):
 
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
-        self.promotions.stop(job)
+        self.promotions.discard(job)
         self.deadlines.stop(job)
         self.meter.stop(job)
         self.holdings.release(job)
@@ -127,7 +127,7 @@ class Seating(QueueRules):
 
     def may_move(self, now: float) -> bool:
         """Whether `step` may do anything."""
-        return self.metered or self.promotions.may_be_due(now) or self.deadlines.may_be_due(now)
+        return self.metered or self.promotions.may_reach(now) or self.deadlines.may_reach(now)
 
     # Derived state
 
