@@ -140,19 +140,21 @@ def test_reason_why_a_worker_does_not_start_reaches_the_service(start) -> None:
         start(worker="import sys; sys.exit(7)")
 
 
+class Writer:
+    def __init__(self, write) -> None:
+        self.write = write
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def test_reason_arrives_although_the_worker_ends_before_its_host_can_speak(
     tmp_path, monkeypatch
 ) -> None:
-    said = []
-
-    class Writer:
-        write = staticmethod(said.append)
-
-        async def drain(self) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
+    said: list[bytes] = []
 
     async def own_stdin() -> asyncio.StreamReader:
         gone = tmp_path / "gone"
@@ -162,7 +164,7 @@ def test_reason_arrives_although_the_worker_ends_before_its_host_can_speak(
         return asyncio.StreamReader()
 
     async def own_stdout() -> Writer:
-        return Writer()
+        return Writer(said.append)
 
     monkeypatch.setattr(shared, "_stdin", own_stdin)
     monkeypatch.setattr(shared, "_stdout", own_stdout)
@@ -172,6 +174,58 @@ def test_reason_arrives_although_the_worker_ends_before_its_host_can_speak(
     command = (sys.executable, "-c", failing, str(tmp_path / "gone"))
     assert asyncio.run(shared._host(tmp_path / "socket", 5.0, command)) == 0
     assert said == [b"why\n"]
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_host_ends_although_its_worker_died_during_an_answer(tmp_path, monkeypatch, turns) -> None:
+    path = tmp_path / "socket"
+
+    class Worker:
+        """Dies of a request; the end of its output is seen so many turns of the loop later."""
+
+        def __init__(self) -> None:
+            self.stdin, self.stdout = Writer(self.die), asyncio.StreamReader()
+            self.stdout.feed_data(b"ready\n")
+            self.exit = asyncio.Event()
+
+        def die(self, line: bytes) -> None:
+            self.exit.set()
+            self.dying = asyncio.create_task(self.end_output())
+
+        async def end_output(self) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            self.stdout.feed_eof()
+
+        async def wait(self) -> int:
+            await self.exit.wait()
+            return -9
+
+        def kill(self) -> None:
+            raise ProcessLookupError
+
+    async def made(result):
+        return result
+
+    async def ask() -> bytes:
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"a question\n")
+        return await reader.read()
+
+    async def host() -> None:
+        asked = asyncio.create_task(ask())
+        assert await shared._host(path, 30.0, ()) == -9
+        serving = asyncio.all_tasks() - {asked, asyncio.current_task()}
+        for task in serving:  # as `asyncio.run` does
+            task.cancel()
+        assert await asyncio.wait_for(asked, 5.0) == b"ready\n"
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda *_, **__: made(Worker()))
+    monkeypatch.setattr(shared, "_stdin", lambda: made(asyncio.StreamReader()))
+    monkeypatch.setattr(shared, "_stdout", lambda: made(Writer(bytes)))
+    asyncio.run(host())
 
 
 def test_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch) -> None:

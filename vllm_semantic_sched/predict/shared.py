@@ -114,7 +114,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
-    """Run the worker for this engine and for those that connect."""
+    """Run the worker for this engine and those that connect, until this one or the worker ends."""
     worker = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -122,61 +122,46 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         limit=_LONGEST_LINE,
         preexec_fn=_die_with_parent,
     )
-    assert worker.stdout is not None
-    ready = await worker.stdout.readline()
+    requests, answers = worker.stdin, worker.stdout
+    assert requests is not None and answers is not None
+    ready = await answers.readline()
     if not ready:
         return await worker.wait()
-    # Before anything may end this: a worker that cannot start says why, and is gone.
-    own_requests, own_answers = await _stdin(), await _stdout()
-    own_answers.write(ready)
-    await own_answers.drain()
-    await _serve(worker, ready, own_requests, own_answers, path, timeout)
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(ProcessLookupError):
-        worker.kill()
-    return await worker.wait()
-
-
-async def _serve(
-    worker: asyncio.subprocess.Process,
-    ready: bytes,
-    own_requests: asyncio.StreamReader,
-    own_answers: asyncio.StreamWriter,
-    path: Path,
-    timeout: float,
-) -> None:
-    """Answer this engine and those that connect, until it or the worker ends or hangs."""
-    assert worker.stdin is not None and worker.stdout is not None
-    requests, answers = worker.stdin, worker.stdout
     turns = asyncio.Lock()  # first come, first served
-    hangs = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if writer is not own_answers:
+            writer.write(ready)
         try:
             while line := await reader.readline():
-                async with turns:
+                # Not `wait_for`: it may swallow that this task is cancelled (Python 3.11).
+                async with turns, asyncio.timeout(timeout):
                     requests.write(line)
-                    answer = await asyncio.wait_for(answers.readline(), timeout)
+                    answer = await answers.readline()
                 writer.write(answer)
                 await writer.drain()
         except TimeoutError:
-            hangs.set()
+            worker.kill()  # it hangs
         except (OSError, asyncio.CancelledError):
             pass  # the other end is gone, or all end
         writer.close()
 
-    async def serve_other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(ready)
-        await serve(reader, writer)
-
+    # Before anything may end this: a worker that cannot start says why, and is gone.
+    own_requests, own_answers = await _stdin(), await _stdout()
+    own_answers.write(ready)
+    await own_answers.drain()
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(serve_other, path, limit=_LONGEST_LINE)
-    ends = (serve(own_requests, own_answers), worker.wait(), hangs.wait())
+    server = await asyncio.start_unix_server(serve, path, limit=_LONGEST_LINE)
+    ends = (serve(own_requests, own_answers), worker.wait())
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in ends]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     server.close()
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(ProcessLookupError):
+        worker.kill()
+    return await worker.wait()
 
 
 def _die_with_parent() -> None:
