@@ -16,7 +16,7 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload import control
-from vllm_semantic_sched.policy.overload.pressure import PressureLevel
+from vllm_semantic_sched.policy.overload.load import PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -210,7 +210,7 @@ def test_refused_request_supersedes_nothing() -> None:
     world.arrive(2)
     new = world.arrive(2, key="k")
     assert world.refused == {new: Code.OVER_CAPACITY}
-    assert old in world.control.account
+    assert old in world.control.account.entries
 
 
 @pytest.mark.parametrize(("running", "ended"), [("leave", False), ("end", True)])
@@ -313,7 +313,7 @@ def test_waiting_requests_of_a_shed_tier_end_with_waiting_end() -> None:
     standard = world.arrive(1)
     world.step(1.5)
     assert set(world.refused) == set(waiting)
-    assert standard in world.control.account
+    assert standard in world.control.account.entries
 
 
 def test_retry_after_grows_with_the_queue_and_falls_with_throughput(monkeypatch) -> None:
@@ -428,18 +428,20 @@ class RandomRequests(RuleBasedStateMachine):
     def everybody_is_somewhere_once(self) -> None:
         world = self.world
         assert {job for job in world.jobs if job.state is JobState.REFUSED} == set(world.refused)
-        assert {job for job in world.jobs if job in world.control.account} == set(world.waiting)
+        assert {job for job in world.jobs if job in world.control.account.entries} == set(
+            world.waiting
+        )
         assert world.control.account.all.requests == len(world.waiting)
         for level in range(3):
             there = sum(job.level == level for job in world.waiting)
-            assert world.control.account.level(level).requests == there
+            assert world.control.account.levels[level].requests == there
 
     @invariant()
     def bounds_hold(self) -> None:
         world, seats = self.world, self.world.seats
         assert len(world.waiting) <= 5 + seats
         for level, bound in ((1, 4), (2, 3)):
-            assert world.control.account.level(level).requests <= bound + seats
+            assert world.control.account.levels[level].requests <= bound + seats
 
     @invariant()
     def one_waits_per_key(self) -> None:
@@ -459,7 +461,7 @@ class RandomRequests(RuleBasedStateMachine):
             world.core.finish(job, AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
         account, load = world.control.account, world.control.load
         assert not account.all.requests and not account.all.tokens
-        assert not len(account) and not list(account.timed_out(float("inf")))
+        assert not account.entries and not list(account.timed_out(float("inf")))
         assert not len(world.control.dedup)
         assert not sum(load.outstanding()) and not len(world.core.holdings)
 

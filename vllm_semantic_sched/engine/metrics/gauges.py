@@ -169,7 +169,7 @@ def _overload(core: SchedulingCore) -> Gauges:
             name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
         },
         "shed_tiers": float(sum(map(load.is_shed, range(len(names))))),
-        "queued_tokens": _by_tier(core, lambda level: round(account.level(level).tokens)),
+        "queued_tokens": _by_tier(core, lambda level: round(account.levels[level].tokens)),
         "slo_compliance": promised(load.slo.compliance),
         "slo_headroom": promised(load.slo.headroom),
     }

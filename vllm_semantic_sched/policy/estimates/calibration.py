@@ -85,9 +85,9 @@ class LengthCalibration:
         self._learned += 1
         # No mean exceeds the longest length seen or trained.
         self._longest = max(self._longest, tokens)
-        old = self.buckets.means
+        old, longest = self.buckets.means, self._longest
         count = len(old)
-        more, longest = 1 / count, self._longest
+        more = 1 / count
         direction = [(p + more) * mean for p, mean in zip(probabilities, old, strict=True)]
         effect: float = sum(map(operator.mul, probabilities, direction))
         scale = step * error / (effect + _STEADINESS * sum(old) / count)

@@ -7,7 +7,6 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd, LengthCa
 from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
     expected_without_prediction,
-    likely_output_tokens,
 )
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
@@ -39,8 +38,7 @@ class Estimator:
 
     @property
     def buckets(self) -> LengthBuckets | None:
-        """The predictor's length buckets, calibrated; None if it has none. Assign those that it
-        was trained with."""
+        """The predictor's length buckets, calibrated; None without any. Assign the trained ones."""
         return self._calibration.buckets if self._calibration else None
 
     @buckets.setter
@@ -64,11 +62,8 @@ class Estimator:
         if predicted is None or (buckets := self.buckets) is None:
             expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
-        if share is not None:
-            return likely_output_tokens(predicted, buckets, generated, share, limit, shortest)
-        return expected_output_tokens(
-            predicted, buckets, generated, length.estimate, limit, shortest
-        )
+        estimate = length.estimate if share is None else share
+        return expected_output_tokens(predicted, buckets, generated, estimate, limit, shortest)
 
     def tokens_within(self, job: Job, share: float) -> float:
         """Prompt tokens plus output tokens that a `share` of such answers does not exceed."""
@@ -109,11 +104,9 @@ class Estimator:
 
     def learn(self, job: Job, end: AnswerEnd) -> None:
         """Learn from a finished job whose `generated` is up to date, unless the request bounded
-        its length: an answer drawn out, or cut to a choice, does not show what the model would
-        have written."""
-        stated = job.stated
-        if job.generated <= stated.shortest or stated.longest is not None:
-            return
+        its length: such an answer does not show what the model would have written."""
         predicted = job.prediction.length if job.prediction else None
-        if self._calibration is not None and predicted is not None:
+        if self._calibration is None or predicted is None:
+            return
+        if job.generated > job.stated.shortest and job.stated.longest is None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)

@@ -18,9 +18,6 @@ class Hint:
     problem: str | None = None  # why the urgency hint is unusable, for the log
 
 
-_ABSENT = object()
-
-
 def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
     """Read an explicit urgency, else a nonzero priority.
 
@@ -30,9 +27,8 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
         levels: of the policy.
     """
     problem = None
-    sent = extra_args.get("urgency", _ABSENT) if isinstance(extra_args, dict) else _ABSENT
-    if sent is not _ABSENT and hints.urgency != "ignore":
-        level = _as_level(sent)
+    if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
+        level = _as_level(sent := extra_args["urgency"])
         if level is not None and 0 <= level < levels:
             return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
         text = repr(sent)
@@ -46,16 +42,12 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
 
 
 def _as_level(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
     # Headers and form fields arrive as text; int() would also accept "1_0" and other scripts.
     if isinstance(value, str) and len(value) <= 3 and value.isascii() and value.isdigit():
         return int(value)
-    return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _capped(level: int, mode: str, hints: Hints) -> int:

@@ -20,7 +20,7 @@ def expected_output_tokens(
     probabilities: Sequence[float],
     buckets: LengthBuckets,
     generated: int,
-    estimate: Estimate,
+    estimate: Estimate | float,
     limit: int = sys.maxsize,
     shortest: int = 0,
 ) -> float:
@@ -35,15 +35,17 @@ def expected_output_tokens(
 
     Args:
         probabilities: one per bucket.
-        estimate: mean, or a quantile of lengths that are uniform within a bucket.
+        estimate: mean, or a quantile (as a number: the share of such answers that it covers) of
+            lengths that are uniform within a bucket.
     """
-    if estimate != "mean":
-        share = _SHARE_BELOW[estimate]
-        return likely_output_tokens(probabilities, buckets, generated, share, limit, shortest)
     if shortest >= limit:
         return float(limit)
     reached = generated if generated >= shortest else 0
     alive = bisect.bisect_right(buckets.edges, reached)
+    if estimate != "mean" and (total := sum(probabilities[alive:])) > 0:
+        share = estimate if isinstance(estimate, float) else _SHARE_BELOW[estimate]
+        quantile = _quantile(share * total, probabilities, buckets, reached)
+        return min(max(quantile, float(shortest)), float(limit))
     expected = total = 0.0
     for index in range(alive, len(probabilities)):
         if probability := probabilities[index]:
@@ -58,26 +60,6 @@ def expected_output_tokens(
     return expected / total
 
 
-def likely_output_tokens(
-    probabilities: Sequence[float],
-    buckets: LengthBuckets,
-    generated: int,
-    share: float,
-    limit: int = sys.maxsize,
-    shortest: int = 0,
-) -> float:
-    """Output tokens that a `share` of such answers does not exceed; otherwise like
-    `expected_output_tokens`."""
-    if shortest >= limit:
-        return float(limit)
-    reached = generated if generated >= shortest else 0
-    total = sum(probabilities[bisect.bisect_right(buckets.edges, reached) :])
-    if total <= 0:
-        return expected_output_tokens(probabilities, buckets, generated, "mean", limit, shortest)
-    quantile = _quantile(share * total, probabilities, buckets, reached)
-    return min(max(quantile, float(shortest)), float(limit))
-
-
 def expected_without_prediction(default_tokens: int, generated: int) -> float:
     """Output tokens without a prediction; always above `generated`."""
     return float(default_tokens) if generated < default_tokens else _overrun(generated)
@@ -90,10 +72,12 @@ def _quantile(
     low = float(generated)
     for index, probability in enumerate(probabilities):
         last = index == len(buckets.edges)
-        if last:  # without an upper edge; few answers are twice as long as the mean
-            high = 2 * max(low, _length_within(index, buckets, generated))
-        else:
-            high = float(buckets.edges[index])
+        # The last bucket has no upper edge; few answers are twice as long as its mean.
+        high = (
+            2 * max(low, _length_within(index, buckets, generated))
+            if last
+            else buckets.edges[index]
+        )
         if high <= generated:  # outlived
             continue
         if last or probability >= share:

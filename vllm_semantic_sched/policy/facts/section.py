@@ -48,8 +48,7 @@ def parse_section(model: type[S], data: Any, source: str) -> S:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The quoted name that is most like a wrong one; empty if none is."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return repr(near[0]) if near else ""
+    return "".join(map(repr, difflib.get_close_matches(name, list(names), n=1)))
 
 
 def _explain(model: type[Section], problem: Any) -> str:

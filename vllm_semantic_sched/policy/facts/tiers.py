@@ -13,76 +13,62 @@ from vllm_semantic_sched.policy.facts.section import Section
 class Slo(Section):
     """Latency promised to a tier; unset: no promise."""
 
-    ttft: float | None = Field(None, gt=0, description="Time to first token, seconds.")
-    tpot: float | None = Field(None, gt=0, description="Time per output token, seconds.")
-    e2e: float | None = Field(None, gt=0, description="Arrival to last token, seconds.")
-    percentile: float = Field(
-        99.0, gt=0, le=100, description="Percentage of requests that must meet the targets."
-    )
-    takes_seats: bool = Field(
-        False,
-        description="A request close to its deadline (`deadlines`) may preempt one of its own or a "
-        "less urgent tier that has had its first token.",
-    )
+    ttft: float | None = Field(None, gt=0)
+    """Time to first token, seconds."""
+    tpot: float | None = Field(None, gt=0)
+    """Time per output token, seconds."""
+    e2e: float | None = Field(None, gt=0)
+    """Arrival to last token, seconds."""
+    percentile: float = Field(99.0, gt=0, le=100)
+    """Percentage of requests that must meet the targets."""
+    takes_seats: bool = False
+    """A request close to its deadline (`deadlines`) may preempt one of its own or a less urgent
+    tier that has had its first token."""
 
 
 class Reserve(Section):
     """Capacity kept for a tier and more urgent ones."""
 
-    seats: int = Field(0, ge=0, description="Seats (running requests).")
-    kv: float = Field(0.0, ge=0, lt=1, description="Share of the KV blocks.")
-    mode: Literal["hard", "soft"] = Field(
-        "hard",
-        description="`hard`: less urgent tiers never use it. `soft`: they may borrow it and are "
-        "preempted first.",
-    )
+    seats: int = Field(0, ge=0)
+    """Seats (running requests)."""
+    kv: float = Field(0.0, ge=0, lt=1)
+    """Share of the KV blocks."""
+    mode: Literal["hard", "soft"] = "hard"
+    """`hard`: less urgent tiers never use it. `soft`: they may borrow it and are preempted
+    first."""
 
 
 class TierQueue(Section):
     """Limits on the waiting requests of a tier; unset: unlimited."""
 
-    requests: int | None = Field(None, ge=1, description="Waiting requests.")
-    timeout: float | None = Field(
-        None, gt=0, description="Seconds after which a request without a first seat is refused."
-    )
+    requests: int | None = Field(None, ge=1)
+    """Waiting requests."""
+    timeout: float | None = Field(None, gt=0)
+    """Seconds after which a request without a first seat is refused."""
 
 
 class Tier(Section):
     """One urgency level."""
 
-    name: str = Field(min_length=1, max_length=40, description="Used in metrics and messages.")
+    name: str = Field(min_length=1, max_length=40)
+    """Used in metrics and messages."""
     slo: Slo = Slo()
-    share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Target share of the engine's time. Tiers without one divide the rest evenly.",
-    )
-    pace: float | None = Field(
-        None,
-        gt=0,
-        description="Tokens per second at which an answer is read. An answer that is two seconds "
-        "ahead of that is not protected further, and is the first to be held. Unset: as fast as "
-        "possible.",
-    )
+    share: float | None = Field(None, gt=0, le=1)
+    """Target share of the engine's time. Tiers without one divide the rest evenly."""
+    pace: float | None = Field(None, gt=0)
+    """Tokens per second at which an answer is read. An answer that is two seconds ahead of that is
+    not protected further, and is the first to be held. Unset: as fast as possible."""
     reserve: Reserve = Reserve()
     queue: TierQueue = TierQueue()
-    shed_order: int | None = Field(
-        None,
-        ge=1,
-        description="Order in which tiers are shed under overload, 1 first; unset: never. Not "
-        "allowed for the most urgent tier.",
-    )
-    preemptible: bool = Field(
-        True,
-        description="Requests may lose their seats to more urgent ones. Off: they still lose them "
-        "when they grow into a hard reservation or the KV cache is full.",
-    )
-    drop: bool = Field(
-        False,
-        description="Requests may be ended with the code `dropped` if their preemptions would cost "
-        "more than a retry by the client, or by `preemption.after_limit`.",
-    )
+    shed_order: int | None = Field(None, ge=1)
+    """Order in which tiers are shed under overload, 1 first; unset: never. Not allowed for the most
+    urgent tier."""
+    preemptible: bool = True
+    """Requests may lose their seats to more urgent ones. Off: they still lose them when they grow
+    into a hard reservation or the KV cache is full."""
+    drop: bool = False
+    """Requests may be ended with the code `dropped` if their preemptions would cost more than a
+    retry by the client, or by `preemption.after_limit`."""
 
 
 def target_shares(tiers: Sequence[Tier]) -> list[float]:

@@ -18,13 +18,10 @@ class Amount:
     requests: int = 0
     tokens: float = 0.0
 
-    def add(self, tokens: float) -> None:
-        self.requests += 1
-        self.tokens += tokens
-
-    def subtract(self, tokens: float) -> None:
-        self.requests -= 1
-        self.tokens = self.tokens - tokens if self.requests else 0.0  # clears rounding errors
+    def add(self, requests: int, tokens: float) -> None:
+        """Change both; negative to take away."""
+        self.requests += requests
+        self.tokens = self.tokens + tokens if self.requests else 0.0  # clears rounding errors
 
 
 class Entry(NamedTuple):
@@ -42,49 +39,36 @@ class QueueAccount:
 
     def __init__(self, levels: int) -> None:
         self.all = Amount()
-        self._levels = [Amount() for _ in range(levels)]
+        self.levels = [Amount() for _ in range(levels)]
         self._jobs: list[dict[Job, None]] = [{} for _ in range(levels)]  # oldest first
         self._tenants: defaultdict[str, Amount] = defaultdict(Amount)
-        self._entries: dict[Job, Entry] = {}
+        self.entries: dict[Job, Entry] = {}
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, job: object) -> bool:
-        return job in self._entries
-
-    def level(self, level: int) -> Amount:
-        return self._levels[level]
 
     def tenant(self, tenant: str) -> Amount:
         return self._tenants.get(tenant) or Amount()
 
     def tokens_up_to(self, level: int) -> float:
         """Waiting tokens of requests at least as urgent as a level."""
-        return sum(each.tokens for each in self._levels[: level + 1])
+        return sum(each.tokens for each in self.levels[: level + 1])
 
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
         """Add a request, as the newest of its level."""
-        self._entries[job] = entry
-        level, tokens, tenant, _ = entry
-        self._jobs[level][job] = None
-        for amount in (self.all, self._levels[level], self._tenants[tenant]):
-            amount.add(tokens)
+        self.entries[job] = entry
+        self._jobs[entry.level][job] = None
+        self._add(entry, 1, entry.tokens)
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 
     def leave(self, job: Job) -> Entry | None:
         """Remove a request and return its entry; None if it was not counted."""
-        entry = self._entries.pop(job, None)
+        entry = self.entries.pop(job, None)
         if entry is None:
             return None
-        level, tokens, tenant, _ = entry
-        del self._jobs[level][job]
-        for amount in (self.all, self._levels[level], self._tenants[tenant]):
-            amount.subtract(tokens)
-        if not self._tenants[tenant].requests:
-            del self._tenants[tenant]
+        del self._jobs[entry.level][job]
+        self._add(entry, -1, -entry.tokens)
+        if not self._tenants[entry.tenant].requests:
+            del self._tenants[entry.tenant]
         self._deadlines.discard(job)
         return entry
 
@@ -102,3 +86,7 @@ class QueueAccount:
         """The newest of the least urgent requests below level `above`; None without one."""
         jobs = next(filter(None, reversed(self._jobs[above + 1 :])), None)
         return next(reversed(jobs)) if jobs else None
+
+    def _add(self, entry: Entry, requests: int, tokens: float) -> None:
+        for amount in (self.all, self.levels[entry.level], self._tenants[entry.tenant]):
+            amount.add(requests, tokens)

@@ -10,8 +10,7 @@ from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import TierQueue, target_shares
 from vllm_semantic_sched.policy.overload.account import Entry
-from vllm_semantic_sched.policy.overload.load import LoadMonitor
-from vllm_semantic_sched.policy.overload.pressure import PressureLevel
+from vllm_semantic_sched.policy.overload.load import LoadMonitor, PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
 
 # Probability of a refusal over share: by the excess, and at most (S6).
@@ -64,7 +63,7 @@ def judge(
             return Verdict(Code.TIER_OVER_SHARE, reason)
     if account.all.requests < free_seats:
         return ADMITTED
-    tenant, own = account.tenant(entry.tenant), account.level(level)
+    tenant, own = account.tenant(entry.tenant), account.levels[level]
     for code, whose, waiting, most in (
         (Code.TENANT_OVER_SHARE, "This tenant's", tenant, rules.tenant.requests),
         (Code.OVER_CAPACITY, f"Tier {tier.name!r}: the", own, tier.queue.requests),

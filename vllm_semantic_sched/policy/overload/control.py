@@ -91,7 +91,7 @@ class OverloadControl(Listener):
             return self._let_in(job, entry, free_seats(), [])
         older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
         ended = self._let_in(job, entry, free_seats(), older)
-        if not any(other is job for other, _ in ended):
+        if all(other is not job for other, _ in ended):
             self.dedup.add(job, dedup_key, origin)
         return ended
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.overload import Shedding
+from vllm_semantic_sched.policy.config.overload import Pressure, Shedding, Threshold
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
-from vllm_semantic_sched.policy.overload.pressure import PressureMonitor, Use
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
 _HALF_LIFE = 20.0  # busy seconds in which the weight of finished tokens and busy time halves
@@ -22,6 +23,59 @@ _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
 _LONGEST_RECOVERY = 8  # times `recover`
 ESCALATE = 1.0  # fewest seconds between shedding one tier and the next
+# Pressure falls once use has stayed for so many seconds this share below the mark that raised it.
+CALM, MARGIN = 2.0, 0.1
+_QUEUE = Threshold(warning=0.5, critical=0.9)
+_STEP = Threshold(warning=0.8, critical=1.0)
+
+
+class PressureLevel(enum.IntEnum):
+    """Ordered: a higher level is worse."""
+
+    NONE = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Use of each resource, relative to its limit; predicted need can exceed 1. 0: unlimited."""
+
+    kv: float = 0.0  # blocks in use or predicted to be needed by running requests, the larger
+    seats: float = 0.0  # running and waiting requests per seat
+    queue: float = 0.0  # waiting requests, relative to `admission.queue`
+    step: float = 0.0  # smoothed step time, relative to the shortest `tpot` promised to a tier
+
+
+class PressureMonitor:
+    """The pressure in force, which rises at once and falls with hysteresis."""
+
+    def __init__(self) -> None:
+        self.level = PressureLevel.NONE  # in force
+        self.present = PressureLevel.NONE  # by the last observation alone
+        self._below_since: float | None = None
+
+    def observe(self, use: Use, rules: Pressure, now: float) -> PressureLevel:
+        """Update with the present use; returns the level in force."""
+        self.present = _present(use, rules, 1.0)
+        if self.present > self.level:
+            self.level, self._below_since = self.present, None
+        elif (down := _present(use, rules, 1.0 - MARGIN)) < self.level:
+            if self._below_since is None:
+                self._below_since = now
+            if now - self._below_since >= CALM:
+                self.level, self._below_since = down, None
+        else:
+            self._below_since = None
+        return self.level
+
+
+def _present(use: Use, rules: Pressure, scale: float) -> PressureLevel:
+    uses = (use.kv, rules.kv), (use.seats, rules.seats), (use.queue, _QUEUE), (use.step, _STEP)
+    if any(value >= marks.critical * scale for value, marks in uses):
+        return PressureLevel.CRITICAL
+    warned = any(value >= marks.warning * scale for value, marks in uses)
+    return PressureLevel.WARNING if warned else PressureLevel.NONE
 
 
 class Shedder:
@@ -53,10 +107,10 @@ class Shedder:
         way down if the engine stays `calm`, without pressure and with few requests waiting."""
         steps = len(self._orders) if self._rules.enabled else 0
         self.stage = min(self.stage, steps)
-        if calm:
-            self._calm_since = now if self._calm_since is None else self._calm_since
-        else:
+        if not calm:
             self._calm_since = None
+        elif self._calm_since is None:
+            self._calm_since = now
         if self._calm_since is not None and now - self._calm_since >= self._rules.recover:
             self.stage, self._patience, self._kept_since = 0, 1, None
         elif broken:
@@ -170,10 +224,8 @@ class LoadMonitor:
 
     def outstanding(self) -> list[float]:
         """Predicted tokens of waiting and running jobs, per level."""
-        return [
-            held.tokens + self.account.level(level).tokens
-            for level, held in enumerate(self._holdings.levels)
-        ]
+        pairs = zip(self._holdings.levels, self.account.levels, strict=True)
+        return [held.tokens + waiting.tokens for held, waiting in pairs]
 
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear the work ahead of a new request of this level: waiting work at

@@ -17,20 +17,16 @@ from vllm_semantic_sched.policy.facts.section import PolicyError, Section, neare
 class Device(Section):
     """What an accelerator, or a processor, can do."""
 
-    name: str = Field(description="Name in `--device`.")
-    match: tuple[str, ...] = Field((), description="Words by which drivers name it.")
-    bf16: float = Field(gt=0, description="TFLOP/s in 16 bits, dense.")
-    fp8: float | None = Field(None, gt=0, description="TFLOP/s in 8 bits, if it has them.")
-    memory: float = Field(gt=0, description="GB.")
-    bandwidth: float = Field(gt=0, description="GB/s of its memory.")
-    host: float = Field(gt=0, description="GB/s to or from the host, one direction.")
-    step: float = Field(
-        0.002, ge=0, description="Seconds per step for scheduling, inputs and sampling."
-    )
-    layer: float = Field(3e-5, ge=0, description="Seconds per layer and step for its kernels.")
-    measured: bool = Field(
-        False, description="The figures were reached in a benchmark; otherwise they are peaks."
-    )
+    name: str  # in `--device`
+    match: tuple[str, ...] = ()  # words by which drivers name it
+    bf16: float = Field(gt=0)  # TFLOP/s in 16 bits, dense
+    fp8: float | None = Field(None, gt=0)  # TFLOP/s in 8 bits, if it has them
+    memory: float = Field(gt=0)  # GB
+    bandwidth: float = Field(gt=0)  # GB/s of its memory
+    host: float = Field(gt=0)  # GB/s to or from the host, one direction
+    step: float = Field(0.002, ge=0)  # seconds per step for scheduling, inputs and sampling
+    layer: float = Field(3e-5, ge=0)  # seconds per layer and step for its kernels
+    measured: bool = False  # the figures were reached in a benchmark; otherwise they are peaks
 
 
 @functools.cache

@@ -18,19 +18,13 @@ _WITHOUT_ENGINE = "default"  # stands for it where there is no engine
 class BatchTerms(Section):
     """Costs of a step of a batching engine besides the prefilled tokens."""
 
-    step: float = Field(gt=0, description="Seconds per step.")
-    per_sequence: float = Field(
-        0.0, ge=0, description="Seconds per sequence in the step, decoding or in prefill."
-    )
-    per_prefill: float = Field(0.0, ge=0, description="Further seconds per sequence in prefill.")
-    per_context_token: float = Field(
-        0.0, ge=0, description="Seconds per context token of all decoding sequences."
-    )
-    steps: tuple[float, ...] = Field(
-        (),
-        description="Seconds of a step of 1, 2, 4, 8 ... sequences without their context; used in "
-        "place of `step` and `per_sequence`.",
-    )
+    step: float = Field(gt=0)  # seconds
+    per_sequence: float = Field(0.0, ge=0)  # seconds per sequence, decoding or in prefill
+    per_prefill: float = Field(0.0, ge=0)  # further seconds per sequence in prefill
+    per_context_token: float = Field(0.0, ge=0)  # seconds per token of all decoding sequences
+    # Seconds of a step of 1, 2, 4, 8 ... sequences without their context; used in place of `step`
+    # and `per_sequence`.
+    steps: tuple[float, ...] = ()
 
     def sequences(self, count: int) -> float:
         """Seconds of a step of so many sequences, without context and prefilled tokens: linear
@@ -89,57 +83,55 @@ class Batch:
 class Ranges(Section):
     """Smallest and largest values at which a profile was measured."""
 
-    prefill_tokens: tuple[int, int] = Field(description="Lengths of prefills.")
-    decode_context: tuple[int, int] = Field(description="Tokens of a decoding sequence.")
-    decode_batch: tuple[int, int] = Field(description="Decoding sequences in a step.")
-    transfer_tokens: tuple[int, int] = Field(description="Tokens saved or loaded at once.")
+    prefill_tokens: tuple[int, int]  # lengths of prefills
+    decode_context: tuple[int, int]  # tokens of a decoding sequence
+    decode_batch: tuple[int, int]  # decoding sequences in a step
+    transfer_tokens: tuple[int, int]  # tokens saved or loaded at once
 
 
 class Residual(Section):
     """Relative error of a fit."""
 
-    points: int = Field(description="Measured points.")
-    median: float = Field(description="Median of |fitted - measured| / measured.")
-    p90: float = Field(description="90th percentile of |fitted - measured| / measured.")
+    points: int  # measured
+    median: float  # of |fitted - measured| / measured
+    p90: float  # 90th percentile of the same
 
 
 class Environment(Section):
     """Conditions of a measurement. A profile without them was not measured by this project."""
 
-    date: str = Field(description="ISO date and time, UTC.")
-    vllm: str = Field(description="Version of vLLM.")
-    torch: str = Field(description="Version of torch.")
-    device: str = Field(description="Device type: cpu, cuda.")
-    dtype: str = Field(description="Type of weights and activations.")
-    kv_dtype: str = Field(description="Type of the KV cache.")
-    block_size: int = Field(description="Tokens in a KV block.")
-    kv_bytes_per_token: int = Field(description="Bytes of KV per token, on all layers.")
-    token_budget: int = Field(description="max_num_batched_tokens: most tokens in a step.")
-    max_model_len: int = Field(description="Longest sequence that the engine accepted.")
-    options: str = Field(description="Engine options as given.")
-    statistic: str = Field(description="Statistic over the repeats of a point.")
+    date: str  # ISO date and time, UTC
+    vllm: str  # version
+    torch: str  # version
+    device: str  # type: cpu, cuda
+    dtype: str  # of weights and activations
+    kv_dtype: str
+    block_size: int  # tokens in a KV block
+    kv_bytes_per_token: int  # on all layers
+    token_budget: int  # max_num_batched_tokens: most tokens in a step
+    max_model_len: int  # longest sequence that the engine accepted
+    options: str  # of the engine, as given
+    statistic: str  # over the repeats of a point
 
 
 class EngineProfile(Section):
     """Coefficients of one model on one engine (paper, section 3.3 and appendix B)."""
 
-    hardware: str = Field(description="Measured hardware.")
-    model: str = Field(description="Served model.")
-    source: str = Field(description="Origin of the figures, and corrections.")
-    alpha1: float = Field(ge=0, description="Prefill, seconds per token squared.")
-    alpha2: float = Field(gt=0, description="Prefill, seconds per token.")
-    beta_load: float = Field(gt=0, description="Host to device, seconds per token.")
-    beta_save: float = Field(gt=0, description="Device to host, seconds per token.")
-    gamma1: float = Field(ge=0, description="Decode, seconds per token of context.")
-    gamma2: float = Field(gt=0, description="Decode, seconds per step.")
-    load_start: float = Field(0.0, ge=0, description="Fixed seconds per load.")
-    save_start: float = Field(0.0, ge=0, description="Fixed seconds per save.")
-    batch: BatchTerms | None = Field(
-        None, description="Terms of a batching engine; unset: a step takes gamma2."
-    )
-    ranges: Ranges | None = Field(None, description="Measured ranges.")
-    residuals: dict[str, Residual] = Field({}, description="Errors of the fits, by kind.")
-    environment: Environment | None = Field(None, description="Conditions of the measurement.")
+    hardware: str
+    model: str
+    source: str  # origin of the figures, and corrections
+    alpha1: float = Field(ge=0)  # prefill, seconds per token squared
+    alpha2: float = Field(gt=0)  # prefill, seconds per token
+    beta_load: float = Field(gt=0)  # host to device, seconds per token
+    beta_save: float = Field(gt=0)  # device to host, seconds per token
+    gamma1: float = Field(ge=0)  # decode, seconds per token of context
+    gamma2: float = Field(gt=0)  # decode, seconds per step
+    load_start: float = Field(0.0, ge=0)  # fixed seconds per load
+    save_start: float = Field(0.0, ge=0)  # fixed seconds per save
+    batch: BatchTerms | None = None  # of a batching engine; unset: a step takes gamma2
+    ranges: Ranges | None = None
+    residuals: dict[str, Residual] = Field({})  # errors of the fits, by kind
+    environment: Environment | None = None
 
     @property
     def batch_terms(self) -> BatchTerms:
@@ -216,19 +208,14 @@ class EngineProfile(Section):
                 "this engine. Measure one with `semsched profile --output my.yaml -- MODEL "
                 "[OPTIONS]` and name it as semantic_sched.profile in --additional-config"
             ]
-        beyond = self.beyond_range(max_model_len)
-        return [] if beyond is None else [beyond]
+        return list(filter(None, [self.beyond_range(max_model_len)]))
 
     def beyond_range(self, max_model_len: int) -> str | None:
         """A warning if an engine accepts longer sequences than were measured; else None."""
-        if self.ranges is None:
+        if (ranges := self.ranges) is None:
             return None
-        ranges = (
-            self.ranges.prefill_tokens,
-            self.ranges.decode_context,
-            self.ranges.transfer_tokens,
-        )
-        measured = min(longest for _, longest in ranges)
+        lengths = (ranges.prefill_tokens, ranges.decode_context, ranges.transfer_tokens)
+        measured = min(longest for _, longest in lengths)
         if max_model_len <= 1.1 * measured:  # slightly longer does not matter
             return None
         return (
