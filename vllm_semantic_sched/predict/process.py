@@ -15,27 +15,17 @@ class PredictorError(RuntimeError):
     """The configured predictor cannot be used."""
 
 
-class PredictorProcess:
-    """A worker (`predict/worker.py`) and the pipes to it. Starts at construction."""
+class PredictorProcess(subprocess.Popen[str]):
+    """A worker (`predict/worker.py`) and the pipes to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-        )
-
-    @property
-    def process_id(self) -> int:
-        """The operating system's id of the process."""
-        return self._process.pid
+        pipe = subprocess.PIPE
+        super().__init__(command, stdin=pipe, stdout=pipe, encoding="utf-8", errors="replace")
 
     @property
     def up(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self.poll() is None
 
     def stop(self) -> None:
         """Kill the process; it holds no data that could be lost. A pending `read` raises."""
@@ -45,18 +35,16 @@ class PredictorProcess:
         """Send `request`, if there is one, and read one message. PredictorError if none came within
         `timeout` seconds, the process ended, or it is not JSON. The process is killed then, because
         a late answer would be taken for the answer to the next request."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        assert self.stdin is not None and self.stdout is not None
         begin = time.monotonic()
         # Unblocks a write as well as a read, also if the process is stopped by a signal.
-        watchdog = threading.Timer(timeout, self._process.kill)
+        watchdog = threading.Timer(timeout, self.kill)
         watchdog.daemon = True
         watchdog.start()
         try:
             if request is not None:
-                stdin.write(json.dumps(request) + "\n")
-                stdin.flush()
-            answer = stdout.readline()
+                print(json.dumps(request), file=self.stdin, flush=True)
+            answer = self.stdout.readline()
         except OSError:  # the process ended during the write
             answer = ""
         finally:
@@ -76,21 +64,18 @@ class PredictorProcess:
 
     def _end(self, patience: float) -> int:
         """Wait `patience` seconds for the process to end, then kill it; returns its exit status."""
-        process = self._process
         try:
-            status = process.wait(timeout=patience)
+            status = self.wait(patience)
         except subprocess.TimeoutExpired:
-            process.kill()
-            status = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # buffered output has no reader any more
-                    pipe.close()
+            self.kill()
+            status = self.wait()
+        for pipe in filter(None, (self.stdin, self.stdout)):
+            with contextlib.suppress(OSError):  # buffered output has no reader any more
+                pipe.close()
         return status
 
 
-# Before anything is measured: seconds for a character of a padded text on one slow core.
-_FIRST_GUESS = 1e-4
+_FIRST_GUESS = 1e-4  # seconds for a character of a padded text on one slow core
 _NEW_SHARE = 0.3  # of a measurement in the running mean
 _SHORTEST = 128  # characters; a shorter text costs hardly less
 _LONGEST = 1008  # characters that the network's window holds at most
@@ -105,8 +90,8 @@ class PassSize:
         self._rate = _FIRST_GUESS
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether a pass over texts of these lengths (characters) is expected to end within the
-        limit. A single text always fits."""
+        """Whether a pass over texts of these lengths (characters) is expected to end in time. A
+        single text always fits."""
         return len(lengths) <= 1 or _work(lengths) * self._rate <= self._limit
 
     def measured(self, lengths: Sequence[int], seconds: float) -> None:

@@ -61,7 +61,7 @@ class SecondLooks:
     """Requests that are to be read again, those with the smallest key first."""
 
     def __init__(self) -> None:
-        self._heap: AddressableHeap[str] = AddressableHeap()
+        self._heap: AddressableHeap[Look] = AddressableHeap()
         self._looks: dict[str, Look] = {}
         self.ended = {True: 0, False: 0}  # number of looks, by whether they have raised the level
 
@@ -69,24 +69,25 @@ class SecondLooks:
         return len(self._heap)
 
     def __contains__(self, look: Look) -> bool:
-        return self._looks.get(look.request_id) is look
+        return look in self._heap
 
     def add(self, look: Look, key: tuple[bool, float]) -> None:
-        """Add a look."""
-        self._heap.push(look.request_id, key)
+        """Add a look, in place of an earlier one at the same request."""
+        self.discard(look.request_id)
+        self._heap.push(look, key)
         self._looks[look.request_id] = look
 
-    def discard(self, request_id: str) -> bool:
-        """Remove a look; False if there is none."""
-        self._looks.pop(request_id, None)
-        return self._heap.discard(request_id)
+    def discard(self, request_id: str) -> None:
+        """Remove a look, if there is one."""
+        if look := self._looks.pop(request_id, None):
+            self._heap.discard(look)
 
     def end(self, look: Look) -> None:
         """Remove and count a look that nobody has removed."""
-        if look in self and self.discard(look.request_id):
+        if look in self:
+            self.discard(look.request_id)
             self.ended[look.raised] += 1
 
     def first(self) -> Look | None:
         """The look to go on with; None without any."""
-        request_id = self._heap.peek()
-        return None if request_id is None else self._looks[request_id]
+        return self._heap.peek()

@@ -82,12 +82,9 @@ class PredictionService:
 
     def start(self, known: LengthBuckets | None = None) -> LengthBuckets | None:
         """Start the process and wait until its model is loaded; PredictorError says why it cannot
-        be. Returns the model's length buckets, None if it predicts no lengths.
-
-        Args:
-            known: these buckets, if the model's files tell them. Then nothing waits: prompts stay
-                in the queue until the model is loaded, and a failure is logged and retried.
-        """
+        be. Returns the model's length buckets, None if it predicts no lengths. If they are `known`
+        from the model's files, nothing waits: prompts stay in the queue until the model is loaded,
+        and a failure is logged and retried."""
         process = self._spawn()
         if known is None:
             known = self._wait_for(process)
@@ -154,7 +151,7 @@ class PredictionService:
     def process_id(self) -> int | None:
         """The operating system's id of the current process; None without one."""
         process = self._process
-        return None if process is None else process.process_id
+        return None if process is None else process.pid
 
     def close(self) -> None:
         """Stop the process, and tell the thread to stop."""
@@ -170,8 +167,7 @@ class PredictionService:
 
     def _recall(self, request_id: str, prompt: _Prompt) -> bool:
         """Answer a prompt from memory if possible; the caller holds _changed."""
-        prediction = self._memory.get(prompt.digest)
-        if prediction is None:
+        if (prediction := self._memory.get(prompt.digest)) is None:
             return False
         self._memory.move_to_end(prompt.digest)
         self._done.append((request_id, prediction))
@@ -197,8 +193,7 @@ class PredictionService:
                 self._logger.warning(
                     "The urgency predictor failed (%s: %s); requests run at the default level "
                     "until it is back.",
-                    type(error).__name__,
-                    error,
+                    *(type(error).__name__, error),
                 )
                 if not self.up:
                     backoff = self._relaunch(backoff)
@@ -286,11 +281,10 @@ class PredictionService:
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
         texts = [prompt.text for prompt in prompts]
-        process = self._process
-        if process is None:
+        if (process := self._process) is None:
             raise PredictorError("no predictor process")
-        message = {"id": next(self._batch_ids), "texts": texts}
         begin = time.monotonic()
+        message = {"id": next(self._batch_ids), "texts": texts}
         answer = process.read(self._settings.timeout, message)
         seconds = time.monotonic() - begin
         self._passes.append((len(texts), seconds))
@@ -306,11 +300,8 @@ class PredictionService:
 
     def _spawn(self) -> PredictorProcess:
         self._loaded = False
-        process = PredictorProcess(self._command)
-        with self._changed:
-            self._process = process
-            closing = self._closing
-        if closing:  # close() may have run before this process existed
+        process = self._process = PredictorProcess(self._command)
+        if self._closing:  # close() may have run before this process existed
             self._stop_process()
         return process
 
@@ -362,8 +353,7 @@ def _digest(text: str) -> bytes:
 def _prediction(
     urgency: list[float] | None, length: list[float] | None, unreadable: str | None
 ) -> Prediction | None:
-    """The prediction; None if the text could not be read, or a number is not finite, as from a
-    broken model."""
+    """The prediction; None if the text was not read, or a number is not finite (broken model)."""
     if urgency is None or not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
         return None
     return Prediction(tuple(urgency), None if length is None else tuple(length), unreadable)
