@@ -28,8 +28,8 @@ def corrections_path(events: Events) -> Path | None:
 
 
 def append(path: Path, correction: Correction) -> None:
-    """Add a correction to a file that only its user can read; OSError if it cannot be written. A
-    full file is renamed to FILE.1."""
+    """Add a correction to a file that only its user can read; a full one is renamed to FILE.1.
+    OSError if it cannot be written."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size >= _LARGEST:
         path.replace(f"{path}.1")
@@ -47,8 +47,7 @@ def read_corrections(path: Path) -> list[Correction]:
 
 
 def parse_corrections(entries: Iterable[Any]) -> list[Correction]:
-    """Corrections from the objects of a file or of a server's answer. ValueError names the entry
-    that is no correction."""
+    """Corrections from a file's or a server's objects. ValueError names one that is none."""
     found = []
     for number, entry in enumerate(entries, 1):
         try:

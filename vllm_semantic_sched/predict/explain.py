@@ -128,7 +128,7 @@ def explain(
     """How the scheduler would treat `text` under a policy; `max_tokens`: the client's limit on
     output tokens, None: no limit."""
     prediction, weights = _word_weights(text, predictor, policy)
-    whole = prediction.urgency
+    whole, decision = prediction.urgency, policy.decision
     core = SchedulingCore(policy, profile, predictor.length_buckets)
     job = core.arrive(
         core.draft(
@@ -145,9 +145,9 @@ def explain(
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
         level=job.level,
-        rule=_rule_in_words(whole, policy.decision),
+        rule=_rule_in_words(whole, decision),
         probabilities=whole,
-        costs=tuple(expected_costs(whole, policy.decision)),
+        costs=tuple(expected_costs(whole, decision)),
         lengths=lengths,
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
@@ -164,14 +164,12 @@ def _second_look(
     text: str, predictor: TextPredictor, core: SchedulingCore, job: Job
 ) -> tuple[PartRead, ...]:
     """Read the parts of a text that the first reading did not see, and raise the job."""
-    settings = core.policy.predictor.second_look
-    is_read = job.level_source is LevelSource.PREDICTION
-    parts = parts_of(text) if settings.enabled and is_read else []
+    enabled = core.policy.predictor.second_look.enabled
+    parts = parts_of(text) if enabled and job.level_source is LevelSource.PREDICTION else []
     found = []
     for part, prediction in zip(parts, predictor.predict(parts), strict=True):
-        if not job.level:
+        if not (before := job.level):
             break
-        before = job.level
         core.predicted(job, dataclasses.replace(prediction, again=True))
         raised = job.level if job.level < before else None
         found.append(PartRead(part, sum(prediction.urgency[:2]), raised))
@@ -212,11 +210,11 @@ def _lengths(
     starts = (1, *buckets.edges)
     ends = (*(edge - 1 for edge in buckets.edges), None)
     shares = tuple(map(LengthShare, starts, ends, prediction.length))
-    tokens = {}
-    for estimate in get_args(Estimate):
-        expected = expected_output_tokens(prediction.length, buckets, 0, estimate)
-        tokens[estimate] = min(limit, expected)
-    return shares, tokens
+    length = prediction.length
+    return shares, {
+        estimate: min(limit, expected_output_tokens(length, buckets, 0, estimate))
+        for estimate in get_args(Estimate)
+    }
 
 
 def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
@@ -229,12 +227,9 @@ def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
             f"The predictor cannot judge this text ({prediction.unreadable}), so the request gets "
             f"the policy's default level, {policy.default_level}.",
         )
-    unused = {"level": policy.uses_urgency, "length": policy.uses_length}
-    return tuple(
-        f"Under base policy {policy.base} the {what} has no effect."
-        for what, used in unused.items()
-        if not used
-    )
+    uses = {"level": policy.uses_urgency, "length": policy.uses_length}
+    effect = f"Under base policy {policy.base} the {{}} has no effect."
+    return tuple(effect.format(what) for what, used in uses.items() if not used)
 
 
 def _log_odds(probabilities: Sequence[float], level: int) -> float:

@@ -74,7 +74,7 @@ class FeatureReader:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The reader for the tokenizer and the window of a trained model."""
+        """The reader of a trained model."""
         settings = json.loads((folder / "config.json").read_text("utf-8"))
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return cls(tokenizer, int(settings.get("window", DEFAULT_WINDOW)))
@@ -84,8 +84,7 @@ class FeatureReader:
         return cut_text(text, self._room)
 
     def features(self, cut: str) -> Ints:
-        """Places of the distinct wordpieces and pairs of a text that `cut` returned, ascending.
-        Empty for a text without words."""
+        """Places of the distinct wordpieces and pairs of a text that `cut` returned, ascending."""
         return numpy.unique(numpy.concatenate(self._read(cut)[1:]))
 
     def names(self, text: str) -> dict[int, str]:
@@ -106,7 +105,7 @@ class FeatureReader:
 
 class InstantReader:
     """Predicts urgency level and output length of one text in a fraction of a millisecond.
-    Thread-safe: it has no state but its weights."""
+    Thread-safe."""
 
     def __init__(
         self, features: FeatureReader, table: InstantTable, length_buckets: LengthBuckets
@@ -157,8 +156,8 @@ class InstantReader:
         return len(other.urgency) == self.levels and len(other.length or ()) == buckets
 
     def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
-        """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first,
-        with what each adds to its logit less the mean of what it adds to the others'."""
+        """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:
+        what each adds to its logit less the mean of what it adds to the others'."""
         names = self._features.names(text)
         rows = self._table.rows[list(names), : self.levels] / max(1, len(names)) ** DAMPING
         others = (rows.sum(axis=1) - rows[:, level]) / max(1, self.levels - 1)

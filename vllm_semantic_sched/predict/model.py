@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -22,27 +23,17 @@ _BATCH = 32
 _Classifier = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
+@dataclass
 class TextPredictor:
     """Predicts urgency level and output length of prompts. Not thread-safe. Made by `load`."""
 
-    def __init__(
-        self,
-        classifier: _Classifier,
-        tokenizer: WindowTokenizer,
-        levels: int,
-        length_buckets: LengthBuckets | None,
-        temperature: float = 1.0,
-        length_temperature: float = 1.0,
-        guard: Callable[[str], str | None] = lambda text: None,
-    ) -> None:
-        """`guard` says why a text cannot be judged; None if it can."""
-        self._classifier = classifier
-        self._tokenizer = tokenizer
-        self._temperature = temperature
-        self._length_temperature = length_temperature
-        self._guard = guard
-        self.levels = levels
-        self.length_buckets = length_buckets
+    _classifier: _Classifier
+    _tokenizer: WindowTokenizer
+    levels: int
+    length_buckets: LengthBuckets | None
+    _temperature: float = 1.0
+    _length_temperature: float = 1.0
+    _guard: Callable[[str], str | None] = lambda text: None  # why it cannot be judged
 
     @classmethod
     def load(cls, path: str | None = None, threads: int = 1) -> Self:

@@ -26,8 +26,7 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         self.post_init()
 
     def add_attention(self) -> None:
-        """Give the urgency head weights of its own for the tokens, at first all the same, unless
-        it has them."""
+        """Give the urgency head its own weights of tokens, at first all the same, unless it has."""
         if hasattr(self, "token_weight"):
             return
         self.config.pooling = "attention"
@@ -46,10 +45,8 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
         self.length_classifier = nn.Linear(hidden, buckets)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of both heads: (batch, levels) and (batch, buckets).
-
-        `input_ids` and `attention_mask` are (batch, tokens) integers; padding has mask 0.
-        """
+        """Logits of both heads, (batch, levels) and (batch, buckets). Ids and mask are (batch,
+        tokens) integers; padding has mask 0."""
         states, mean = self.states(input_ids, attention_mask)
         pooled = mean
         if hasattr(self, "token_weight"):

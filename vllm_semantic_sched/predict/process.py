@@ -33,8 +33,8 @@ class PredictorProcess(subprocess.Popen[str]):
 
     def read(self, timeout: float, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send `request`, if there is one, and read one message. PredictorError if none came within
-        `timeout` seconds, the process ended, or it is not JSON. The process is killed then, because
-        a late answer would be taken for the answer to the next request."""
+        `timeout` seconds, the process ended, or it is not JSON. The process is killed then: a late
+        answer would be taken for the next one."""
         assert self.stdin is not None and self.stdout is not None
         begin = time.monotonic()
         # Unblocks a write as well as a read, also if the process is stopped by a signal.

@@ -33,15 +33,11 @@ class _Prompt(NamedTuple):
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    More urgent prompts are read first, equal ones by arrival. While no prompt waits, parts of
-    earlier ones are read, one at a time. Recent prompts are answered from memory. A process that
-    ends, sends an invalid answer or exceeds its time limit is replaced; the prompts that it had get
-    the prediction None.
-
-    Args:
-        command: the worker's command line; for tests.
-        group: services that name the same group share a worker.
-        first_backoff: seconds before the first restart of a failed process; doubles each time.
+    More urgent prompts are read first, equal ones by arrival; while none waits, parts of earlier
+    ones, one at a time. Recent prompts are answered from memory. A process that ends, sends an
+    invalid answer or exceeds its time limit is replaced, after `first_backoff` seconds that double
+    each time; the prompts that it had get the prediction None. Services of a `group` share a
+    worker. `command`: the worker's command line, for tests.
     """
 
     def __init__(
@@ -92,8 +88,8 @@ class PredictionService:
         return known
 
     def submit(self, request_id: str, text: str, level: float = 0) -> bool:
-        """Queue a prompt, or answer it from memory; False if the queue is full. More urgent prompts
-        are read first, by `level` as far as it is known."""
+        """Queue a prompt by its level, as far as it is known, or answer it from memory; False if
+        the queue is full."""
         prompt = _Prompt(text, _digest(text))
         with self._changed:
             if self._recall(request_id, prompt):
@@ -117,7 +113,7 @@ class PredictionService:
                 self._changed.notify()
 
     def cancel(self, request_id: str) -> None:
-        """Remove a prompt from both queues; no-op if it is in none."""
+        """Remove a prompt from both queues, if it is in one."""
         with self._changed:
             self.second_looks.discard(request_id)
             self._queue.discard(request_id)
@@ -177,8 +173,7 @@ class PredictionService:
     # The service's thread
 
     def _run(self) -> None:
-        backoff = self._first_backoff
-        process = self._process
+        backoff, process = self._first_backoff, self._process
         if not self._loaded and process is not None and not self._loads(process):
             backoff = self._relaunch(backoff)
         while (batch := self._next_batch()) is not None:
@@ -204,8 +199,8 @@ class PredictionService:
                 backoff = self._first_backoff
 
     def _next_batch(self) -> dict[str, _Prompt] | None:
-        """Wait for prompts, or for a part of an earlier one; returns them by request id, None when
-        closing. Empty if there turned out to be nothing to read."""
+        """Wait for prompts, or for a part of an earlier one; returns them by request id (perhaps
+        none), None when closing."""
         settings = self._settings
         batch: dict[str, _Prompt] = {}
         with self._changed:
@@ -315,8 +310,7 @@ class PredictionService:
         return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"])) if buckets else None
 
     def _loads(self, process: PredictorProcess | None = None) -> bool:
-        """Wait until the process (None: a new one in its place) has loaded its model; False, with
-        a warning, if it cannot."""
+        """Wait until the process (None: a new one) has loaded its model; False if it cannot."""
         try:
             if process is None:
                 self._stop_process()

@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def shared_command(group: str, timeout: float, worker: Sequence[str]) -> list[str]:
-    """The command line that shares a `worker` (a command line, the same within a group) among all
-    that name the group. A worker that does not answer within `timeout` seconds is killed."""
+    """The command line that shares a `worker` (a command line) within a group. A worker that does
+    not answer within `timeout` seconds is killed."""
     own = [sys.executable, "-m", "vllm_semantic_sched.predict.shared"]
     return [*own, "--group", group, "--timeout", str(timeout), "--", *worker]
 
@@ -55,24 +55,20 @@ def own_folder() -> Path | None:
     return None
 
 
-TOKEN_HEADER = "X-Semsched-Token"
-"""Header of the operator endpoints."""
+TOKEN_HEADER = "X-Semsched-Token"  # of the operator endpoints
 
 
 def admin_token(port: int) -> str | None:
-    """The token of the server on a port, from a file that only its user can read; whoever asks
-    first makes it. None if there can be none."""
-    folder = own_folder()
-    if folder is None:
-        return None
+    """The token of the server on a port, see `kept_secret`; None if there can be none."""
     with contextlib.suppress(OSError):
-        return kept_secret(folder / f"{port}.token") or None
+        if (folder := own_folder()) is not None:
+            return kept_secret(folder / f"{port}.token") or None
     return None
 
 
 def kept_secret(path: Path) -> str:
-    """The secret in a file that only its user can read; made if there is none. OSError if the
-    file cannot be read or made."""
+    """The secret in a file that only its user can read; whoever asks first makes it. OSError if
+    the file cannot be read or made."""
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}.new")
         made.touch(mode=0o600)

@@ -10,11 +10,11 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_t
 
 
 class WindowTokenizer:
-    """Tokenizes texts into at most `window` ids: the head and the tail of a longer text. Characters
-    are cut before tokenizing, so that the cost of a prompt is bounded."""
+    """Tokenizes texts, with any tokenizer of transformers, into at most `window` ids (ValueError if
+    too few): the head and the tail of a longer text. Characters are cut before, so that the cost of
+    a prompt is bounded."""
 
     def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:
-        """`tokenizer` is any tokenizer of transformers; raises ValueError on a tiny window."""
         self._tokenizer = tokenizer
         # Found by tokenizing, which works for [CLS] ... [SEP], <s> ... </s>, and none.
         plain = self._ids(["a"], special=False)[0]

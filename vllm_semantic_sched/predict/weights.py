@@ -28,10 +28,10 @@ def quantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, value in state.items():
         if value.dim() == 2:
             scale = value.abs().amax(dim=1).clamp(min=1e-12) / 127.0
-            stored[name] = torch.round(value / scale[:, None]).to(torch.int8).contiguous()
+            stored[name] = torch.round(value / scale[:, None]).to(torch.int8)
             stored[name + _SCALE] = scale.to(torch.float32)
         else:
-            stored[name] = value.to(torch.float32).contiguous()
+            stored[name] = value.to(torch.float32)
     return stored
 
 
@@ -54,12 +54,10 @@ def save_network(
 ) -> None:
     """Write the network to `folder`, with the tokenizer files of `tokenizer_from`."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = network.state_dict()
-    if precision == "int8":
-        stored = quantized(stored)
-    else:
-        for name, value in stored.items():
-            stored[name] = (value.half() if value.dim() == 2 else value).contiguous()
+    state = network.state_dict()
+    halved = ((name, one.half() if one.dim() == 2 else one) for name, one in state.items())
+    stored = quantized(state) if precision == "int8" else dict(halved)
+    stored = {name: one.contiguous() for name, one in stored.items()}
     save_file(stored, folder / WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
     for other in WEIGHTS_FILES.keys() - {precision}:

@@ -94,13 +94,9 @@ _LEAST_DISTINCT = 0.05
 
 def unreadable(text: str) -> str | None:
     """Why a clean text cannot be judged, which does not mean that it is not urgent; None if it can.
-    Cost bounded, whatever its length.
-
-    Returns:
-        `empty`: no letter and no digit. `broken`: control or replacement characters, as of binary
-        data. `script`: letters that no language of the reader uses. `encoded`: base64, hashes.
-        `repetitive`: the same few words over and over.
-    """
+    `empty`: no letter and no digit. `broken`: control or replacement characters, as of binary data.
+    `script`: letters that no language of the reader uses. `encoded`: base64, hashes. `repetitive`:
+    the same few words over and over. Cost bounded, whatever its length."""
     text = text.strip()
     if len(text) > _SAMPLE:
         words = text[: 8 * _SAMPLE].split()

@@ -1,16 +1,12 @@
 """The predictor process: reads batches of texts on stdin, answers on stdout, one JSON line each.
 
-It is a separate process so that its Python code cannot block the engine's, its threads do not
-compete with the engine's, and the engine survives a crash. It ends when its stdin closes, so it
-never outlives the engine.
+In its own process it cannot block the engine, which survives a crash of it. It ends when its stdin
+closes, so it never outlives the engine. The first line out is {"ready": {...}} or
+{"failed": "why"}. A text on which reading fails has `null` as its urgency.
 
     -> {"id": 7, "texts": ["..."]}
     <- {"id": 7, "urgency": [[...]], "length": [[...]] or [null], "unreadable": [null or "why"]}
     <- {"id": 7, "error": "..."}, if no text could be read
-
-A text on which reading fails has `null` as its urgency; the others of its batch are read.
-
-The first line out is {"ready": {...}} or {"failed": "why"}.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import Section, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.profile.formula import AUTO
+
+_LEVEL_KEYS = ("default_level", "hints.most_urgent_level", "stage.protected_level", "protect.level")
 
 
 class Policy(Section):
@@ -62,19 +65,13 @@ class Policy(Section):
     @model_validator(mode="after")
     def _keys_fit(self) -> Policy:
         last = self.levels - 1
-        for name, value in (
-            ("default_level", self.default_level),
-            ("hints.most_urgent_level", self.hints.most_urgent_level),
-            ("stage.protected_level", self.stage.protected_level),
-            ("protect.level", self.protect.level),
-        ):
+        for name in _LEVEL_KEYS:
+            value = operator.attrgetter(name)(self)
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
-        factor = self.weighted_levels.factor
+        name, factor = "weighted_levels.factor", self.weighted_levels.factor
         if factor is not None and self.base != "semantic":
-            raise ValueError(
-                f"weighted_levels.factor: {factor:g} needs base: semantic; valid: unset"
-            )
+            raise ValueError(f"{name}: {factor:g} needs base: semantic; valid: unset")
         return self
 
     @model_validator(mode="after")
@@ -108,9 +105,8 @@ class Policy(Section):
     def in_stock_order(self) -> Policy:
         """The policy of vLLM's own scheduler, with the same levels and promises."""
         tiers = tuple(Tier(name=tier.name, slo=tier.slo) for tier in self.tiers)
-        return Policy(
-            base="fcfs", levels=self.levels, default_level=self.default_level, tiers=tiers
-        )
+        level = self.default_level
+        return Policy(base="fcfs", levels=self.levels, default_level=level, tiers=tiers)
 
     @property
     def uses_urgency(self) -> bool:
@@ -125,25 +121,18 @@ class Policy(Section):
     def reads(self, hinted: bool, length_known: bool = False) -> bool:
         """Whether the predictor reads a request's text: only if the policy uses a level that no
         hint states (`hinted`), or a length that the request does not state (`length_known`)."""
-        wants_level = self.uses_urgency and not hinted
-        wants_length = self.uses_length and not length_known
-        return self.predictor.enabled and (wants_level or wants_length)
+        wanted = (self.uses_urgency and not hinted) or (self.uses_length and not length_known)
+        return self.predictor.enabled and wanted
 
 
 def load_policy(name_or_path: str | Path) -> Policy:
-    """Read a policy by the name of a shipped one (`ems`) or by path.
-
-    Raises:
-        PolicyError: the file is missing, is not YAML, or is invalid.
-    """
+    """Read a policy by the name of a shipped one (`ems`) or by path. PolicyError if the file is
+    missing, is not YAML, or is invalid."""
     data, source = read_config(name_or_path, kind="policy")
     return parse_policy({} if data is None else data, source)
 
 
 def parse_policy(data: Any, source: str = "policy") -> Policy:
-    """Validate the content of a policy file. `source` is named in error messages.
-
-    Raises:
-        PolicyError: with one line per problem.
-    """
+    """Validate the content of a policy file. PolicyError names `source`, with one line per
+    problem."""
     return parse_section(Policy, data, source)

@@ -112,7 +112,7 @@ class Decision(Section):
     @classmethod
     def _thresholds_ascend(cls, thresholds: tuple[float, ...]) -> tuple[float, ...]:
         ascending = all(low < high for low, high in itertools.pairwise(thresholds))
-        if not ascending or not all(map(math.isfinite, thresholds)):
+        if not (ascending and all(map(math.isfinite, thresholds))):
             raise ValueError(f"decision.thresholds: {list(thresholds)} must be ascending numbers")
         return thresholds
 

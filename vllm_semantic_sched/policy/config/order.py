@@ -70,12 +70,10 @@ class Aging(Section):
     ) -> float | None:
         """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
         requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
-        waited = self.seconds_to_overdue(level)
-        if waited is None:
+        if (waited := self.seconds_to_overdue(level)) is None:
             return None
-        return waited + (older + 1) * (
-            self.admissions_per_overtaking * admission_gap + seat_seconds
-        )
+        each = self.admissions_per_overtaking * admission_gap + seat_seconds
+        return waited + (older + 1) * each
 
 
 class Deadlines(Section):

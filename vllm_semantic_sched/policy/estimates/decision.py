@@ -22,8 +22,7 @@ _HIDDEN = 0.01
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
-    """The level at which to serve a request, by calibrated probabilities, level 0 first. Ties go to
-    the more urgent level."""
+    """The level at which to serve a request, by calibrated probabilities; if equal, the first."""
     likeliest = max(range(len(probabilities)), key=probabilities.__getitem__)
     rule = applied_rule(decision, len(probabilities))
     if rule == "most_likely":
@@ -62,8 +61,7 @@ def predicted_level(policy: Policy, prediction: Prediction) -> int:
 
 
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
-    """The level by which a request waits until the predictor reads it, and before that until the
-    HTTP server prepares it."""
+    """The level by which a request waits until the predictor, or the HTTP server, has read it."""
     if hint.level is not None:
         return hint.level
     if provisional is None or provisional.unreadable or not policy.predictor.instant.enabled:
@@ -72,8 +70,8 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
 
 
 def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
-    """The level at which a request of provisional `level` preempts: its `sure_level` for the
-    probability that the policy demands, or `level` if that is less urgent. None if it may not."""
+    """The level at which a request of provisional `level` preempts: `level`, or its `sure_level` by
+    the policy if that is less urgent. None if it may not."""
     if instant.may != "preempt":
         return None
     sure = sure_level(probabilities, instant.preempt_above)
@@ -81,8 +79,7 @@ def preempting_level(probabilities: Sequence[float], level: int, instant: Instan
 
 
 def sure_level(probabilities: Sequence[float], least: float) -> int | None:
-    """The most urgent level that it, or a more urgent one, has with a probability of at least
-    `least`."""
+    """The most urgent level that is, with all more urgent ones, at least `least` probable."""
     reached = itertools.accumulate(probabilities)
     return next((at for at, share in enumerate(reached) if share >= least - _ROUNDING), None)
 
@@ -120,8 +117,7 @@ def doubt(probabilities: Sequence[float], level: int, unseen: float, decision: D
 
 
 def raised_level(probabilities: Sequence[float], level: int, certain: float) -> int | None:
-    """The level to which a second reading raises a request of `level`: its `sure_level`. None: it
-    stays."""
+    """The level to which a second reading raises a request of `level`; None: it stays."""
     sure = sure_level(probabilities, certain)
     return sure if sure is not None and sure < level else None
 
@@ -135,9 +131,8 @@ class LevelWorth(NamedTuple):
 
 
 def level_worth(policy: Policy) -> LevelWorth:
-    """The worth of a second under a policy. Serving a request too late costs `missed_cost` times as
-    much as too early, so a second is worth that many times one of the next level: by default 72, 6,
-    1, 1, 1."""
+    """The worth of a second under a policy: `missed_cost` times that of the next level, by default
+    72, 6, 1, 1, 1."""
     costs, worth = policy.decision.missed_cost, [1.0]
     for level in reversed(range(policy.levels - 1)):
         worth.append(worth[-1] * costs[min(level, len(costs) - 1)])

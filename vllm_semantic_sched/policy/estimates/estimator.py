@@ -74,8 +74,7 @@ class Estimator:
         return job.prompt_tokens + self.output_tokens(job)
 
     def first_estimate(self, job: Job) -> float | None:
-        """Output tokens expected before the first one; None if that is no prediction: the job has
-        none, or states its length."""
+        """Output tokens predicted at first; None without, or if the job states its length."""
         buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
         is_stated = job.stated.shortest or job.stated.longest is not None
         if predicted is None or buckets is None or is_stated:

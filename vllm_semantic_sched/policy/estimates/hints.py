@@ -19,13 +19,8 @@ class Hint:
 
 
 def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
-    """Read an explicit urgency, else a nonzero priority.
-
-    Args:
-        extra_args: the request's `vllm_xargs`; may be of any type.
-        priority: vLLM's request priority; 0 and unset look the same.
-        levels: of the policy.
-    """
+    """Read an explicit urgency from a request's `vllm_xargs`, else a nonzero priority (vLLM's: 0
+    and unset look the same). Both may be of any type. `levels`: of the policy."""
     problem = None
     if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
         level = _as_level(sent := extra_args["urgency"])

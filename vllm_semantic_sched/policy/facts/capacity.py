@@ -49,13 +49,11 @@ class Held:
 
 
 class Holdings:
-    """Gives jobs their `seat` record, and sums up what they hold. Changes are O(levels), questions
-    O(1).
+    """Gives jobs their `seat` record, and sums up what they hold. Changes are O(levels).
 
     A job counts from when it is taken out of the queue until it loses its seat, at its own level,
     without what it gained by waiting. Its blocks are those that the meter reported last: up to
-    `order.meter.AHEAD` tokens too many, and shared blocks count for each job, so that limits err
-    on the safe side.
+    `order.meter.AHEAD` tokens too many, and shared blocks count for each job, to be safe.
     """
 
     def __init__(self, levels: int) -> None:

@@ -97,8 +97,7 @@ class AddressableHeap(Generic[T]):
         return bool(self._entries) and bool(self._entries[0][0] <= key)
 
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
-        """Remove and yield at most `most` items under keys up to `key`; the heap may change
-        during the iteration."""
+        """Remove and yield at most `most` items under keys up to `key`; the heap may change."""
         return self._pop_until(key, most) if self.may_reach(key) else iter(())  # most steps: none
 
     def _pop_until(self, key: Any, most: int) -> Iterator[T]:

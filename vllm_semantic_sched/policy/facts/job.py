@@ -32,9 +32,8 @@ _new_tuple = tuple.__new__
 
 
 def rank_of(base: BasePolicy, level: float, remaining: float, sequence: int) -> Rank:
-    """The rank of a job by its effective level and predicted seconds of engine work left (inf:
-    unknown). Terms that the base policy ignores are zero; overdue jobs run by arrival under every
-    policy."""
+    """The rank of a job by its effective level and predicted seconds of work left (inf: unknown).
+    Terms that the base policy ignores are zero; overdue jobs run by arrival under every policy."""
     if level <= OVERDUE:
         return Rank(OVERDUE, 0.0, sequence)
     terms = (

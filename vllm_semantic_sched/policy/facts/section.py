@@ -1,8 +1,5 @@
-"""Typed groups of keys, read from YAML and validated.
-
-Each unknown key, wrong type or unknown choice is reported in one sentence that names the field, the
-value and the valid ones.
-"""
+"""Typed groups of keys, read from YAML and validated. Each problem is reported in one sentence that
+names the field, the value and the valid ones."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ class PolicyError(ValueError):
 
 
 class Section(BaseModel):
-    """A group of keys: immutable, and strict about names and types. The string below a key
-    describes it."""
+    """A group of keys, immutable and strict. The string below a key describes it."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True

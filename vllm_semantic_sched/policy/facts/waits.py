@@ -52,14 +52,12 @@ class Part(NamedTuple):
     seconds: float
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Limit:
     """The seconds of each cell in which a limit applied, while a request or the ledger needs it."""
 
-    __slots__ = ("__weakref__", "cells", "since")
-
-    def __init__(self, size: int) -> None:
-        self.cells: Cells = array("d", bytes(8 * size))
-        self.since: Cells | None = None
+    cells: Cells
+    since: Cells | None = None
 
     def total(self, now: Cells) -> Cells:
         if self.since is None:
@@ -84,12 +82,8 @@ class Wait:
 
 
 class WaitLedger:
-    """Adds up why requests wait. Operations are O(levels).
-
-    Args:
-        clock: seconds; unlike the policy's clock it runs during pauses.
-        has_limits: whether limits may keep a queue from starting.
-    """
+    """Adds up why requests wait, by a clock that, unlike the policy's, runs during pauses.
+    `has_limits`: whether limits may keep a queue from starting. Operations are O(levels)."""
 
     def __init__(
         self, clock: Callable[[], float], levels: int, has_limits: Callable[[], bool]
@@ -154,8 +148,8 @@ class WaitLedger:
         return wait
 
     def split(self, wait: Wait, cause: Cause | None = None) -> None:
-        """End a stretch of a wait and begin the next one, after a change of its level for instance.
-        `cause`: of the whole stretch; None: what the ledger has recorded."""
+        """End a stretch of a wait and begin the next one. `cause`: of the whole stretch; None: what
+        the ledger has recorded."""
         self._close(wait, cause)
         self._open(wait)
 
@@ -204,7 +198,9 @@ class WaitLedger:
                 parts[kind, column - 1 if matters else None] += seconds
 
     def _limit(self, key: LimitKey) -> _Limit:
-        return self._limits.get(key) or self._limits.setdefault(key, _Limit(len(self._cells)))
+        if (limit := self._limits.get(key)) is None:
+            limit = self._limits[key] = _Limit(array("d", bytes(8 * len(self._cells))))
+        return limit
 
     def _sums(self) -> array[float]:
         now = self.clock()

@@ -29,8 +29,7 @@ _REPLACED = "The queue is full and a more urgent request came"
 
 
 class OverloadControl(Listener):
-    """Decides which requests are admitted and which end. `seed`: of random decisions, so that a run
-    can be repeated."""
+    """Decides which requests are admitted and which end. `seed`: of its random decisions."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class OverloadControl(Listener):
         origin: str = "",
     ) -> list[Ended]:
         """Admit or refuse a new job; it waits unless it is among the jobs returned. `free_seats` is
-        asked only if the policy can refuse a request; `dedup_key`, `origin`: see `dedup`."""
+        asked only if the policy can refuse; `dedup_key`, `origin`: see `dedup`."""
         entry = self._entry(job, now, job.drafted_tokens)
         if dedup_key is None and self._admits_all:
             self.account.enter(job, entry, self._timeouts[entry.level])
@@ -112,8 +111,7 @@ class OverloadControl(Listener):
         return []
 
     def step(self, now: float, kv_use: float) -> list[Ended]:
-        """Begin an engine step with a share `kv_use` of the KV blocks in use; returns jobs that
-        have waited too long or are shed."""
+        """Begin an engine step; returns jobs that have waited too long or are shed."""
         self.load.stepped(now, kv_use)
         self.load.look(now)
         ended = []

@@ -18,9 +18,8 @@ class BadKey(ValueError):
 
 
 class DedupIndex:
-    """The newest request of each key, among the requests that have not ended. A client's request
-    with several prompts or answers becomes several here, of the same origin, which do not supersede
-    each other."""
+    """The newest request of each key that has not ended. A client's request with several prompts or
+    answers becomes several here, of the same origin, which do not supersede each other."""
 
     def __init__(self) -> None:
         self._newest: dict[_Key, tuple[str, dict[Job, None]]] = {}  # origin, jobs

@@ -228,8 +228,7 @@ class LoadMonitor:
         return [held.tokens + waiting.tokens for held, waiting in pairs]
 
     def drain_seconds(self, level: int) -> float:
-        """Predicted time to clear the work ahead of a new request of this level: waiting work at
-        least as urgent, and half of the running work."""
+        """Predicted time to clear waiting work at least as urgent, and half of the running work."""
         ahead = self.account.tokens_up_to(level) + self._predicted_tokens() / 2
         if self._busy_seconds >= _ENOUGH and self._finished_tokens > 0:
             return ahead / (self._finished_tokens / self._busy_seconds)

@@ -26,7 +26,7 @@ class Code(enum.Enum):
     @property
     def status(self) -> int:
         """HTTP status."""
-        return _STATUS.get(self, 429)
+        return {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503}.get(self, 429)
 
     @property
     def retryable(self) -> bool:
@@ -34,7 +34,6 @@ class Code(enum.Enum):
         return self is not Code.SUPERSEDED
 
 
-_STATUS = {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503}
 _SENTENCE = re.compile(
     rf"(?P<message>.*) \((?P<code>{'|'.join(code.value for code in Code)}), "
     r"retry after (?P<seconds>\d+) s\)",
@@ -114,9 +113,8 @@ DROPPED = Refusal(
 
 
 def refusal_of(output: Any) -> Refusal | None:
-    """Why a request was refused; None if it was not. `output`: vLLM's `RequestOutput`, of
-    `LLM.generate` or of an engine's `generate`, or the exception that the latter raises since 0.33.
-    """
+    """Why a request was refused; None if it was not. `output`: vLLM's `RequestOutput`, or the
+    exception that an engine's `generate` raises since 0.33."""
     if isinstance(output, Exception):
         text, fields = str(output), vars(output)
         try:  # as a vLLM with patches/0002 raises it
@@ -124,8 +122,8 @@ def refusal_of(output: Any) -> Refusal | None:
         except (KeyError, ValueError, TypeError):
             return Refusal.from_sentence(text)
     for answer in getattr(output, "outputs", ()):
-        if answer.finish_reason == FINISH_REASON:
-            refusal = Refusal.from_text(answer.stop_reason)
-            if refusal is not None:
-                return refusal
+        if answer.finish_reason == FINISH_REASON and (
+            refusal := Refusal.from_text(answer.stop_reason)
+        ):
+            return refusal
     return None

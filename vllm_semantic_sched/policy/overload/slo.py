@@ -34,15 +34,13 @@ class _Slot:
 
 class RollingValues:
     """Values of the last 11/12 to 12/12 of `window` seconds: their number, how many met a target,
-    and percentiles. Each of the twelve slots has a DDSketch with a relative accuracy of 2 %, so
-    memory is bounded. Adding a value is O(1)."""
+    and percentiles. Each of the twelve slots has a DDSketch, so that memory is bounded."""
 
     def __init__(self, window: float) -> None:
         self._slot_seconds = window / _SLOTS
         self._slots: deque[_Slot] = deque()
         self._earlier: Any = None  # merged sketch of all slots but the newest; None if outdated
-        self.count = 0
-        self.met = 0
+        self.count = self.met = 0
 
     def add(self, value: float, met: bool, now: float) -> None:
         """Count a value, and whether it met its target."""
@@ -89,21 +87,17 @@ class RollingValues:
 
 
 class SloMonitor:
-    """Compliance and headroom of each level, whose tier has promises, over a window of seconds.
-
-    Attributes:
-        targets: promised seconds of each level by measure.
-        values: measured seconds of each level by measure, promised or not.
-    """
+    """Compliance and headroom of each level, whose tier has promises, over a window of seconds."""
 
     def __init__(self, tiers: Sequence[Tier], window: float) -> None:
+        # Measured seconds of each level, promised or not.
         self.values = [{measure: RollingValues(window) for measure in MEASURES} for _ in tiers]
         self.adopt(tiers)
 
     def adopt(self, tiers: Sequence[Tier]) -> None:
         """Switch to new promises. Values in the window keep their old targets."""
         self._percentiles = [tier.slo.percentile for tier in tiers]
-        self.targets: list[dict[str, float]] = [
+        self.targets: list[dict[str, float]] = [  # promised seconds of each level
             tier.slo.model_dump(include=set(MEASURES), exclude_none=True) for tier in tiers
         ]
 
@@ -130,11 +124,12 @@ class SloMonitor:
     def headroom(self, level: int) -> float | None:
         """Smallest relative distance of the promised percentile below its target, over the
         promised measures. Negative if a promise is broken, None without promises or values."""
-        rooms = []
-        for measure, target in self.targets[level].items():
-            observed = self.values[level][measure].percentile(self._percentiles[level])
-            if observed is not None:
-                rooms.append(1.0 - observed / target)
+        values, percent = self.values[level], self._percentiles[level]
+        rooms = (
+            1.0 - observed / target
+            for measure, target in self.targets[level].items()
+            if (observed := values[measure].percentile(percent)) is not None
+        )
         return min(rooms, default=None)
 
     def keeps_promise(self, level: int, enough: int = 1) -> bool | None:

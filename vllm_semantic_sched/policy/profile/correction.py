@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass, field
 
 from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile
 
@@ -39,18 +40,17 @@ _BOUND = math.log(100.0)
 _NOTICEABLE = 0.05
 
 
+@dataclass(slots=True, eq=False)
 class _Factor:
     """The logarithm of measured / given time of one kind of work, less that of the speed: the mean
     of `count` measurements."""
 
-    __slots__ = ("_first", "_memory", "_seen", "context", "count", "log")
-
-    def __init__(self, memory: int) -> None:
-        self.log = self.count = 0.0
-        self.context = 0.0  # mean tokens of context in steps of this many sequences
-        self._memory = memory
-        self._first: list[float] = []
-        self._seen = 0  # number of the step
+    _memory: int
+    log: float = 0.0
+    count: float = 0.0
+    context: float = 0.0  # mean tokens of context in steps of this many sequences
+    _first: list[float] = field(default_factory=list)
+    _seen: int = 0  # number of the step
 
     @property
     def measured(self) -> bool:
@@ -155,8 +155,7 @@ class ProfileScale:
         time."""
         self._step += 1
         parts = levels + others
-        expected = sum(part for _, part in parts)
-        if expected <= 0.0:
+        if (expected := sum(part for _, part in parts)) <= 0.0:
             return
         unknown = [one for one in others if not one[0].known]
         if levels:
@@ -167,10 +166,10 @@ class ProfileScale:
         if unknown:
             factor, part = max(unknown, key=lambda one: one[1])
             left = seconds - expected + part
-            share = part / expected
+            share, enough = part / expected, _BESIDE_UNKNOWN
             if len(unknown) == 1:  # then the measured share is known as well
-                share = max(share, left / seconds)
-            if share >= (_BESIDE_KNOWN if len(unknown) == 1 else _BESIDE_UNKNOWN):
+                share, enough = max(share, left / seconds), _BESIDE_KNOWN
+            if share >= enough:
                 factor.start(math.log(max(left, 0.1 * part) / part), self._step)
                 self._level_known = any(level.known for level in self._levels)
                 self._fill()

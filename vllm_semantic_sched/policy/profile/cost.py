@@ -18,8 +18,8 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
 
 
 def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:
-    """Whether KV is loaded beside the engine's steps, because loading it before one would delay it
-    by more than `max_stall` decode steps."""
+    """Whether KV is loaded beside the engine's steps: before one, it would delay that by more than
+    `max_stall` decode steps."""
     return profile.load(tokens) > max_stall * profile.gamma2
 
 

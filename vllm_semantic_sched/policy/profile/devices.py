@@ -49,8 +49,7 @@ def device_named(name: str) -> Device:
 
 
 def recognize(driver_name: str) -> Device | None:
-    """The device that a driver reports under this name (`NVIDIA H100 80GB HBM3`); None if it is
-    not in devices.yaml."""
+    """The device with this name of a driver (`NVIDIA H100 80GB HBM3`); None if unknown."""
     words = {
         word: device
         for device in known_devices().values()

@@ -176,17 +176,15 @@ class EngineProfile(Section):
     def prefill_alone(self, tokens: int, token_budget: int | None = None) -> float:
         """Seconds for a prefill on an idle engine. `token_budget`: most tokens in a step, by
         default that of the measured engine."""
-        if token_budget is None:
-            token_budget = self.environment.token_budget if self.environment else tokens
-        steps = -(-tokens // token_budget)
+        measured = self.environment.token_budget if self.environment else tokens
+        steps = -(-tokens // (token_budget or measured))
         each = self.batch_terms.sequences(1) + self.batch_terms.per_prefill
         return steps * each + self.prefill(0, tokens)
 
     def scaled(
         self, prefill: float, decode: float, load: float, batch: BatchTerms | None = None
     ) -> EngineProfile:
-        """A copy with the times of each kind of work multiplied; `batch`: the terms of a step, in
-        place of multiplied ones."""
+        """A copy with times multiplied by kind of work; `batch`: in place of multiplied terms."""
         if batch is None and (given := self.batch) is not None:
             batch = BatchTerms(
                 step=given.step * decode,

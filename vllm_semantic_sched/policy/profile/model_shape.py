@@ -128,8 +128,8 @@ def _number(config: Mapping[str, Any], *names: str, default: int | None = None) 
 def _latent_attention(
     config: Mapping[str, Any], width: int, heads: int, head_dim: int
 ) -> tuple[int, int, int]:
-    """Multi-head latent attention, which keeps one compressed vector per token and layer:
-    parameters and KV numbers per layer, and the width of a head."""
+    """Multi-head latent attention, with one compressed vector per token and layer: parameters and
+    KV numbers per layer, and the width of a head."""
     latent = _number(config, "kv_lora_rank")
     rope = _number(config, "qk_rope_head_dim", default=64)
     nope = _number(config, "qk_nope_head_dim", default=head_dim)
@@ -142,8 +142,7 @@ def _latent_attention(
 
 
 def _quantization(config: Any, option: str | None) -> tuple[int, bool]:
-    """Bits per weight, and whether activations have 8 bits as well; 0 if the model is not
-    quantized."""
+    """Bits per weight (0: not quantized), and whether activations have 8 bits as well."""
     config = config if isinstance(config, Mapping) else {}
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')} {option or ''}"
     method = method.lower()

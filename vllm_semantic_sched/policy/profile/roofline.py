@@ -148,8 +148,7 @@ class Roofline:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Start and slope of the straight line of least squared relative errors, both positive or
-    zero."""
+    """Start and slope, neither negative, of the line of least squared relative errors."""
     w = [1 / (y * y) for y in ys]
     sw = sum(w)
     sx, sy = (sum(a * b for a, b in zip(w, values, strict=True)) for values in (xs, ys))
