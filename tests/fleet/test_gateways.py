@@ -11,7 +11,7 @@ from vllm_semantic_sched.fleet.gateways import (
     smg_fields,
 )
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
-from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.estimates.decision import read_hints
 
 POLICY = parse_policy({"levels": 5, "default_level": 2})
 LEVELS = range(5)

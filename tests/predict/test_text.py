@@ -3,8 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
-from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, WindowTokenizer
 from vllm_semantic_sched.predict.window import clean
 
 START, PAD, END = 0, 1, 2

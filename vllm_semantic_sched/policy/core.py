@@ -9,8 +9,8 @@ from typing import Any
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
+from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.estimates.hints import Hint, read_hints
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
 from vllm_semantic_sched.policy.eviction.victims import Eviction
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
@@ -139,7 +139,7 @@ class SchedulingCore:
         return WaitingQueue(self._rank_only)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
-        """See `estimates.hints.read_hints`."""
+        """See `estimates.decision.read_hints`."""
         return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
 
     def draft(

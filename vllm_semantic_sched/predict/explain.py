@@ -24,6 +24,7 @@ from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.predict.second_look import parts_of
+from vllm_semantic_sched.predict.window import cut_pieces
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.predict.instant import InstantReader
@@ -99,22 +100,16 @@ def _word_weights(
 ) -> tuple[Prediction, list[WordWeight]]:
     """The prediction, and what it owes to single words: it is made again without each."""
     words = text.split()
-    positions = list(range(len(words)))
-    if len(words) > _OCCLUDED:  # a predictor does not see the middle of a long text either
-        positions = [*positions[: _OCCLUDED // 2], *positions[-_OCCLUDED // 2 :]]
+    # A predictor does not see the middle of a long text either.
+    positions = cut_pieces(list(range(len(words))), _OCCLUDED)
     shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
     prediction, *without = predictor.predict([text, *shorter])
-    whole = prediction.urgency
+    whole, weights = prediction.urgency, []
     decided = decide_level(whole, policy.decision)
-    return prediction, [
-        WordWeight(
-            words[at],
-            at,
-            whole[decided] - one.urgency[decided],
-            _log_odds(whole, decided) - _log_odds(one.urgency, decided),
-        )
-        for at, one in zip(positions, without, strict=True)
-    ]
+    for at, one in zip(positions, without, strict=True):
+        log_odds = _log_odds(whole, decided) - _log_odds(one.urgency, decided)
+        weights.append(WordWeight(words[at], at, whole[decided] - one.urgency[decided], log_odds))
+    return prediction, weights
 
 
 def explain(
@@ -189,14 +184,12 @@ def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
 
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
-    prediction = reader.read(text)
-    level = predicted_level(policy, prediction)
+    prediction, estimate = reader.read(text), policy.length.estimate
+    level, length = predicted_level(policy, prediction), prediction.length or ()
     return InstantPart(
         level=level,
         probabilities=prediction.urgency,
-        tokens=expected_output_tokens(
-            prediction.length or (), reader.length_buckets, 0, policy.length.estimate
-        ),
+        tokens=expected_output_tokens(length, reader.length_buckets, 0, estimate),
         preempts_as=preempting_level(prediction.urgency, level, policy.predictor.instant),
         pieces=tuple(reader.strongest(text, level, _PIECES)),
     )
@@ -205,12 +198,11 @@ def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPa
 def _lengths(
     prediction: Prediction, buckets: LengthBuckets | None, limit: int
 ) -> tuple[tuple[LengthShare, ...], dict[str, float]]:
-    if prediction.length is None or buckets is None:
-        return (), {}
-    starts = (1, *buckets.edges)
-    ends = (*(edge - 1 for edge in buckets.edges), None)
-    shares = tuple(map(LengthShare, starts, ends, prediction.length))
     length = prediction.length
+    if length is None or buckets is None:
+        return (), {}
+    ends = (*(edge - 1 for edge in buckets.edges), None)
+    shares = tuple(map(LengthShare, (1, *buckets.edges), ends, length))
     return shares, {
         estimate: min(limit, expected_output_tokens(length, buckets, 0, estimate))
         for estimate in get_args(Estimate)

@@ -112,10 +112,8 @@ class InstantReader:
     ) -> None:
         if len(table.rows) != features.rows:
             raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
-        self._features = features
-        self._table = table
-        self.levels = table.levels
-        self.length_buckets = length_buckets
+        self._features, self._table = features, table
+        self.levels, self.length_buckets = table.levels, length_buckets
 
     @classmethod
     def load(cls, path: str | None = None) -> Self | None:
@@ -152,8 +150,8 @@ class InstantReader:
 
     def same_shape(self, other: Prediction) -> bool:
         """Whether a prediction has as many levels and length buckets as this reader's."""
-        buckets = len(self._table.bias) - self.levels
-        return len(other.urgency) == self.levels and len(other.length or ()) == buckets
+        shape = self.levels, len(self._table.bias) - self.levels
+        return (len(other.urgency), len(other.length or ())) == shape
 
     def strongest(self, text: str, level: int, count: int) -> list[tuple[str, float]]:
         """The `count` wordpieces and pairs that weigh most for or against a level, heaviest first:

@@ -146,8 +146,7 @@ class PredictionService:
     @property
     def process_id(self) -> int | None:
         """The operating system's id of the current process; None without one."""
-        process = self._process
-        return None if process is None else process.pid
+        return None if (process := self._process) is None else process.pid
 
     def close(self) -> None:
         """Stop the process, and tell the thread to stop."""
@@ -250,8 +249,7 @@ class PredictionService:
             return
         if prediction is not None and not prediction.unreadable:
             certain = self._settings.second_look.certain
-            level = raised_level(prediction.urgency, look.level, certain)
-            if level is not None:
+            if (level := raised_level(prediction.urgency, look.level, certain)) is not None:
                 look.level, look.raised = level, True
                 self._done.append((look.request_id, replace(prediction, again=True)))
         if look.level == 0 or prediction is None:
@@ -267,10 +265,10 @@ class PredictionService:
             for (request_id, prompt), prediction in zip(batch.items(), predictions, strict=True):
                 if prompt.look is not None:
                     self._saw(prompt.look, prediction)
-                else:
-                    if prediction is not None:
-                        self._memory[prompt.digest] = prediction
-                    self._done.append((request_id, prediction))
+                    continue
+                if prediction is not None:
+                    self._memory[prompt.digest] = prediction
+                self._done.append((request_id, prediction))
             while len(self._memory) > self._settings.cache_size:
                 self._memory.popitem(last=False)
 

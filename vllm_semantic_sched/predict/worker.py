@@ -10,6 +10,7 @@ closes, so it never outlives the engine. The first line out is {"ready": {...}} 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -49,8 +50,7 @@ def main() -> int:
         send({"failed": f"{type(error).__name__}: {error}"})
         return 1
     buckets = predictor.length_buckets
-    ready = None if buckets is None else {"edges": buckets.edges, "means": buckets.means}
-    send({"ready": {"length_buckets": ready}})
+    send({"ready": {"length_buckets": None if buckets is None else dataclasses.asdict(buckets)}})
     for line in sys.stdin:
         send(_answer(predictor, json.loads(line)))
     return 0

@@ -16,9 +16,8 @@ from vllm_semantic_sched.lab.training.calibration import (
 )
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
-from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 
 
 def _between(expected: float) -> list[float]:

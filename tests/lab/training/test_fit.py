@@ -16,9 +16,8 @@ from vllm_semantic_sched.lab.training.fit import (
     shared_with_neighbors,
     taught_loss,
 )
-from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 
 
 def test_average_lies_halfway() -> None:

@@ -23,7 +23,7 @@ from vllm_semantic_sched.lab.training.vocabulary import (
     piece_tokenizer,
     save_tokenizer,
 )
-from vllm_semantic_sched.predict.text import WindowTokenizer
+from vllm_semantic_sched.predict.model import WindowTokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzñéыя"
 WORDS = ("▁he", "▁not", "▁breath", "ing", "▁no", "▁respira", "▁он", "▁не", "▁дышит", "▁HELP")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.estimates.decision import read_hints
 from vllm_semantic_sched.policy.facts.job import LevelSource
 
 DEFAULT = parse_policy({})

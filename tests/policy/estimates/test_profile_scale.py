@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.profile.correction import ProfileScale
 from vllm_semantic_sched.policy.profile.formula import (

@@ -7,7 +7,7 @@ from jobs import make_job, step
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Aging
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
 from vllm_semantic_sched.policy.profile.formula import load_profile

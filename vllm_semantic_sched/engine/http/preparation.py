@@ -22,8 +22,7 @@ from vllm_semantic_sched.engine.http.incoming import (
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.estimates.decision import reading_level
-from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.preparation import PreparationQueue
 from vllm_semantic_sched.predict.instant import InstantReader

@@ -11,8 +11,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.preparation import read_user
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.estimates.decision import reading_level
-from vllm_semantic_sched.policy.estimates.hints import read_hints
+from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader

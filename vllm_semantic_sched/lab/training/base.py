@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, weights_file
+from vllm_semantic_sched.predict.model import WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.text import WindowTokenizer
 from vllm_semantic_sched.predict.weights import Precision, load_network, save_network
 
 _BUCKETS = 9

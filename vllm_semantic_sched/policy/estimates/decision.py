@@ -1,4 +1,4 @@
-"""Decides the urgency level from predicted probabilities (Bayes decision)."""
+"""Decides the urgency level from clients' hints and predicted probabilities (Bayes decision)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.estimates import Decision, Instant
-from vllm_semantic_sched.policy.estimates.hints import Hint
+from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Instant
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
@@ -19,6 +19,15 @@ _ROUNDING = 1e-6  # of probabilities that sum to 1
 # Probability that the part of a prompt that nobody has read makes the request one of level 0. Only
 # the order of the second looks depends on it.
 _HIDDEN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """The result of a client's hints under the policy."""
+
+    level: int | None  # None if no hint states one or the policy ignores it
+    source: LevelSource  # the hint that states it
+    problem: str | None = None  # why the urgency hint is unusable, for the log
 
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
@@ -138,3 +147,35 @@ def level_worth(policy: Policy) -> LevelWorth:
         worth.append(worth[-1] * costs[min(level, len(costs) - 1)])
     factor = (policy.protect.worth or worth[-1]) / worth[-1]
     return LevelWorth(tuple(reversed(worth)), tuple(factor * each for each in reversed(worth)))
+
+
+def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
+    """Read an explicit urgency from a request's `vllm_xargs`, else a nonzero priority (vLLM's: 0
+    and unset look the same). Clients are untrusted: both may be of any type, and nothing is
+    raised. `levels`: of the policy."""
+    problem = None
+    if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
+        level = _as_level(sent := extra_args["urgency"])
+        if level is not None and 0 <= level < levels:
+            return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
+        text = repr(sent)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        problem = f"urgency {text} is not a level; valid: 0 to {levels - 1}"
+    if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
+        # vLLM's priorities are unbounded: use the nearest level.
+        level = _capped(min(max(priority, 0), levels - 1), hints.priority, hints)
+        return Hint(level, LevelSource.PRIORITY, problem)
+    return Hint(None, LevelSource.DEFAULT, problem)
+
+
+def _as_level(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    # Headers and form fields arrive as text; int() would also accept "1_0" and other scripts.
+    if isinstance(value, str) and len(value) <= 3 and value.isascii() and value.isdigit():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _capped(level: int, mode: str, hints: Hints) -> int:
+    return max(level, hints.most_urgent_level) if mode == "cap" else level

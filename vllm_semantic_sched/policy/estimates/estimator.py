@@ -65,13 +65,9 @@ class Estimator:
         estimate = length.estimate if share is None else share
         return expected_output_tokens(predicted, buckets, generated, estimate, limit, shortest)
 
-    def tokens_within(self, job: Job, share: float) -> float:
-        """Prompt tokens plus output tokens that a `share` of such answers does not exceed."""
+    def tokens(self, job: Job, share: float | None = None) -> float:
+        """Prompt tokens plus `output_tokens`."""
         return job.prompt_tokens + self.output_tokens(job, share)
-
-    def tokens(self, job: Job) -> float:
-        """Prompt tokens plus expected total output tokens."""
-        return job.prompt_tokens + self.output_tokens(job)
 
     def first_estimate(self, job: Job) -> float | None:
         """Output tokens predicted at first; None without, or if the job states its length."""

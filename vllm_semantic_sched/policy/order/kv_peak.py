@@ -38,7 +38,7 @@ class KvPeak:
         self.knobs = knobs
         self.capacity = math.inf  # KV tokens of the engine; inf: unlimited or not known yet
         self.block_size = 1
-        self._tokens_within = tokens_within  # see `Estimator.tokens_within`
+        self._tokens_within = tokens_within  # see `Estimator.tokens`
         self._step = 0
         self._ends: AddressableHeap[Job] = AddressableHeap()  # last step by estimate
         # By the last step, latest first: ends (negative), sums of starts, and for each place the

@@ -53,14 +53,14 @@ class ModelShape:
         head_dim = _number(config, "head_dim", default=width // heads)
         inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * width)
         experts = _number(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
-        matrices = 2 if _UNGATED.fullmatch(str(config.get("model_type"))) else 3
-        attention = width * head_dim * (2 * heads + 2 * kv_heads)
-        kv_numbers = 2 * kv_heads * head_dim
+        row = width * (2 if _UNGATED.fullmatch(str(config.get("model_type"))) else 3)
+        attention, kv_numbers = width * head_dim * 2 * (heads + kv_heads), 2 * kv_heads * head_dim
         if config.get("kv_lora_rank"):
             attention, kv_numbers, head_dim = _latent_attention(config, width, heads, head_dim)
         dense = _number(config, "first_k_dense_replace", default=0) if experts else layers
-        expert, shared = _expert_parameters(config, inner, width * matrices)
-        feed_forward = matrices * width * inner
+        expert = row * _number(config, "moe_intermediate_size", default=inner)
+        shared = expert * _number(config, "n_shared_experts", default=0)
+        shared += row * _number(config, "shared_expert_intermediate_size", default=0)
         kinds = config.get("layer_types") or ()
         active = _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
         stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
@@ -75,7 +75,7 @@ class ModelShape:
             full_layers=kinds.count("full_attention") if len(kinds) == layers else layers,
             heads=heads,
             head_dim=head_dim,
-            parameters=layers * attention + dense * feed_forward + (layers - dense) * shared,
+            parameters=layers * attention + dense * row * inner + (layers - dense) * shared,
             head_parameters=width * _number(config, "vocab_size"),
             expert_parameters=expert * (layers - dense),
             experts=experts,
@@ -109,13 +109,6 @@ class ModelShape:
             used = self.experts * (1 - (1 - self.active_experts / self.experts) ** tokens)
         numbers = self.parameters + self.head_parameters + used * self.expert_parameters
         return numbers * self.weight_bytes
-
-
-def _expert_parameters(config: Mapping[str, Any], inner: int, per_row: int) -> tuple[int, int]:
-    """Parameters of one expert, and of those that all tokens share, in one layer."""
-    expert = _number(config, "moe_intermediate_size", default=inner) * per_row
-    shared = expert * _number(config, "n_shared_experts", default=0)
-    return expert, shared + _number(config, "shared_expert_intermediate_size", default=0) * per_row
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -156,6 +149,4 @@ def _quantization(config: Any, option: str | None) -> tuple[int, bool]:
         return 8, True
     if "int8" in method or config.get("load_in_8bit"):
         return 8, False
-    if any(name in method for name in ("awq", "gptq", "fp4", "bitsandbytes")):
-        return 4, False
-    return 0, False
+    return 4 if any(name in method for name in ("awq", "gptq", "fp4", "bitsandbytes")) else 0, False
