@@ -31,7 +31,7 @@ class QueueRules:
         self.fair_share = FairShare(policy.fair_share, policy.all_tiers)
         self.reservation = Reservation(policy.all_tiers, self.holdings)
         self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
-        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens_within)
+        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens)
         self._estimates = estimates
 
     def adopt(self, policy: Policy) -> None:
