@@ -96,7 +96,7 @@ class SwapEngine:
         """Put another retention policy in force, and another size of the host pool. Where loads
         run beside steps, saves do as well if some blocks are free."""
         from vllm_semantic_sched.engine import vllm_api
-        from vllm_semantic_sched.engine.kv.host_pool import HostPool
+        from vllm_semantic_sched.engine.kv.ledger import HostPool
 
         vllm_api.most_blocks_of_a_step = lambda scheduler: 1000 if max_stall else 2
 

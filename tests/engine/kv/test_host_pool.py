@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.ledger import HostPool
 
 actions = st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60)
 

@@ -5,8 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger, Transfer
+from vllm_semantic_sched.engine.kv.ledger import HostPool, KeptBlocks, SwapLedger, Transfer
 
 BLOCK = 4
 

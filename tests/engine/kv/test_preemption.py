@@ -22,7 +22,7 @@ from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
+from vllm_semantic_sched.engine.kv.ledger import HostPool
 from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,

@@ -76,7 +76,7 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
 
 def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     charged: list[float] = []
-    estimates = SimpleNamespace(profile=PROFILE, tokens_within=None)
+    estimates = SimpleNamespace(profile=PROFILE, tokens=None)
     rules = QueueRules(parse_policy({}), estimates)
     meter = Meter(lambda: estimates.profile, lambda job, cost: charged.append(cost), Holdings(5))
     job = make_job(prompt_tokens=1000)

@@ -24,8 +24,7 @@ class CopyBackend:
     is copied to or from the i-th slot of `host`."""
 
     def __init__(self) -> None:
-        # Copies beside steps, with a function that tells whether the copy has ended.
-        self._saves: dict[int, HasEnded] = {}
+        self._saves: dict[int, HasEnded] = {}  # beside steps
         self._loads: dict[str, HasEnded] = {}
         self._seconds = {"save": 0.0, "load": 0.0}
 
@@ -39,8 +38,8 @@ class CopyBackend:
         self._copy("save", device, host)
 
     def save_beside(self, number: int, device: Blocks, host: Slots) -> None:
-        """Copy to the host while the device continues to work; `saved` reports the end. Until then
-        nothing may overwrite the blocks."""
+        """Copy to the host while the device works on; `saved` reports the end. Until then nothing
+        may overwrite the blocks."""
         self._saves[number] = self._copy("save", device, host, beside=True)
 
     def load(self, device: Blocks, host: Slots) -> None:
@@ -48,7 +47,7 @@ class CopyBackend:
         self._copy("load", device, host)
 
     def load_beside(self, key: str, device: Blocks, host: Slots) -> None:
-        """Copy to the device while it continues to work; `finished` reports the end."""
+        """Copy to the device while it works on; `finished` reports the end."""
         self._loads[key] = self._copy("load", device, host, beside=True)
 
     def finished(self) -> set[str]:
@@ -150,31 +149,25 @@ class CudaCopies(CopyBackend):
     vLLM. So it proves itself at every start (`why_wrong`).
 
     Args:
-        cuda: `torch.cuda`, or a fake in tests.
-        copy: vLLM's `swap_blocks_batch(sources, targets, sizes)`: addresses and bytes, int64.
+        copy: copies `(sources, targets, sizes)`: addresses and bytes, int64.
         pin: pins a host tensor in place, for asynchronous copies.
+        cuda: `torch.cuda`, or a fake in tests.
     """
 
     def __init__(
         self,
         regions: Sequence[torch.Tensor],
         slots: int,
+        copy: Any,
+        pin: Any,
         cuda: Any = torch.cuda,
-        copy: Any = None,
-        pin: Any = None,
     ) -> None:
         super().__init__()
         self._cuda = cuda
-        # Late, so that this module loads without vLLM.
-        if copy is None or pin is None:
-            from vllm_semantic_sched.engine import vllm_api
-
-            copy, pin = copy or vllm_api.batched_block_copy(), pin or vllm_api.pin_memory
         self._batched_copy = copy
         self._stream = cuda.Stream()
         self._device = list(regions)
-        sizes = [region.shape[1] for region in regions]
-        self._host = [torch.empty((slots, size), dtype=torch.uint8) for size in sizes]
+        self._host = [torch.empty((slots, one.shape[1]), dtype=torch.uint8) for one in regions]
         for rows in self._host:
             pin(rows)
         places = [rows.data_ptr() for rows in self._host]
@@ -186,13 +179,12 @@ class CudaCopies(CopyBackend):
         return super().drain()
 
     def take_seconds(self) -> tuple[float, float]:
-        pending = []
-        for what, begin, end in self._timed:
+        timed, self._timed = self._timed, []
+        for what, begin, end in timed:
             if end.query():
                 self._seconds[what] += begin.elapsed_time(end) / 1000
             else:
-                pending.append((what, begin, end))
-        self._timed = pending
+                self._timed.append((what, begin, end))
         return super().take_seconds()
 
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
@@ -218,8 +210,8 @@ class CudaCopies(CopyBackend):
 
 
 def _unpin(cuda: Any, stream: Any, places: Sequence[int]) -> None:
-    """Before host memory is freed: where freed memory stays pinned, the next pinned allocation at
-    that address fails ("resource already mapped"), whoever makes it."""
+    """Unpin host memory before it is freed: else the next pinned allocation at its address fails
+    ("resource already mapped"), whoever makes it."""
     stream.synchronize()
     for place in places:
         cuda.cudart().cudaHostUnregister(place)
@@ -228,17 +220,19 @@ def _unpin(cuda: Any, stream: Any, places: Sequence[int]) -> None:
 def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     """The backend for the device of the regions; UnsupportedLayout if there is none."""
     kind = regions[0].device.type
-    backends: dict[str, type[CpuCopies | CudaCopies]] = {"cpu": CpuCopies, "cuda": CudaCopies}
-    if kind not in backends:
-        raise UnsupportedLayout(
-            f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
-        )
-    return backends[kind](regions, slots)
+    if kind == "cpu":
+        return CpuCopies(regions, slots)
+    if kind == "cuda":
+        from vllm_semantic_sched.engine.vllm_api.kv_cache import batched_block_copy, pin_memory
+
+        return CudaCopies(regions, slots, batched_block_copy(), pin_memory)
+    raise UnsupportedLayout(
+        f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
+    )
 
 
 _PROOF_BLOCKS = 4
 _PROOF_SECONDS = 30.0
-_PROOF_PRODUCTS = 20  # of matrices: they keep a device busy for some milliseconds
 
 
 @torch.inference_mode()
@@ -249,29 +243,28 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
     blocks = list(range(min(_PROOF_BLOCKS, slots, regions[0].shape[0])))
     host = [range(len(blocks))]
     before = [region[blocks].clone() for region in regions]
-    for beside in (False, True):
+    for beside, way in ((False, "before a step"), (True, "beside a step")):
         patterns = [torch.randint_like(rows, 256) for rows in before]
         _compute(regions[0].device)
         for region, pattern in zip(regions, patterns, strict=True):
             region[blocks] = pattern
-        if not beside:
-            backend.save(blocks, host)
-        else:
+        if beside:
             backend.save_beside(0, blocks, host)
             if not _ended(backend.saved):
                 return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
+        else:
+            backend.save(blocks, host)
         for region in regions:
             region[blocks] = 0
         _compute(regions[0].device)
-        if not beside:
-            backend.load(blocks, host)
-        else:
+        if beside:
             backend.load_beside("proof", blocks, host)
             if not _ended(backend.finished):
                 return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
+        else:
+            backend.load(blocks, host)
         for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
             if not torch.equal(region[blocks], pattern):
-                way = "beside a step" if beside else "before a step"
                 return f"blocks of region {at} that were loaded {way} differ from those saved"
     for region, rows in zip(regions, before, strict=True):
         region[blocks] = rows
@@ -283,7 +276,7 @@ def _compute(device: torch.device) -> None:
     """Queue work on the compute stream: a copy that does not wait for it comes too early."""
     size = 32 if device.type == "cpu" else 2048
     product = torch.ones((size, size), device=device)
-    for _ in range(_PROOF_PRODUCTS):
+    for _ in range(20):  # some milliseconds
         product = product @ product * 0
 
 

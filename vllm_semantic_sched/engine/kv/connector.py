@@ -18,8 +18,7 @@ from vllm_semantic_sched.engine.kv.block_copy import (
     make_backend,
     why_wrong,
 )
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
-from vllm_semantic_sched.engine.kv.ledger import KeptBlocks, SwapLedger, Transfer
+from vllm_semantic_sched.engine.kv.ledger import HostPool, KeptBlocks, SwapLedger, Transfer
 from vllm_semantic_sched.engine.kv.recovery import FailedProof, SwapMetadata, SwapReport, take
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import (

@@ -1,5 +1,5 @@
-"""The ledger of host copies: how much KV each request has on the host, and the next step's copies.
-The scheduler's half of the swap connector, without vLLM: it knows KV by block number."""
+"""The scheduler's half of the swap connector, without vLLM: what each request has on the host, and
+the next step's copies. It knows KV by block number."""
 
 from __future__ import annotations
 
@@ -7,9 +7,56 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.engine.kv.host_pool import HostPool
+
+class HostPool:
+    """Allocates slots 0 to `slots` - 1 of the host pool, one per KV block, in as few runs as
+    possible: long runs are copied faster. Fragmentation never makes an allocation fail."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = self.free = slots
+        self._runs = [range(slots)] if slots else []  # free, in order; about as many as host copies
+
+    @property
+    def used(self) -> int:
+        return self.slots - self.free
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the free slots outside the longest free run, 0 to 1."""
+        return 1.0 - max(map(len, self._runs)) / self.free if self.free else 0.0
+
+    def allocate(self, count: int) -> list[range] | None:
+        """Allocate slots for `count` blocks: the shortest sufficient run, else the longest runs;
+        None, and no slots, if too few are free."""
+        if count > self.free:
+            return None
+        self.free -= count
+        taken: list[range] = []
+        while count:
+            fitting = [run for run in self._runs if len(run) >= count]
+            run = min(fitting, key=len) if fitting else max(self._runs, key=len)
+            at = self._runs.index(run)
+            self._runs[at : at + 1] = [run[count:]] if len(run) > count else []
+            taken.append(run[:count])
+            count -= len(taken[-1])
+        return taken
+
+    def give_back(self, taken: Sequence[range]) -> None:
+        """Free slots from `allocate`."""
+        self.free += sum(map(len, taken))
+        self._runs = _joined(sorted((*self._runs, *taken), key=attrgetter("start")))
+
+
+def _joined(runs: Iterable[range]) -> list[range]:
+    """The same slots in fewer runs: those that begin where the one before ends are joined to it."""
+    joined: list[range] = []
+    for run in runs:
+        adjacent = joined and joined[-1].stop == run.start
+        joined.append(range(joined.pop().start, run.stop) if adjacent else run)
+    return joined
 
 
 @dataclass(slots=True)
@@ -97,11 +144,9 @@ class KeptBlocks:
 
 
 class SwapLedger:
-    """Host copies of preempted requests. `block_sizes`: tokens per block, by KV cache group.
-
-    The slots of a load become free one step later, when the workers have copied them, or for a
-    load beside steps when the workers report it.
-    """
+    """Host copies of preempted requests. `block_sizes`: tokens per block, by KV cache group. The
+    slots of a load become free one step later, when the workers have copied them, or for a load
+    beside steps when the workers report it."""
 
     def __init__(self, pool: HostPool, block_sizes: Sequence[int]) -> None:
         self.pool = pool
@@ -129,12 +174,9 @@ class SwapLedger:
         keep: Callable[[list[int]], int] | None = None,
     ) -> bool:
         """Order a save of KV for tokens `start` (at the beginning of a block) to `end` in the
-        coming step; False, and no order, if the pool has too few free slots.
-
-        Args:
-            blocks: the request's block table, by group.
-            keep: keeps these blocks allocated (`KeptBlocks.add`) for a save beside steps.
-        """
+        coming step; False, and no order, if the pool has too few free slots. `blocks`: the
+        request's block table, by group. `keep`: keeps blocks allocated (`KeptBlocks.add`) for a
+        save beside steps."""
         self.release(request_id)
         places = self._places(blocks, start, end)
         taken = self.pool.allocate(len(places))
@@ -188,18 +230,18 @@ class SwapLedger:
             return
         end = min(copy.end, tokens - 1)
         places = self._places(blocks, end - count, end)
-        saved = [place for place in places if place in copy.slots]
-        device = [places[place] for place in saved]
-        transfer = Transfer(request_id, device, _runs([copy.slots[place] for place in saved]))
+        saved = [(block, copy.slots[at]) for at, block in places.items() if at in copy.slots]
+        slots = _joined(range(slot, slot + 1) for _, slot in saved)
+        load = Transfer(request_id, [block for block, _ in saved], slots)
         beside = self.loads_beside(count)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
         self._loaded[request_id] = Loaded(count, time.monotonic())
         if beside:
-            self._orders.later_loads.append(transfer)
+            self._orders.later_loads.append(load)
             self.loading[request_id] = copy
         else:
-            self._orders.loads.append(transfer)
+            self._orders.loads.append(load)
             self._spent.append(copy)
 
     def take_orders(self, overwritten: Iterable[int] = ()) -> Orders:
@@ -258,13 +300,3 @@ class SwapLedger:
         if not (self.loading or self._spent):
             self.kept.free_all()
         return lost
-
-
-def _runs(slots: Sequence[int]) -> list[range]:
-    runs: list[range] = []
-    for slot in slots:
-        if runs and runs[-1].stop == slot:
-            runs[-1] = range(runs[-1].start, slot + 1)
-        else:
-            runs.append(range(slot, slot + 1))
-    return runs
