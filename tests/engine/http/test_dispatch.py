@@ -17,7 +17,7 @@ from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
-from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.placement import Placement
@@ -141,7 +141,9 @@ def test_finished_failed_and_cancelled_requests_no_longer_count() -> None:
 
 
 def test_rank_that_the_client_names_is_kept_and_counted(monkeypatch) -> None:
-    monkeypatch.setattr(ApiServerCounters, "add", lambda *_: pytest.fail("an error"))
+    monkeypatch.setattr(
+        SemanticStatLogger, "count_in_api_server", lambda *_: pytest.fail("an error")
+    )
 
     async def case():
         server = Server()
@@ -277,7 +279,9 @@ def test_error_leaves_the_choice_to_vllm_and_is_logged_once(monkeypatch, caplog)
 
     monkeypatch.setattr(dispatch, "engine_count", fail)
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(ApiServerCounters, "add", lambda self, *labels: counted.append(labels))
+    monkeypatch.setattr(
+        SemanticStatLogger, "count_in_api_server", lambda *labels: counted.append(labels)
+    )
 
     async def case():
         assert await Server().engines_of(0, 0, 0) == [None] * 3
@@ -295,7 +299,7 @@ def test_errors_are_counted_on_the_metrics_page() -> None:
         return REGISTRY.get_sample_value("semsched:policy_errors_total", labels) or 0
 
     before = total()
-    ApiServerCounters().add("policy_errors", "testing")
+    SemanticStatLogger.count_in_api_server("policy_errors", "testing")
     assert total() == before + 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.http.incoming import Incoming, incoming, state_of, tenant_arguments
 from vllm_semantic_sched.engine.http.siblings import Siblings
-from vllm_semantic_sched.engine.metrics.stat_logger import ApiServerCounters
+from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.placement import Placed, Placement
@@ -24,7 +24,7 @@ class Dispatch:
         self._placement = Placement(1, 1)
         self._levels = 1
         self._siblings: Siblings | None = None
-        self._guard = Guard(ApiServerCounters().add)
+        self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Put tenant and reading into the sampling parameters of the engine client's `generate`,

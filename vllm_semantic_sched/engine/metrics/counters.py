@@ -19,11 +19,9 @@ Gauges = Mapping[str, float | Mapping[Any, float]]
 
 
 class Counters:
-    """Counters, histograms and gauges by name and labels (see `engine.metrics.table`).
-
-    A message carries what was added since the one before. vLLM passes each message to the API
-    server that gets output in that step, and Prometheus adds up the servers' counts.
-    """
+    """Counters, histograms and gauges by name and labels (see `engine.metrics.table`). A message
+    carries what was added since the one before. vLLM passes each to the API server that gets output
+    in that step, and Prometheus adds up the servers' counts."""
 
     def __init__(self) -> None:
         self.totals: defaultdict[_Series, float] = defaultdict(float)  # of the counters

@@ -34,10 +34,9 @@ _QUEUE = 100_000  # changes that wait to be written; further ones are dropped an
 
 
 class EventLog(Listener):
-    """Writes state transitions and decisions to a file; a listener of the core's lifecycle and its
-    journal (`policy.lifecycle`). The caller only appends to a bounded queue and never waits for the
-    disk. Lines are chained by hashes (`policy.events.Chain`); lines about the log itself, with a
-    field `log`, mark starts, ends, new files and losses.
+    """Writes state transitions and decisions to a file. The caller only appends to a bounded queue
+    and never waits for the disk. Lines are chained by hashes (`policy.events.Chain`); lines about
+    the log itself, with a field `log`, mark starts, ends, new files and losses.
 
     Args:
         engine: number of this engine, used in its lines and its file name.
@@ -127,8 +126,8 @@ class EventLog(Listener):
     # Background thread
 
     def _run(self) -> None:
-        model = "" if self._model == "" else model_hash(self._model)
-        self._models = dict.fromkeys(_READ, model) if model else {}
+        if self._model != "" and (model := model_hash(self._model)):
+            self._models = dict.fromkeys(_READ, model)
         last = False
         while not last:
             last = self._closing.wait(_INTERVAL)

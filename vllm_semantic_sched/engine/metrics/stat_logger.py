@@ -23,7 +23,7 @@ class SemanticStatLogger(StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
-    _through_ray: ClassVar[bool] = False
+    _through_ray = False
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
@@ -44,8 +44,8 @@ class SemanticStatLogger(StatLoggerBase):
             if self._through_ray:
                 observe_all(histogram, HISTOGRAMS[name].buckets, dict(counts), total)
                 continue
-            # Values already counted by bucket: prometheus_client accepts only one value at a time,
-            # so this adds to its private fields, which are the same in all its modes.
+            # prometheus_client accepts only one value at a time, so this adds to its private
+            # fields, which are the same in all its modes.
             for index, count in counts:
                 histogram._buckets[index].inc(count)
             histogram._sum.inc(total)
@@ -61,6 +61,11 @@ class SemanticStatLogger(StatLoggerBase):
         """A metric of the API server itself, under the label engine="http"."""
         cls._register()
         return cls._metrics[name].labels("http", *labels)
+
+    @classmethod
+    def count_in_api_server(cls, name: str, label: str) -> None:
+        """Add 1 to a counter of the API server itself."""
+        cls.in_api_server(name, label).inc()
 
     @classmethod
     def publish_through_ray(cls) -> None:
@@ -79,16 +84,13 @@ class SemanticStatLogger(StatLoggerBase):
             return
         kinds = ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
         counter, gauge, histogram = kinds
-        for name, metric in (COUNTERS | HISTOGRAMS | GAUGES).items():
-            kind: Any = counter
-            options: dict[str, Any] = {}
-            if name in HISTOGRAMS:
-                kind, options = histogram, {"buckets": metric.buckets}
-            elif name in GAUGES:
-                # Each of several API servers receives some of the changes.
-                kind, options = gauge, {"multiprocess_mode": "mostrecent"}
-            labels = ["engine", *metric.labels]
-            cls._metrics[name] = kind(f"semsched:{name}", metric.help, labels, **options)
+        for kind, metrics in ((counter, COUNTERS), (histogram, HISTOGRAMS), (gauge, GAUGES)):
+            for name, metric in metrics.items():
+                options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+                if metrics is GAUGES:  # each of several API servers receives some of the changes
+                    options["multiprocess_mode"] = "mostrecent"
+                labels = ["engine", *metric.labels]
+                cls._metrics[name] = kind(f"semsched:{name}", metric.help, labels, **options)
 
 
 def observe_all(
@@ -98,7 +100,7 @@ def observe_all(
     says, with the sum `total`. `bounds`: upper bounds of the buckets but the last."""
     lows = (0.0, *bounds)
     highs = (*bounds, lows[-1])
-    # With all values at the lower and at the upper ends of their buckets.
+    # The sums with all values at the lower and at the upper ends of their buckets.
     least, most = (sum(count * ends[at] for at, count in counts.items()) for ends in (lows, highs))
     spread = most - least
     # Not quite at the lower ends, which belong to the buckets below.
@@ -110,11 +112,3 @@ def observe_all(
             value = max(lows[index] + beyond / count, math.nextafter(lows[index], math.inf))
         for _ in range(count):
             histogram.observe(value)
-
-
-class ApiServerCounters:
-    """Counts what happens in the API server itself, under the label engine="http"."""
-
-    def add(self, name: str, label: str) -> None:
-        """Add 1 to a counter."""
-        SemanticStatLogger.in_api_server(name, label).inc()
