@@ -16,7 +16,7 @@ from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.vllm_api import attach_message
-from vllm_semantic_sched.engine.vllm_api.capabilities import CAPABILITIES, HOOKS
+from vllm_semantic_sched.engine.vllm_api.capabilities import CARRIER, HOOKS
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine
@@ -32,7 +32,7 @@ def carried(stats) -> int:
     """Size of the message that a SchedulerStats carries, as JSON."""
     if HOOKS.custom_stats:
         return len(json.dumps(stats.custom_stats)) if stats.custom_stats else 0
-    return sum(map(len, getattr(stats, CAPABILITIES.carrier)))
+    return sum(map(len, getattr(stats, CARRIER)))
 
 
 def publish(counters, logger, gauges=None) -> None:

@@ -30,63 +30,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api.capabilities import active_workarounds
-from vllm_semantic_sched.engine.vllm_api.channels import (
-    add_utility,
-    attach_arrival,
-    attach_message,
-    attached_arrival,
-    call_engines,
-    detach_message,
-    ray_metrics,
-    refused_output,
-    watch_new_requests,
-)
-from vllm_semantic_sched.engine.vllm_api.kv_cache import (
-    KVConnector,
-    all_kv_connectors,
-    batched_block_copy,
-    blocks_can_be_freed,
-    blocks_freed_by,
-    blocks_held,
-    blocks_needed,
-    free_blocks,
-    free_blocks_at_once,
-    free_kv_blocks,
-    has_one_block_table,
-    keep_blocks,
-    kv_cache_groups,
-    kv_cache_usage,
-    most_blocks_of_a_step,
-    pin_memory,
-    prefix_cached_blocks,
-    recompute_unloaded,
-    tokens_with_kv,
-    total_kv_blocks,
-    watermark_blocks,
-)
-from vllm_semantic_sched.engine.vllm_api.machine import Hardware, describe_hardware, describe_model
-from vllm_semantic_sched.engine.vllm_api.scheduling import (
-    HookedScheduler,
-    TokenLimits,
-    can_advance,
-    free_seats,
-    hold_for_one_step,
-    inflight_prefills,
-    is_ready,
-    let_prefills_run,
-    preempt,
-    replace_queues,
-    restore_queues,
-    set_token_limits,
-    token_limits,
-    total_seats,
-    why_no_holds,
-)
-from vllm_semantic_sched.engine.vllm_api.server import (
-    RANK,
-    Unauthorized,
-    api_server_count,
-    api_server_rank,
-    engine_count,
-    shares_host,
-)
+from vllm_semantic_sched.engine.vllm_api.channels import *
+from vllm_semantic_sched.engine.vllm_api.kv_cache import *
+from vllm_semantic_sched.engine.vllm_api.machine import *
+from vllm_semantic_sched.engine.vllm_api.scheduling import *
+from vllm_semantic_sched.engine.vllm_api.server import *

@@ -17,22 +17,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 _CARRIERS = ("num_kv_fetch_reqs_by_stage", "waiting_lora_adapters")
 
 
-class Capabilities(NamedTuple):
-    carrier: str | None  # field of SchedulerStats that can carry a message
-    request_errors: bool  # a request's last output can say why it failed (since vLLM 0.33)
-
-
-def capabilities_of(statistics: Any, output: Any) -> Capabilities:
-    """The capabilities of a vLLM, from its dataclass of the scheduler's statistics and its msgspec
-    structure of a request's output."""
+def find_carrier(statistics: Any) -> str | None:
+    """The field of vLLM's dataclass SchedulerStats that can carry a message."""
     fields = {field.name for field in dataclasses.fields(statistics)}
-    return Capabilities(
-        carrier=next((name for name in _CARRIERS if name in fields), None),
-        request_errors="error" in output.__struct_fields__,
-    )
+    return next((name for name in _CARRIERS if name in fields), None)
 
 
-CAPABILITIES = capabilities_of(SchedulerStats, EngineCoreOutput)
+CARRIER = find_carrier(SchedulerStats)
 """Of the installed vLLM."""
 
 

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
-from vllm_semantic_sched.engine.vllm_api.capabilities import CAPABILITIES, REQUEST_ERROR, hooked
+from vllm_semantic_sched.engine.vllm_api.capabilities import CARRIER, REQUEST_ERROR, hooked
 from vllm_semantic_sched.engine.vllm_api.scheduling import HookedScheduler
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -29,15 +29,15 @@ def attach_message(stats: Any, message: dict[str, Any]) -> None:
     without a field that can."""
     if capabilities.HOOKS.custom_stats:
         stats.custom_stats = {_MARK: message}
-    elif CAPABILITIES.carrier is not None:
-        getattr(stats, CAPABILITIES.carrier)[_MARK + json.dumps(message)] = 0
+    elif CARRIER is not None:
+        getattr(stats, CARRIER)[_MARK + json.dumps(message)] = 0
 
 
 def detach_message(stats: Any) -> dict[str, Any] | None:
     """Take the message off a SchedulerStats; None if there is none."""
     if capabilities.HOOKS.custom_stats:
         return (stats.custom_stats or {}).pop(_MARK, None)
-    carrier = getattr(stats, CAPABILITIES.carrier or "", None) or {}
+    carrier = getattr(stats, CARRIER or "", None) or {}
     text = next((key for key in carrier if key.startswith(_MARK)), None)
     if text is None:
         return None
@@ -92,7 +92,7 @@ def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
         error["error"] = REQUEST_ERROR(
             code.value, refusal.message, status=code.status, retry_after=seconds
         )
-    elif CAPABILITIES.request_errors:
+    elif "error" in EngineCoreOutput.__struct_fields__:  # since vLLM 0.33
         error["error"] = REQUEST_ERROR(
             code=code.value, message=refusal.to_sentence(), retryable=code.retryable
         )
