@@ -1,26 +1,24 @@
-"""The fields by which gateways in front of vLLM order requests, by policy, urgency level and
-expected output tokens of a request."""
+"""The fields by which gateways in front of vLLM order requests: of a request's urgency level and
+expected output tokens, under a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayFields:
+class GatewayFields(NamedTuple):
     """What to add to a request, replacing the fields of the same name."""
 
-    headers: dict[str, str] = field(default_factory=dict)
-    body: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str]
+    body: dict[str, Any]
 
 
 def litellm_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
     """LiteLLM proxy: it passes `vllm_xargs` on to vLLM. Its own `priority` does not reach vLLM."""
-    return GatewayFields(body={"vllm_xargs": {"urgency": level}})
+    return GatewayFields({}, {"vllm_xargs": {"urgency": level}})
 
 
 def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
@@ -31,7 +29,7 @@ def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
     for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):
         if seconds is not None:
             headers[f"x-llm-d-slo-{name}-ms"] = str(round(seconds * 1000))
-    return GatewayFields(headers=headers)
+    return GatewayFields(headers, {})
 
 
 def llm_d_objective(policy: Policy, level: int, pool: str) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def dynamo_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
     orders before Dynamo's queue policy does, `priority` also reaches the engines."""
     priority = policy.levels - 1 - level
     hints = {"priority": priority, "strict_priority": priority, "osl": max(1, round(tokens))}
-    return GatewayFields(body={"nvext": {"agent_hints": hints}})
+    return GatewayFields({}, {"nvext": {"agent_hints": hints}})
 
 
 def smg_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
@@ -60,7 +58,7 @@ def smg_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
         name = "interactive"
     else:
         name = "default" if level == policy.default_level else "bulk"
-    return GatewayFields(headers={"X-SMG-Priority": name})
+    return GatewayFields({"X-SMG-Priority": name}, {})
 
 
 GATEWAYS: dict[str, Callable[[Policy, int, float], GatewayFields]] = {

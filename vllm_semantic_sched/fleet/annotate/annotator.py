@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import asdict
 from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.guard import guarded
@@ -57,9 +56,8 @@ class Annotator:
         return Annotation(level, self._tokens(request, reading), reading)
 
     def _tokens(self, request: dict[str, Any], reading: Prediction | None) -> float:
-        given = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]
-        limits = [limit for limit in given if type(limit) is int and limit > 0]
-        limit = min(limits, default=sys.maxsize)
+        given = (request.get("max_completion_tokens"), request.get("max_tokens"))
+        limit = min((one for one in given if type(one) is int and one > 0), default=sys.maxsize)
         length = self.policy.length
         if self._instant is None or reading is None or reading.length is None:
             return float(min(length.default_tokens, limit))
@@ -75,7 +73,7 @@ class Annotator:
             "tokens": round(found.tokens, 1),
             "provisional": reading and {"urgency": reading.urgency, "length": reading.length},
             "gateways": {
-                name: asdict(fields(self.policy, found.level, found.tokens))
+                name: fields(self.policy, found.level, found.tokens)._asdict()
                 for name, fields in GATEWAYS.items()
             },
         }
