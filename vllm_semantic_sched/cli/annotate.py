@@ -24,7 +24,6 @@ def run(args: argparse.Namespace) -> None:
     """Serve until interrupted; 1 if policy, model or address cannot be used."""
     from aiohttp import web
 
-    from vllm_semantic_sched.fleet.annotate.annotator import Annotator
-    from vllm_semantic_sched.fleet.annotate.server import make_app
+    from vllm_semantic_sched.fleet.annotate.annotator import Annotator, make_app
 
     web.run_app(make_app(Annotator.load(args.policy)), host=args.host, port=args.port)

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
-from vllm_semantic_sched.fleet.annotate.annotator import Annotator
-from vllm_semantic_sched.fleet.annotate.server import make_app
+from vllm_semantic_sched.fleet.annotate.annotator import Annotator, make_app
 from vllm_semantic_sched.predict.instant import InstantReader
 
 URGENT = "my father collapsed, he is not breathing and has no pulse"

@@ -1,10 +1,14 @@
-"""Reads level and expected output length from a request, with the instant reader alone."""
+"""Reads level and expected output length from a request, with the instant reader alone; also as a
+stateless HTTP endpoint."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from typing import Any, NamedTuple, Self
+
+from aiohttp import web
 
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.preparation import read_user
@@ -14,6 +18,9 @@ from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_le
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
+
+# As in the HTTP server of vLLM: larger bodies hold pictures or whole books.
+_LARGEST_BODY = 2**18  # bytes; aiohttp answers larger ones with 413
 
 
 class Annotation(NamedTuple):
@@ -77,3 +84,23 @@ class Annotator:
                 for name, fields in GATEWAYS.items()
             },
         }
+
+
+def make_app(annotator: Annotator) -> web.Application:
+    """POST /annotate, and GET /health. A body that is not a JSON object gets status 400."""
+
+    async def annotate(request: web.Request) -> web.Response:
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            return web.json_response({"error": "the body must be a JSON object"}, status=400)
+        return web.json_response(annotator.answer(body))
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app = web.Application(client_max_size=_LARGEST_BODY)
+    app.add_routes([web.post("/annotate", annotate), web.get("/health", health)])
+    return app
