@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_semantic_sched.engine.metrics import stat_logger
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger, observe_all
 from vllm_semantic_sched.engine.metrics.table import HISTOGRAMS
@@ -46,7 +46,7 @@ class Collected:
 def test_all_kinds_are_published(monkeypatch) -> None:
     monkeypatch.setattr(SemanticStatLogger, "_metrics", {})
     monkeypatch.setattr(SemanticStatLogger, "_through_ray", False)
-    monkeypatch.setattr(stat_logger, "ray_metrics", lambda: [Collected] * 3)
+    monkeypatch.setattr(vllm_api, "ray_metrics", lambda: [Collected] * 3)
     SemanticStatLogger.publish_through_ray()
     counters = Counters()
     counters.add("policy_reloads", "adopted", 2)

@@ -31,7 +31,7 @@ class CopyBackend:
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
         """Begin a copy ("save" or "load"), for which device work queued later waits unless it is
         `beside` it; a function that tells whether it has ended."""
-        raise NotImplementedError
+        raise NotImplementedError("no KV cache is registered")
 
     def save(self, device: Blocks, host: Slots) -> None:
         """Copy to the host. Device work queued after this call may overwrite the blocks."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import guarded, logger
 from vllm_semantic_sched.engine.kv import recovery
 from vllm_semantic_sched.engine.kv.block_copy import (
@@ -21,28 +22,11 @@ from vllm_semantic_sched.engine.kv.block_copy import (
 from vllm_semantic_sched.engine.kv.ledger import HostPool, KeptBlocks, SwapLedger, Transfer
 from vllm_semantic_sched.engine.kv.recovery import FailedProof, SwapMetadata, SwapReport, take
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
-from vllm_semantic_sched.engine.vllm_api import (
-    AttentionSpec,
-    KVCacheBlocks,
-    KVCacheConfig,
-    KVCacheManager,
-    KVConnector,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorOutput,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    Request,
-    SchedulerOutput,
-    VllmConfig,
-    free_blocks,
-    iter_layer_specs,
-    keep_blocks,
-)
+from vllm_semantic_sched.engine.vllm_api import KVConnectorMetadata, KVConnectorOutput, Request
 from vllm_semantic_sched.policy.facts.section import parse_section
 
 
-def host_slots(config: KVCacheConfig, host_gib: float) -> int:
+def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:
     """Blocks that fit into the host pool. A block number addresses one row in every region of
     memory; the groups of layers share the regions."""
     row_bytes: dict[int, int] = {}
@@ -53,10 +37,10 @@ def host_slots(config: KVCacheConfig, host_gib: float) -> int:
     return int(host_gib * 2**30) // max(1, sum(row_bytes.values()))
 
 
-def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | None:
+def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
     """The reason why this engine's KV cannot be swapped; None if it can."""
     parallel, groups = vllm_config.parallel_config, config.kv_cache_groups
-    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -65,7 +49,7 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
         return "speculative decoding is on"
     if config.needs_kv_cache_zeroing:
         return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
-    if not all(isinstance(spec, AttentionSpec) for spec in specs):
+    if not all(isinstance(spec, vllm_api.AttentionSpec) for spec in specs):
         return "not all of the model's state is attention KV"
     on_host = any(group.host_resident for group in groups)
     if on_host or len(config.transfer_group_ids) != len(groups):
@@ -73,25 +57,26 @@ def why_unsupported(vllm_config: VllmConfig, config: KVCacheConfig) -> str | Non
     return None
 
 
-class SemanticSwapConnector(KVConnector):
+class SemanticSwapConnector(vllm_api.KVConnector):
     """Copies victims' KV to host memory and back. Users name it in `--kv-transfer-config`, because
-    the workers build their own instances.
-
-    The scheduler's instance keeps the ledger; the workers' instances hold the memory. A copy lives
-    from a preemption until the request is admitted again, ends, or the cache is reset.
+    the workers build their own instances, which hold the memory. The scheduler's instance keeps the
+    ledger. A copy lives from a preemption until the request is admitted again, ends, or the cache
+    is reset.
 
     Attributes:
         unsupported: why KV cannot be swapped here; None if it can.
         ledger: host copies by request; on the scheduler's side.
-        failed: copies that were not made, until the scheduler computes again what they would have
-            brought.
+        failed: copies that were not made, until what they would have brought is computed again.
 
     Raises:
         PolicyError: at construction, if `kv_connector_extra_config` is invalid.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self,
+        vllm_config: vllm_api.VllmConfig,
+        role: vllm_api.KVConnectorRole,
+        kv_cache_config: vllm_api.KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
@@ -101,7 +86,7 @@ class SemanticSwapConnector(KVConnector):
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
         # Blocks that the host pool holds.
         self.slots = 0 if self.unsupported else host_slots(kv_cache_config, config.host_gib)
-        self.backend: CopyBackend | None = None  # on a worker, once the KV cache is registered
+        self.backend = CopyBackend()  # makes no copy before a worker's KV cache is registered
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.ledger = SwapLedger(HostPool(self.slots), self.block_sizes)
@@ -141,7 +126,7 @@ class SemanticSwapConnector(KVConnector):
         logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
     @guarded(recovery.nothing)
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
         # Only of a failure: a MultiConnector passes on the first metadata that it gets.
         return self._failed_proof
 
@@ -151,10 +136,10 @@ class SemanticSwapConnector(KVConnector):
         assert isinstance(kv_connector_metadata, SwapMetadata)
         orders = kv_connector_metadata.orders
         for save in _one_by_one(orders.saves):
-            self._copies.save(save.device, save.host)
+            self.backend.save(save.device, save.host)
             self.failed.unsaved.difference_update(save.slots)
         for save in _one_by_one(orders.later_saves):
-            self._copies.save_beside(save.number, save.device, save.host)
+            self.backend.save_beside(save.number, save.device, save.host)
             self.failed.unsaved.difference_update(save.slots)
 
     @guarded(recovery.not_loaded)
@@ -163,10 +148,10 @@ class SemanticSwapConnector(KVConnector):
         assert isinstance(metadata, SwapMetadata)
         for load in _one_by_one(metadata.orders.loads):
             if self.failed.can_load(load, beside=False):
-                self._copies.load(load.device, load.host)
+                self.backend.load(load.device, load.host)
         for load in _one_by_one(metadata.orders.later_loads):
             if self.failed.can_load(load, beside=True):
-                self._copies.load_beside(load.request_id, load.device, load.host)
+                self.backend.load_beside(load.request_id, load.device, load.host)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -179,34 +164,28 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.all_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        finished = set() if self.backend is None else self.backend.finished()
-        return None, finished | take(self.failed.requests) or None
+        return None, self.backend.finished() | take(self.failed.requests) or None
 
     @guarded(recovery.only_failures)
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.backend is None:
-            return self.failed.report()
+    def build_connector_worker_meta(self) -> vllm_api.KVConnectorWorkerMetadata | None:
         seconds = self.backend.take_seconds()
         self.failed.saves += self.backend.saved()
         return self.failed.report(*seconds)
 
-    @property
-    def _copies(self) -> CopyBackend:
-        assert self.backend is not None, "KV copies were ordered before the KV cache was registered"
-        return self.backend
-
     # Scheduler side
 
     @guarded(recovery.no_swap)
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: vllm_api.KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.cache_manager = kv_cache_manager
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
-        self.ledger.kept = KeptBlocks(partial(free_blocks, kv_cache_manager), self._workers)
+        self.ledger.kept = KeptBlocks(
+            partial(vllm_api.free_blocks, kv_cache_manager), self._workers
+        )
 
     @guarded(recovery.no_swap)
     def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+        self, metadata: dict[int, vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
         """Called before the first request, with what the workers said."""
         for failure in metadata.values():
@@ -226,21 +205,19 @@ class SemanticSwapConnector(KVConnector):
         self, request: Request, start: int, end: int, hash_block_size: int, beside: bool
     ) -> bool:
         """Order a save of a running request's KV for tokens `start` to `end`, before its blocks are
-        freed; False if the host pool is too small.
-
-        Args:
-            hash_block_size: tokens per entry of `request.block_hashes`.
-            beside: keep the blocks allocated until they are saved, so that no step waits for that.
-        """
+        freed; False if the host pool is too small. `hash_block_size`: tokens per entry of
+        `request.block_hashes`. `beside`: keep the blocks allocated until they are saved, so that no
+        step waits for that."""
         blocks = self.cache_manager.get_block_ids(request.request_id)
         saved = _fingerprint(request, end, hash_block_size)
 
         def unchanged() -> bool:  # a session may remove tokens
-            there = request.num_tokens >= end
-            return there and saved == _fingerprint(request, end, hash_block_size)
+            return request.num_tokens >= end and saved == _fingerprint(
+                request, end, hash_block_size
+            )
 
         def keep(numbers: list[int]) -> int:
-            return self.ledger.kept.add(keep_blocks(self.cache_manager, request, numbers))
+            return self.ledger.kept.add(vllm_api.keep_blocks(self.cache_manager, request, numbers))
 
         kept = keep if beside else None
         return self.ledger.save(request.request_id, blocks, start, end, unchanged, kept)
@@ -256,7 +233,7 @@ class SemanticSwapConnector(KVConnector):
 
     @guarded(recovery.not_ordered)
     def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self, request: Request, blocks: vllm_api.KVCacheBlocks, num_external_tokens: int
     ) -> None:
         name, table = request.request_id, blocks.get_block_ids()
         if name in self.failed.loaded:  # of an earlier load
@@ -265,14 +242,16 @@ class SemanticSwapConnector(KVConnector):
         self.ledger.admitted(name, table, num_external_tokens, request.num_tokens)
 
     @guarded(recovery.nothing_ordered)
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(
+        self, scheduler_output: vllm_api.SchedulerOutput
+    ) -> KVConnectorMetadata:
         # Newer model runners make these copies before they call `handle_preemptions`.
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
         return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
 
     def what_is_missing(self, connector_output: KVConnectorOutput | None) -> set[int]:
-        """Remove and return the blocks that loads of this step and steps before did not fill, as
-        the workers report them, and as orders failed here."""
+        """Remove and return the blocks that loads of this step and steps before did not fill, by
+        the workers' reports and by orders that failed here."""
         report: Any = getattr(connector_output, "kv_connector_worker_meta", None)
         for one in getattr(report, "metadata", (report,)):  # of each part of a MultiConnector
             if isinstance(one, SwapReport):

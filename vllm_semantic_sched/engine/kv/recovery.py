@@ -11,16 +11,10 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.kv.block_copy import CopyBackend
 from vllm_semantic_sched.engine.kv.ledger import Orders, Transfer
-from vllm_semantic_sched.engine.vllm_api import (
-    KVCacheBlocks,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorOutput,
-    KVConnectorWorkerMetadata,
-    Request,
-)
+from vllm_semantic_sched.engine.vllm_api import KVConnectorMetadata, Request
 
 _Items = TypeVar("_Items", set[int], set[str], list[int])
 
@@ -40,7 +34,7 @@ class SwapMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class SwapReport(KVConnectorWorkerMetadata):
+class SwapReport(vllm_api.KVConnectorWorkerMetadata):
     """What the workers say of their copies."""
 
     save_seconds: float = 0.0  # the maximum over workers
@@ -50,7 +44,7 @@ class SwapReport(KVConnectorWorkerMetadata):
     # Numbers of saves beside steps that ended, once for each worker.
     saved: list[int] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+    def aggregate(self, other: Any) -> SwapReport:
         assert isinstance(other, SwapReport)
         return SwapReport(
             max(self.save_seconds, other.save_seconds),
@@ -61,7 +55,7 @@ class SwapReport(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class FailedProof(KVConnectorHandshakeMetadata):
+class FailedProof(vllm_api.KVConnectorHandshakeMetadata):
     """What a worker says at the start if its copies are wrong."""
 
     reason: str
@@ -98,19 +92,18 @@ class FailedCopies:
         if beside:
             self.requests.add(load.request_id)
 
-    def drain(self, backend: CopyBackend | None) -> None:
+    def drain(self, backend: CopyBackend) -> None:
         """Wait for the copies beside steps, which are over then."""
-        if backend is not None:
-            loads, saves = backend.drain()
-            self.requests |= loads
-            self.saves += saves
+        loads, saves = backend.drain()
+        self.requests |= loads
+        self.saves += saves
 
     def report(self, save_seconds: float = 0.0, load_seconds: float = 0.0) -> SwapReport | None:
-        """A worker's report of these and of the time of the copies made; None if it is empty."""
+        """A worker's report, with the time of the copies made; None if it is empty."""
         report = SwapReport(save_seconds, load_seconds, take(self.blocks), take(self.saves))
         return report if report != SwapReport() else None
 
-    def note(self, output: KVConnectorOutput) -> SwapReport | None:
+    def note(self, output: vllm_api.KVConnectorOutput) -> SwapReport | None:
         """Note the copies beside steps that a worker says are over; its report."""
         self.loaded.update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
@@ -147,7 +140,7 @@ def no_copy(self: Any, request: Request, *args: Any, **kwargs: Any) -> tuple[int
 
 
 def not_ordered(
-    self: Any, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    self: Any, request: Request, blocks: vllm_api.KVCacheBlocks, num_external_tokens: int
 ) -> None:
     """The load of a request's tokens was not ordered."""
     _forget(self, request.request_id)
@@ -170,7 +163,7 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
     return SwapMetadata(Orders())
 
 
-def noted_later(self: Any, connector_output: KVConnectorOutput) -> None:
+def noted_later(self: Any, connector_output: vllm_api.KVConnectorOutput) -> None:
     """What finished loads and saves used becomes free with the next call."""
     self.failed.note(connector_output)
 

@@ -9,30 +9,25 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
-from vllm_semantic_sched.engine.vllm_api import (
-    StatLoggerBase,
-    VllmConfig,
-    detach_message,
-    ray_metrics,
-)
 
 
-class SemanticStatLogger(StatLoggerBase):
+class SemanticStatLogger(vllm_api.StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
     _through_ray = False
 
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: vllm_api.VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
 
     @guarded(lambda *args, **kwargs: None)  # metrics that are not published harm nobody
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        message = None if scheduler_stats is None else detach_message(scheduler_stats)
+        message = None if scheduler_stats is None else vllm_api.detach_message(scheduler_stats)
         if message is None:  # another scheduler, or nothing new
             return
         self._register()
@@ -82,7 +77,7 @@ class SemanticStatLogger(StatLoggerBase):
         # even if it runs another scheduler.
         if cls._metrics:
             return
-        kinds = ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
+        kinds = vllm_api.ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
         counter, gauge, histogram = kinds
         for kind, metrics in ((counter, COUNTERS), (histogram, HISTOGRAMS), (gauge, GAUGES)):
             for name, metric in metrics.items():

@@ -55,7 +55,7 @@ class UrgencyRouter(RequestRouter):
         first = [one for one in candidate_replicas if one.replica_id == chosen]
         return [first, [one for one in candidate_replicas if one.replica_id != chosen]]
 
-    @guarded(lambda self, pending: None, logger)
+    @guarded(lambda self, pending: None)
     def _choose(self, pending: PendingRequest) -> Any:
         return self._choice.choose(pending.metadata.internal_request_id, self._level(pending))
 
@@ -64,7 +64,7 @@ class UrgencyRouter(RequestRouter):
         super().update_replicas(replicas)
         self._read_loads(replicas)
 
-    @guarded(lambda self, replicas: None, logger)
+    @guarded(lambda self, replicas: None)
     def _read_loads(self, replicas: list[RunningReplica]) -> None:
         loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
         self._choice.update(loads)
