@@ -1,4 +1,4 @@
-"""Copies KV blocks between device and host: one backend per kind of device."""
+"""Copies KV blocks between device and host: a backend for each kind of device."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _take_ended(copies: dict[Key, HasEnded]) -> set[Key]:
 
 
 def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
-    """A KV cache as bytes: one uint8 tensor [num_blocks, bytes per block] per region of memory.
-    Layers that share storage (groups of a hybrid model) yield one region. Kernel blocks of `caches`
-    may be smaller than blocks. UnsupportedLayout: a block of some layer is not contiguous."""
+    """A KV cache as bytes: a uint8 tensor [num_blocks, bytes per block] for each region of memory;
+    layers that share storage (groups of a hybrid model) have one. Kernel blocks of `caches` may be
+    smaller than blocks. UnsupportedLayout: a block of some layer is not contiguous."""
     from vllm_semantic_sched.engine.vllm_api import group_kernel_blocks
 
     regions: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -144,7 +144,6 @@ class CpuCopies(CopyBackend):
 class CudaCopies(CopyBackend):
     """Copies through pinned host memory on a side stream, with vLLM's batched block copy; the host
     never waits. The side stream waits for work queued earlier, which may still write the blocks.
-
     Seen on an H200, with one `cudaMemcpyAsync` per block in place of vLLM's copy; not yet within
     vLLM. So it proves itself at every start (`why_wrong`).
 
@@ -223,24 +222,23 @@ def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     if kind == "cpu":
         return CpuCopies(regions, slots)
     if kind == "cuda":
-        from vllm_semantic_sched.engine.vllm_api.kv_cache import batched_block_copy, pin_memory
+        from vllm_semantic_sched.engine.vllm_api import block_copy_and_pin
 
-        return CudaCopies(regions, slots, batched_block_copy(), pin_memory)
+        return CudaCopies(regions, slots, *block_copy_and_pin())
     raise UnsupportedLayout(
         f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
     )
 
 
-_PROOF_BLOCKS = 4
 _PROOF_SECONDS = 30.0
 
 
 @torch.inference_mode()
 def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int) -> str | None:
     """Save, overwrite, load and compare some blocks while the device computes: what came back
-    wrong; None if all bytes came back, in a step and beside one. The KV cache must not be in use
-    yet; its bytes are as before afterwards."""
-    blocks = list(range(min(_PROOF_BLOCKS, slots, regions[0].shape[0])))
+    wrong, in a step or beside one; None if nothing did. The KV cache must not be in use yet; its
+    bytes are as before afterwards."""
+    blocks = list(range(min(4, slots, regions[0].shape[0])))
     host = [range(len(blocks))]
     before = [region[blocks].clone() for region in regions]
     for beside, way in ((False, "before a step"), (True, "beside a step")):

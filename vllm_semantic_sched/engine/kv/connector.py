@@ -27,8 +27,8 @@ from vllm_semantic_sched.policy.facts.section import parse_section
 
 
 def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:
-    """Blocks that fit into the host pool. A block number addresses one row in every region of
-    memory; the groups of layers share the regions."""
+    """Blocks that fit into the host pool. A block is a row of every region of memory; the groups of
+    layers share the regions."""
     row_bytes: dict[int, int] = {}
     for tensor in config.kv_cache_tensors:
         layer_by_layer = tensor.layer_stride >= tensor.block_stride * config.num_blocks
@@ -84,7 +84,6 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         config = parse_section(SwapConfig, given, "kv_connector_extra_config")
         self.cache_config = kv_cache_config
         self.unsupported = why_unsupported(vllm_config, kv_cache_config)
-        # Blocks that the host pool holds.
         self.slots = 0 if self.unsupported else host_slots(kv_cache_config, config.host_gib)
         self.backend = CopyBackend()  # makes no copy before a worker's KV cache is registered
         groups = kv_cache_config.kv_cache_groups
@@ -219,8 +218,8 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         def keep(numbers: list[int]) -> int:
             return self.ledger.kept.add(vllm_api.keep_blocks(self.cache_manager, request, numbers))
 
-        kept = keep if beside else None
-        return self.ledger.save(request.request_id, blocks, start, end, unchanged, kept)
+        name = request.request_id
+        return self.ledger.save(name, blocks, start, end, unchanged, keep if beside else None)
 
     @guarded(recovery.no_copy)
     def get_num_new_matched_tokens(
@@ -294,8 +293,8 @@ class SemanticSwapConnector(vllm_api.KVConnector):
 
 
 def _one_by_one(orders: list[Transfer]) -> Iterator[Transfer]:
-    """Yield orders from the last on, and remove each once it is carried out: some model runners
-    call the same method twice per step, and those left after an error are given up."""
+    """Yield orders from the last on, and remove each once carried out: some model runners call the
+    same method twice per step, and those left after an error are given up."""
     while orders:
         yield orders[-1]
         orders.pop()

@@ -1,9 +1,6 @@
-"""What the two sides of the swap connector tell each other, and what they do if a copy fails.
-
-A copy that was not made is reported, and the scheduler computes again what it should have brought:
-nothing that could change an output is passed over. vLLM's own report of failed blocks would end
-their requests by default, and cannot tell several block tables apart.
-"""
+"""What the two sides of the swap connector tell each other, and what they do if a copy fails: it is
+reported, and the scheduler computes again what it should have brought. vLLM's own report of failed
+blocks would end their requests by default, and cannot tell several block tables apart."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ class SwapReport(vllm_api.KVConnectorWorkerMetadata):
 
     save_seconds: float = 0.0  # the maximum over workers
     load_seconds: float = 0.0
-    # Blocks that a load should have filled and did not, on any worker.
-    unloaded: set[int] = field(default_factory=set)
-    # Numbers of saves beside steps that ended, once for each worker.
-    saved: list[int] = field(default_factory=list)
+    unloaded: set[int] = field(default_factory=set)  # blocks that a load of any worker did not fill
+    saved: list[int] = field(default_factory=list)  # ended beside steps: numbers, for each worker
 
     def aggregate(self, other: Any) -> SwapReport:
         assert isinstance(other, SwapReport)
@@ -65,12 +60,10 @@ class FailedProof(vllm_api.KVConnectorHandshakeMetadata):
 class FailedCopies:
     """Copies that were not made, on one side of the connector."""
 
-    # Blocks on the device that a load should have filled.
-    blocks: set[int] = field(default_factory=set)
-    # Requests whose load beside steps is over, and which no copy reports.
+    blocks: set[int] = field(default_factory=set)  # on the device, which a load should have filled
+    # Their load beside steps is over, and no copy reports it.
     requests: set[str] = field(default_factory=set)
-    # On a worker: slots of the host pool without what was to be saved there.
-    unsaved: set[int] = field(default_factory=set)
+    unsaved: set[int] = field(default_factory=set)  # on a worker: slots that lack what was to come
     # Numbers of saves beside steps that are over, made or not, and still to be reported. In the
     # scheduler, the ledger has still to be told of these, and of requests loaded and ended.
     saves: list[int] = field(default_factory=list)
@@ -114,8 +107,8 @@ class FailedCopies:
 
 
 def _forget(self: Any, request_id: str, save: int = 0) -> None:
-    """Forget a request's copy, and free the blocks kept for a save. If the ledger fails here, too,
-    no copy is loaded any more, and this one becomes free when a request ends."""
+    """Forget a request's copy, and free the blocks kept for a save. If that fails, too, no copy is
+    loaded any more, and this one becomes free when a request ends."""
     try:
         self.ledger.kept.free(save)
         self.ledger.release(request_id)
@@ -124,17 +117,16 @@ def _forget(self: Any, request_id: str, save: int = 0) -> None:
         self.failed.ended.add(request_id)
 
 
-# Answers, by the connector's method. `self` is the SemanticSwapConnector.
+# What the methods of the SemanticSwapConnector, `self`, do instead if they fail. Of a step, what is
+# left in its orders was not carried out.
 
 
 def no_swap(self: Any, *args: Any, **kwargs: Any) -> None:
-    """At the start, on a worker or in the scheduler."""
     error = sys.exception()
     self.refuse_copies(f"{type(error).__name__}: {error}")
 
 
 def no_copy(self: Any, request: Request, *args: Any, **kwargs: Any) -> tuple[int | None, bool]:
-    """No tokens of a request can be loaded."""
     _forget(self, request.request_id)
     return 0, False
 
@@ -142,7 +134,6 @@ def no_copy(self: Any, request: Request, *args: Any, **kwargs: Any) -> tuple[int
 def not_ordered(
     self: Any, request: Request, blocks: vllm_api.KVCacheBlocks, num_external_tokens: int
 ) -> None:
-    """The load of a request's tokens was not ordered."""
     _forget(self, request.request_id)
     if num_external_tokens:
         asked, on_device = self.failed.asked
@@ -153,7 +144,6 @@ def not_ordered(
 
 
 def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata:
-    """None of the coming step's copies is made."""
     orders = self.ledger.cancel_orders()
     for load in (*orders.loads, *orders.later_loads):
         self.failed.give_up(load, beside=True)
@@ -183,7 +173,6 @@ def not_reset(self: Any) -> bool | None:
 
 
 def not_saved(self: Any, kv_connector_metadata: Any) -> None:
-    """The saves that are left of a step's were not made."""
     orders = kv_connector_metadata.orders
     for save in (*orders.saves, *orders.later_saves):
         self.failed.unsaved.update(save.slots)
@@ -192,7 +181,6 @@ def not_saved(self: Any, kv_connector_metadata: Any) -> None:
 
 
 def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
-    """The loads that are left of a step's were not made."""
     orders = self.step_metadata.orders
     for beside, loads in ((False, orders.loads), (True, orders.later_loads)):
         for load in loads:
@@ -213,4 +201,4 @@ def only_failures(self: Any) -> Any:
 
 
 def nothing(*args: Any, **kwargs: Any) -> Any:
-    """None."""
+    pass

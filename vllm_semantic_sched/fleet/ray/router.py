@@ -8,7 +8,6 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.preparation import GlanceRules
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
@@ -38,6 +37,7 @@ class UrgencyRouter(RequestRouter):
         except Exception:
             logger.exception("Semantic scheduling: the router has no policy; hints only")
         self._choice = ReplicaChoice(self._rules.policy.levels)
+        self._failed: set[str] = set()
 
     async def choose_replicas(
         self,
@@ -49,27 +49,25 @@ class UrgencyRouter(RequestRouter):
             return [candidate_replicas]
         # Else Ray asks again at once, over and over, while all replicas are full.
         pending_request.routing_context.should_backoff = True
-        chosen = self._choose(pending_request)
-        if chosen is None:
+        request = pending_request.metadata.internal_request_id
+        try:
+            chosen = self._choice.choose(request, self._level(pending_request))
+        except Exception:
+            self._report("choosing a replica")
             return [candidate_replicas]
         first = [one for one in candidate_replicas if one.replica_id == chosen]
         return [first, [one for one in candidate_replicas if one.replica_id != chosen]]
 
-    @guarded(lambda self, pending: None)
-    def _choose(self, pending: PendingRequest) -> Any:
-        return self._choice.choose(pending.metadata.internal_request_id, self._level(pending))
-
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray when a replica comes, goes or reports another load."""
         super().update_replicas(replicas)
-        self._read_loads(replicas)
-
-    @guarded(lambda self, replicas: None)
-    def _read_loads(self, replicas: list[RunningReplica]) -> None:
-        loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
-        self._choice.update(loads)
-        if self._file is not None and self._file.has_changed():
-            self._reload(self._file)
+        try:
+            loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
+            self._choice.update(loads)
+            if self._file is not None and self._file.has_changed():
+                self._reload(self._file)
+        except Exception:
+            self._report("reading the replicas' loads")
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Called by Ray as soon as a request finds a replica dead."""
@@ -111,6 +109,11 @@ class UrgencyRouter(RequestRouter):
             logger.error("Semantic scheduling: the router keeps its policy: %s", problem)
             return
         self._rules = GlanceRules(policy, self._rules.instant)
+
+    def _report(self, doing: str) -> None:
+        if doing not in self._failed:  # a traceback for every request would fill the log
+            self._failed.add(doing)
+            logger.exception("Semantic scheduling: error while %s", doing)
 
 
 def _priority(body: Any, more: list[Any]) -> Any:
