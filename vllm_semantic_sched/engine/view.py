@@ -8,7 +8,7 @@ from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
-from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler
+from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler, SchedulerOutput
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -32,7 +32,7 @@ class VllmView:
     now: Callable[[], float]  # seconds during which the engine was serving
     predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]]  # since the last call
     end: Callable[[Job, Refusal], None]  # a job without its answer
-    _saved_limits: vllm_api.TokenLimits | None = field(default=None, init=False)
+    _saved_budget: int | None = field(default=None, init=False)
     _held_decodes: int = field(default=0, init=False)
 
     # Questions, see `EngineView`
@@ -84,7 +84,7 @@ class VllmView:
         return vllm_api.kv_cache_usage(self.scheduler)
 
     def token_budget(self) -> float:
-        return vllm_api.token_limits(self.scheduler).step
+        return self.scheduler.max_num_scheduled_tokens
 
     def decode_tokens(self) -> int:
         scheduler = self.scheduler
@@ -147,16 +147,17 @@ class VllmView:
         scheduler = self.scheduler
         for job in limits.held:
             vllm_api.hold_for_one_step(scheduler, self._request(job))
-        if limits.gated:  # until `restore_limits`
-            saved = self._saved_limits = self._saved_limits or vllm_api.token_limits(scheduler)
-            step = min(self.decode_tokens(), saved.step)
-            vllm_api.set_token_limits(scheduler, saved._replace(step=step))
+        if not limits.gated:
+            return
+        if self._saved_budget is None:
+            self._saved_budget = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = min(self.decode_tokens(), self._saved_budget)
 
     def restore_limits(self) -> None:
         self._held_decodes = 0
-        if self._saved_limits is not None:
-            vllm_api.set_token_limits(self.scheduler, self._saved_limits)
-            self._saved_limits = None
+        if self._saved_budget is not None:
+            self.scheduler.max_num_scheduled_tokens = self._saved_budget
+            self._saved_budget = None
 
     # Whose order applies (policy key `observe`): both changes between two steps, O(n log n)
 

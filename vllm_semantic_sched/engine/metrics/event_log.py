@@ -25,8 +25,6 @@ from vllm_semantic_sched.predict.shared import kept_secret
 
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
 _CHUNK = 32  # lines per write; the file may be rotated between writes
-_ENGINE = 10.0  # seconds between lines about the engine
-_CLOSING = 5.0  # seconds that shutdown waits for the remaining lines
 _OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
 _READ = ("prediction", "instant", "second_look")  # what a line's `level_from` says of a level read
 _TAIL = 65_536  # bytes at the end of a file in which its last line is looked for
@@ -78,10 +76,10 @@ class EventLog(Listener):
         self._next_engine = 0.0
         # One thread writes each of these, the other reads it.
         self._written = self._dropped = self._failed = 0
+        self._told = 0  # of the dropped lines
         self._resumes: str | None = "started"  # or after a failure; what the next line is about
         self._torn = False  # the file ends within a line
         self._models: dict[str, str] = {}
-        self._told = 0  # of the dropped lines
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semsched-events", daemon=True)
         self._thread.start()
@@ -96,9 +94,9 @@ class EventLog(Listener):
         self._queue(Event.of_note, job, what, details)
 
     def engine(self, describe: Callable[[], dict[str, Any]], now: float) -> None:
-        """Queue a line about the engine, if one is due; `now` in seconds of any clock."""
+        """Queue a line about the engine every 10 seconds; `now` in seconds of any clock."""
         if now >= self._next_engine and self._has_room():
-            self._next_engine = now + _ENGINE
+            self._next_engine = now + 10.0
             self._events.append(EngineLine(time.time(), describe()))
 
     def _queue(self, event: Callable[..., Event], *facts: Any) -> None:
@@ -119,9 +117,9 @@ class EventLog(Listener):
         counters.raise_to("event_log_dropped", self._failed, "not_writable")
 
     def close(self) -> None:
-        """Write the remaining lines and close the file, unless that takes too long."""
+        """Write the remaining lines and close the file; wait 5 seconds at most."""
         self._closing.set()
-        self._thread.join(_CLOSING)
+        self._thread.join(5.0)
 
     # Background thread
 
@@ -150,7 +148,7 @@ class EventLog(Listener):
             if closes:
                 lines.append(self._about("closed"))
             if self._resumes is not None:
-                lines.insert(0, self._resume())
+                lines.insert(0, self._resume(self._resumes))
             last = self._chain.last
             text = "\n".join(map(self._chain.seal, lines))
             if self.file.is_full(len(text)):
@@ -186,16 +184,15 @@ class EventLog(Listener):
         keyed = bool(self._chain.key)
         return {"time": round(time.time(), 6), "log": what, "keyed": keyed, **fields}
 
-    def _resume(self) -> dict[str, Any]:
+    def _resume(self, what: str) -> dict[str, Any]:
         """The first line after a start or a failure. The chain goes on from the last whole line."""
-        assert self._resumes is not None
         self._chain.last, self._torn = self.file.last_hash()
         fields: dict[str, Any] = {"previous": self._chain.last, "head": self.file.noted_last()}
         if not self._chain.last:  # lines of an earlier version have no hash
             fields["unchained"] = self.file.size()
-        if self._resumes == "resumed":
+        if what == "resumed":
             fields["lost"] = self._failed
-        return self._about(self._resumes, **fields)
+        return self._about(what, **fields)
 
 
 class _File(RotatingFileHandler):
@@ -267,6 +264,6 @@ class _File(RotatingFileHandler):
     def reopen(self) -> None:
         """Discard what could not be written; the next write opens the file again."""
         stream, self.stream = self.stream, None
-        if stream is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if stream is not None:
                 stream.close()

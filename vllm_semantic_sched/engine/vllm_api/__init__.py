@@ -32,6 +32,5 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_semantic_sched.engine.vllm_api.capabilities import active_workarounds
 from vllm_semantic_sched.engine.vllm_api.channels import *
 from vllm_semantic_sched.engine.vllm_api.kv_cache import *
-from vllm_semantic_sched.engine.vllm_api.machine import *
 from vllm_semantic_sched.engine.vllm_api.scheduling import *
 from vllm_semantic_sched.engine.vllm_api.server import *

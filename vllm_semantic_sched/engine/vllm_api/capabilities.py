@@ -1,5 +1,5 @@
-"""What the installed vLLM offers, found by looking at its classes. The rest of `vllm_api` asks here
-instead of comparing versions, so that a patched or newer vLLM is used for what it has."""
+"""What the installed vLLM offers, found by looking at its classes instead of its version, so that a
+patched or newer vLLM is used for what it has."""
 
 from __future__ import annotations
 
@@ -61,8 +61,3 @@ HOOKS = find_hooks(Scheduler, EngineCore, SchedulerStats, EngineCoreOutput, REQU
 def active_workarounds() -> list[str]:
     """The hooks that vLLM lacks, by the names in `Hooks`."""
     return [name for name, there in HOOKS._asdict().items() if not there]
-
-
-def hooked(vllm_object: Any) -> Any:
-    """An object of vLLM, to use what an unpatched vLLM lacks: type checks run against that."""
-    return vllm_object

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
-from vllm_semantic_sched.engine.vllm_api.capabilities import CARRIER, REQUEST_ERROR, hooked
+from vllm_semantic_sched.engine.vllm_api.capabilities import CARRIER, REQUEST_ERROR
 from vllm_semantic_sched.engine.vllm_api.scheduling import HookedScheduler
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -81,11 +81,9 @@ def attached_arrival(request: Request) -> Any:
 
 
 def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
-    """The last output of a request that was ended by `finish_requests`.
-
-    Without our middleware, vLLM 0.33 answers with status 503, or 500 if a retry is no use, older
-    ones with 500, and one with the hook with the refusal's status.
-    """
+    """The last output of a request that was ended by `finish_requests`. Without our middleware,
+    vLLM answers with the refusal's status if it has the hook, else 0.33 with 503, or 500 if a retry
+    is no use, and older ones with 500."""
     code, error = refusal.code, {}
     if capabilities.HOOKS.refuse_request:
         seconds = refusal.retry_after_seconds
@@ -109,13 +107,12 @@ def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
 
 def add_utility(scheduler: Scheduler, name: str, function: Callable[[Any, Any], Any]) -> None:
     """Let API servers call a function in this engine process (`call_engines`), with the scheduler
-    and the argument of the call. It returns plain values or a future of them.
-
-    vLLM runs it between two steps on the scheduling thread, whether the engine is busy, idle or
-    paused. Without the hook, it looks the name up among the methods of EngineCore.
-    """
+    and the argument of the call. It returns plain values or a future of them. vLLM runs it between
+    two steps on the scheduling thread, whether the engine is busy, idle or paused. Without the
+    hook, it looks the name up among the methods of EngineCore."""
     if capabilities.HOOKS.utilities:
-        hooked(scheduler).utilities[name] = functools.partial(function, scheduler)
+        utilities: Any = scheduler.utilities  # type: ignore[attr-defined]
+        utilities[name] = functools.partial(function, scheduler)
         return
 
     def call(core: EngineCore, argument: Any) -> Any:

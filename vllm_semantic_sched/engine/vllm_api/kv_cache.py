@@ -84,7 +84,7 @@ def blocks_held(scheduler: Scheduler, request: Request) -> int:
 def blocks_freed_by(scheduler: Scheduler, request: Request) -> int:
     """Blocks that preempting a running request frees: those that it does not share."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-    return sum(1 for group in groups for block in group if block.ref_cnt == 1 and not block.is_null)
+    return sum(block.ref_cnt == 1 and not block.is_null for group in groups for block in group)
 
 
 def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
@@ -93,8 +93,7 @@ def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
 
 
 def most_blocks_of_a_step(scheduler: Scheduler) -> int:
-    """Blocks that the coming step takes at most for what it computes: one more a request beside
-    those that its tokens fill."""
+    """Blocks that the coming step takes at most: one more a request than its tokens fill."""
     filled = -(-scheduler.max_num_scheduled_tokens // scheduler.block_size)
     blocks = filled + scheduler.max_num_running_reqs
     return blocks * kv_cache_groups(scheduler) + watermark_blocks(scheduler)
@@ -116,8 +115,8 @@ def free_blocks(manager: KVCacheManager, blocks: list[KVCacheBlock]) -> None:
 
 
 def free_blocks_at_once(scheduler: Scheduler) -> None:
-    """Free blocks without waiting for steps in flight, although a KV connector is present. With
-    vLLM's hook, the connector says so (`KVConnector.requires_deferred_block_free`)."""
+    """Free blocks without waiting for steps in flight, in spite of a KV connector. With vLLM's
+    hook, the connector says so (`requires_deferred_block_free`)."""
     if not capabilities.HOOKS.on_preemption:
         scheduler.defer_block_free = False
 
@@ -130,8 +129,8 @@ def prefix_cached_blocks(scheduler: Scheduler, request: Request, first: int) -> 
         return 0, 0
     blocks = manager.get_blocks(request.request_id).blocks[0][:first]
     cached = list(itertools.takewhile(lambda block: block.block_hash is not None, blocks))
-    shared = sum(1 for _ in itertools.takewhile(lambda block: block.ref_cnt > 1, cached))
-    return len(cached), shared
+    shared = list(itertools.takewhile(lambda block: block.ref_cnt > 1, cached))
+    return len(cached), len(shared)
 
 
 def tokens_with_kv(request: Request) -> int:
@@ -142,12 +141,10 @@ def tokens_with_kv(request: Request) -> int:
 def recompute_unloaded(
     scheduler: Scheduler, blocks: Collection[int], unreported: Collection[str]
 ) -> bool:
-    """Compute again what should have been loaded into blocks and was not. Running requests that
-    hold one of them, or a block computed from one, lose their KV and the output of steps in flight.
-    `unreported`: requests that wait for a load whose end no worker reports.
-
-    Returns whether a request that may have held such a block was preempted in the meantime: what
-    was saved of it may be wrong."""
+    """Compute again what was not loaded into blocks. Running requests that hold one of them, or a
+    block computed from one, lose their KV and the output of steps in flight. `unreported`: requests
+    that wait for a load whose end no worker reports. Returns whether a request that may have held
+    such a block was preempted in the meantime: what was saved of it may be wrong."""
     manager = scheduler.kv_cache_manager
     null = manager.block_pool.null_block.block_id
     tables = {one: manager.get_block_ids(one.request_id) for one in scheduler.running}
@@ -192,16 +189,11 @@ def all_kv_connectors(scheduler: Scheduler) -> list[Any]:
     return [] if connector is None else [connector, *getattr(connector, "sub_connectors", ())]
 
 
-def batched_block_copy() -> Callable[..., Any]:
-    """vLLM's `swap_blocks_batch(sources, targets, sizes)`: int64 tensors of addresses and bytes."""
+def block_copy_and_pin() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """vLLM's `swap_blocks_batch(sources, targets, sizes)`, of int64 tensors of addresses and bytes,
+    and what pins a host tensor in place: torch's own pinned allocations take up to twice the
+    memory, because they are rounded up to powers of two."""
     from vllm import _custom_ops  # needs the compiled extension of a GPU build
-
-    return _custom_ops.swap_blocks_batch
-
-
-def pin_memory(tensor: Any) -> None:
-    """Pin a host tensor in place. torch's own pinned allocations take up to twice the memory,
-    because they are rounded up to powers of two."""
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
-    pin_tensor(tensor)
+    return _custom_ops.swap_blocks_batch, pin_tensor

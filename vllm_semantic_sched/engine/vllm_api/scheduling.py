@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,7 +14,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
-from vllm_semantic_sched.engine.vllm_api.capabilities import hooked
 
 logger = logging.getLogger("vllm.semantic_sched")
 
@@ -78,8 +77,8 @@ def replace_queues(
     scheduler: Scheduler, waiting: RequestQueue, kv_holding_waiting: RequestQueue
 ) -> None:
     """Replace the waiting queues of a new scheduler (`kv_holding_waiting`: of requests that already
-    hold blocks), and make vLLM take its victims from the tail of `scheduler.running`, as it does
-    under its policy FCFS."""
+    hold blocks), and let vLLM take its victims from the tail of `scheduler.running`, as under its
+    policy FCFS."""
     scheduler.policy = SchedulingPolicy.FCFS
     scheduler.waiting = waiting
     scheduler.kv_holding_waiting = kv_holding_waiting
@@ -93,10 +92,10 @@ def restore_queues(scheduler: Scheduler) -> None:
 
 
 def preempt(scheduler: Scheduler, request: Request, drop_output: bool = False) -> None:
-    """Preempt a running request between two calls of schedule(). `drop_output`: drop its KV, and
-    its output of steps in flight, as a reset of the cache does."""
+    """Preempt a running request between two calls of schedule(). `drop_output`: drop its KV and its
+    output of steps in flight, as a reset of the cache does."""
     if capabilities.HOOKS.preempt_for_waiting and not drop_output:
-        hooked(scheduler).preempt(request)
+        scheduler.preempt(request)  # type: ignore[attr-defined]
         return
     scheduler.running.remove(request)
     drop = drop_output or scheduler.requires_kv_delivery
@@ -114,7 +113,7 @@ def inflight_prefills(scheduler: Scheduler) -> Set[Request]:
 def hold_for_one_step(scheduler: Scheduler, request: Request) -> None:
     """Give a running request no token in the coming step; it keeps its seat and its KV."""
     if capabilities.HOOKS.skip_next_step:
-        hooked(scheduler).skip_next_step(request)
+        scheduler.skip_next_step(request)  # type: ignore[attr-defined]
         return
     # schedule() increments the step before it compares. vLLM itself may hold it for longer.
     request.next_decode_eligible_step = max(
@@ -150,26 +149,6 @@ def why_no_holds(config: VllmConfig) -> str | None:
     return None
 
 
-class TokenLimits(NamedTuple):
-    """Limits of one step, in tokens."""
-
-    step: int  # of all requests
-    prefill: int  # of one prefill; 0 for no limit
-
-
-def token_limits(scheduler: Scheduler) -> TokenLimits:
-    """The limits that the next schedule() obeys."""
-    return TokenLimits(
-        scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
-    )
-
-
-def set_token_limits(scheduler: Scheduler, limits: TokenLimits) -> None:
-    """Change the limits for the next schedule() and all after it."""
-    scheduler.max_num_scheduled_tokens = limits.step
-    scheduler.scheduler_config.long_prefill_token_threshold = limits.prefill
-
-
 def total_seats(scheduler: Scheduler) -> int:
     """Requests that can run at the same time."""
     return scheduler.max_num_running_reqs
@@ -191,10 +170,6 @@ def is_ready(scheduler: Scheduler, request: Request) -> bool:
         return False
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
         return False
-    return _adapter_has_a_slot(scheduler, request)
-
-
-def _adapter_has_a_slot(scheduler: Scheduler, request: Request) -> bool:
     lora_config = scheduler.lora_config
     if not lora_config or not request.lora_request:
         return True

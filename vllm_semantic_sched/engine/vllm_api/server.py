@@ -1,18 +1,17 @@
-"""vLLM's API servers: their authentication, and the engines behind them."""
+"""vLLM's servers: their authentication, engines, device and model."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from starlette.datastructures import Headers
 from vllm.config import VllmConfig
 
 RANK = "data_parallel_rank"
 """Argument of the engine client's `generate`: the number of the engine; None: vLLM chooses. vLLM
 fills it from the header X-data-parallel-rank."""
-
-_DEEPEST = 32  # layers of middleware
 
 
 class Unauthorized:
@@ -21,7 +20,7 @@ class Unauthorized:
 
     def __init__(self, app: Any) -> None:
         self._layer = app
-        for _ in range(_DEEPEST):
+        for _ in range(32):  # layers of middleware
             if hasattr(self._layer, "verify_token"):
                 break
             self._layer = getattr(self._layer, "app", None)
@@ -61,3 +60,39 @@ def shares_host(vllm_config: VllmConfig) -> bool:
     that they are alone, in all fields but this one."""
     parallel = vllm_config.parallel_config
     return max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size) > 1
+
+
+class Hardware(NamedTuple):
+    """The device of an engine."""
+
+    kind: str  # torch's device type: cpu, cuda
+    name: str  # as the driver reports it
+    dtype: str  # of weights and activations, as torch names it
+    memory: float  # GB of one device
+    here: bool  # whether the calling process uses the device
+
+
+def describe_hardware(config: VllmConfig) -> Hardware:
+    """The device that an engine runs on."""
+    from vllm.platforms import current_platform
+
+    kind = str(current_platform.device_type)
+    return Hardware(
+        kind=kind,
+        name="this processor" if kind == "cpu" else current_platform.get_device_name(),
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        memory=current_platform.get_device_total_memory() / 1e9,
+        here=kind == "cpu" or (kind == "cuda" and torch.cuda.is_initialized()),
+    )
+
+
+def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
+    """The tensor-parallel size of an engine, and the arguments of `ModelShape.from_config`."""
+    model = config.model_config
+    return config.parallel_config.tensor_parallel_size, {
+        "name": str(model.served_model_name or model.model),
+        "config": model.hf_config.to_dict(),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "quantization": model.quantization,
+    }

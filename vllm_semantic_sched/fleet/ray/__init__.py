@@ -10,12 +10,6 @@ from typing import Any
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 
-_SCHEDULER = "vllm_semantic_sched.SemanticScheduler"
-_SERVER = "vllm_semantic_sched.fleet.ray.server:UrgencyServer"
-_ROUTER = "vllm_semantic_sched.fleet.ray.router.UrgencyRouter"
-_INGRESS = "vllm_semantic_sched.fleet.ray.ingress:UrgencyIngress"
-_REPORT_SECONDS = 0.5  # between reports of a replica's load; Ray's default is 10
-
 
 def build_app(args: dict[str, Any]) -> Any:
     """Build a Ray Serve application, for `import_path` in a Serve configuration, from the arguments
@@ -36,20 +30,21 @@ def with_urgency(args: dict[str, Any]) -> dict[str, Any]:
         )
     args = copy.deepcopy(args)
     policy = str(args.pop("policy", DEFAULT_POLICY))
-    args.setdefault("ingress_cls_config", {}).setdefault("ingress_cls", _INGRESS)
+    ingress = "vllm_semantic_sched.fleet.ray.ingress:UrgencyIngress"
+    args.setdefault("ingress_cls_config", {}).setdefault("ingress_cls", ingress)
     for config in args.get("llm_configs", ()):
         if not isinstance(config, dict):
             raise ValueError(f"llm_configs: {config!r} is not a mapping")
-        config.setdefault("server_cls", _SERVER)
+        config.setdefault("server_cls", "vllm_semantic_sched.fleet.ray.server:UrgencyServer")
         engine = config.setdefault("engine_kwargs", {})
-        engine.setdefault("scheduler_cls", _SCHEDULER)
+        engine.setdefault("scheduler_cls", "vllm_semantic_sched.SemanticScheduler")
         settings = engine.setdefault("additional_config", {}).setdefault("semantic_sched", {})
         own_policy = settings.setdefault("policy", policy)
         load_policy(own_policy)
         router = {
-            "request_router_class": _ROUTER,
+            "request_router_class": "vllm_semantic_sched.fleet.ray.router.UrgencyRouter",
             "request_router_kwargs": {"policy": own_policy},
-            "request_routing_stats_period_s": _REPORT_SECONDS,
+            "request_routing_stats_period_s": 0.5,  # Ray's default is 10
         }
         config.setdefault("deployment_config", {}).setdefault("request_router_config", router)
     return args

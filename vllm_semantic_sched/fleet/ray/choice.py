@@ -1,5 +1,5 @@
-"""Load of each replica: what it tells the routers, and the requests that a router has there, for
-`policy.placement`."""
+"""Load of each replica, for `policy.placement`: what it tells the routers, and the requests that a
+router has there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _KEY = "semsched"
 class ReplicaLoad(NamedTuple):
     """Requests of a replica, on all its engines."""
 
-    # Increases while there are requests, so that an unchanged load is known to be current; Ray
-    # passes on changes only.
+    # Increases while there are requests: Ray passes on changes only, and an unchanged load is new.
     number: int
     work: int  # requests, waiting and running
     by_level: Sequence[int] | None = None  # the same per level, most urgent first; None: unknown
@@ -25,7 +24,7 @@ class ReplicaLoad(NamedTuple):
 
     @classmethod
     def of_engines(cls, statuses: Sequence[Mapping[str, Any]], before: int) -> Self:
-        """The load from the status of each engine (see `engine.http.commands.status`); `before`:
+        """The load by the status of each engine (see `engine.http.commands.status`); `before`: the
         `number` of the report before."""
         work = sum(status["running"] + status["waiting"] for status in statuses)
         levels = [status["levels"] for status in statuses]
@@ -104,14 +103,13 @@ class ReplicaChoice:
         entry = self._unsent(request)
         if entry is None:
             return
-        if entry.replica != replica:
-            if replica not in self._index:
-                self._remove(request, entry)
-                return
+        entry.sent = True
+        if replica not in self._index:
+            self._remove(request, entry)
+        elif entry.replica != replica:
             self._placement.leave(entry.placed)
             entry.placed = self._placement.count(self._index[replica], entry.placed.level)
             entry.replica = replica
-        entry.sent = True
 
     def drop(self, request: str) -> None:
         """A request is not sent, because it was cancelled."""
@@ -141,14 +139,12 @@ class ReplicaChoice:
         self._index = {replica: index for index, replica in enumerate(replicas)}
         self._placement = Placement(max(1, len(replicas)), self._levels)
         self._loads = {one: load for one, load in self._loads.items() if one in self._index}
-        requests: dict[str, list[_Request]] = {}
-        for request, entries in self._requests.items():
+        before, self._requests = self._requests, {}
+        for request, entries in before.items():
             for entry in entries:
-                if entry.replica in self._index:
-                    index = self._index[entry.replica]
+                if (index := self._index.get(entry.replica)) is not None:
                     entry.placed = self._placement.count(index, entry.placed.level)
-                    requests.setdefault(request, []).append(entry)
-        self._requests = requests
+                    self._requests.setdefault(request, []).append(entry)
         for replica in self._loads:
             self._report(replica)
 
