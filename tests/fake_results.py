@@ -69,7 +69,7 @@ def fake_row(
 ) -> MixResult:
     """One round of a scheduler."""
     row = MixResult(spec, workload)
-    row.add(Round(1, records, **usage))
+    row.rounds.append(Round(1, records, **usage))
     return row
 
 

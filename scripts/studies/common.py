@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_semantic_sched.cli.comparison import make_server, run_command, show_progress
 from vllm_semantic_sched.lab.bench.client import LoadClient, Record
-from vllm_semantic_sched.lab.bench.compare import SPARE_TOKENS, end_token
 from vllm_semantic_sched.lab.bench.metrics import duration
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.server import VllmServer, prefer_client
@@ -49,16 +48,7 @@ def serve(
     progress.message(f"starting the server: {spec.name}")
     prefer_client(args.nice)
     with VllmServer(spec.configure(make_server(args), args.output)) as server:
-        yield (
-            server,
-            LoadClient(
-                server.url,
-                eos_token=end_token(args.model),
-                max_tokens=max_output + SPARE_TOKENS,
-                extras=spec.body_extras,
-                progress=progress,
-            ),
-        )
+        yield server, spec.client(server, max_output, progress)
 
 
 def capacity(client: LoadClient, sample: Sequence[BenchRequest]) -> float:

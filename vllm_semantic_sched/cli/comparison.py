@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import signal
@@ -101,9 +100,8 @@ def make_server(args: argparse.Namespace) -> ServerConfig:
 def make_plan(
     args: argparse.Namespace, schedulers: Sequence[SchedulerSpec], mixes: Sequence[str]
 ) -> RunPlan:
-    """The plan that the options describe; ValueError if one has an impossible value, or the model
-    cannot hold the longest requests."""
-    from vllm_semantic_sched.lab.bench.compare import RunPlan, end_token
+    """The plan that the options describe; ValueError if one has an impossible value."""
+    from vllm_semantic_sched.lab.bench.compare import RunPlan
 
     for mix in mixes:
         workload.parse_mix(mix)
@@ -123,14 +121,7 @@ def make_plan(
             "--natural-ends: semantic-known is told the lengths of the first scheduler's answers, "
             "so another one must come first"
         )
-    config = json.loads((args.model / "config.json").read_text())
-    context = CONTEXT_TOKENS if load.long_prompts else 0
-    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
-    if (longest := config.get("max_position_embeddings") or math.inf) < needed:
-        raise ValueError(
-            f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
-            "`bench make-model --size small`, or choose a shorter --max-output"
-        )
+    _check_model(args.model, load)
     server = make_server(args)
     if load.natural and not has_gpu():
         given = ("--max-num-seqs", str(server.seats), *server.extra_args)
@@ -142,10 +133,24 @@ def make_plan(
         workloads=[workload.make_workload(replace(load, mix=mix)) for mix in mixes],
         output=args.output,
         overload=None if args.gap else args.overload,
-        eos_token=end_token(args.model),
         rounds=args.rounds,
         repeats=args.repeats,
     )
+
+
+def _check_model(model: Path, load: workload.WorkloadConfig) -> None:
+    """Raise ValueError if the model has no end token or cannot hold the load's longest requests."""
+    from vllm_semantic_sched.lab.bench.schedulers import end_token
+
+    end_token(model)
+    longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    context = CONTEXT_TOKENS if load.long_prompts else 0
+    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
+    if longest is not None and longest < needed:
+        raise ValueError(
+            f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
+            "`bench make-model --size small`, or choose a shorter --max-output"
+        )
 
 
 def show_progress(quiet: bool = False) -> Progress:

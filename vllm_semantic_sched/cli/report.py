@@ -31,7 +31,7 @@ def print_summary(console: Console, mix: str, rows: Rows) -> None:
         "all levels:\nms per token", "output\ntokens/s",
     )  # fmt: skip
     for row in rows.values():
-        waiting = page.fixed(1e3 * page.mean_waiting(row.best.values, "all"))
+        waiting = page.fixed(1e3 * row.levels["all"]["normalized_waiting"].mean)
         urgent = (page.fixed(row.p99_ttft()), page.fixed(row.best.idle_ratio))
         table.add_row(row.scheduler.title, *urgent, waiting, f"{row.best.tokens_per_second:.0f}")
     table.caption = "time per token: from arrival to the last token, waiting included"

@@ -8,7 +8,7 @@ from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
-from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler, SchedulerOutput
+from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction

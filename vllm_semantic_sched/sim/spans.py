@@ -7,20 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
-END_COLORS = {
-    "finish": "black",
-    "recompute": "#c0392b",
-    "swap": "#2f7ebc",
-    "partial": "#7d6aa8",
-    "drop": "#e08e0b",
-    "refused": "#e08e0b",
-    "cancelled": "#27915b",
-    "failed": "#ff3b30",
-}
 RUNNING, WAITING, SWAPPED = "running", "waiting", "swapped"
 HELD = "held"  # the kind of a span in which a request had a seat and got no token
 _ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
-OTHER_END_COLOR = "#8c8c8c"
 _MICROSECONDS = 1e6
 
 

@@ -23,11 +23,11 @@ from rich.console import Console
 from vllm_semantic_sched.cli.report import print_summary
 from vllm_semantic_sched.lab.bench import compare as comparing
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
-from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, end_token, idle_sample
+from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, idle_sample
 from vllm_semantic_sched.lab.bench.metrics import Difference
 from vllm_semantic_sched.lab.bench.page import draw_comparison
 from vllm_semantic_sched.lab.bench.results import MixResult, Round
-from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
+from vllm_semantic_sched.lab.bench.schedulers import NAMES, end_token, parse_schedulers
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, process_title
 from vllm_semantic_sched.lab.bench.usage import STEPS, Usage, read_counters
 
@@ -44,7 +44,7 @@ def comparison():
 def plan(tmp_path) -> RunPlan:
     return RunPlan(
         ServerConfig(Path(), Path()), parse_schedulers("fcfs,priority,semantic-true", None),
-        [WORKLOAD, fake_workload(mix="rare")], tmp_path, overload=None, eos_token=2, rounds=3,
+        [WORKLOAD, fake_workload(mix="rare")], tmp_path, overload=None, rounds=3,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def rounds(*settings):
     row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
     for number, (steal, seconds, pace) in enumerate(settings, start=1):
         usage = fake_usage(steal=steal, engine_seconds=seconds)
-        row.add(Round(number, fake_records(WORKLOAD, pace), usage=usage))
+        row.rounds.append(Round(number, fake_records(WORKLOAD, pace), usage=usage))
     return row
 
 
@@ -126,7 +126,7 @@ def test_latest_send_is_the_largest_of_all_rounds():
     record = Record(0, 0, "", 1, arrival=1.0)
     row = MixResult(parse_schedulers("fcfs", None)[0], WORKLOAD)
     for number, sent in enumerate((1.5, 1.2), start=1):
-        row.add(Round(number, [replace(record, sent=sent)]))
+        row.rounds.append(Round(number, [replace(record, sent=sent)]))
     assert row.latest_send == 0.5
     assert row.best.tokens_per_second == 0.0  # nothing finished
 
@@ -164,6 +164,7 @@ def test_quick_comparison_measures_the_idle_engine_once_per_mix(
         url = ""
 
         def __init__(self, config):
+            self.config = config
             self.launch, self.stop = partial(log.append, "launch"), partial(log.append, "stop")
 
         def __enter__(self):
@@ -183,6 +184,7 @@ def test_quick_comparison_measures_the_idle_engine_once_per_mix(
         return fake_idle(WORKLOAD)
 
     monkeypatch.setattr(comparing, "VllmServer", FakeServer)
+    monkeypatch.setattr("vllm_semantic_sched.lab.bench.schedulers.end_token", lambda model: 2)
     monkeypatch.setattr(comparing.Usage, "now", lambda server: fake_usage())
     monkeypatch.setattr(LoadClient, "send", send)
     monkeypatch.setattr(comparing, "measure_idle", alone)

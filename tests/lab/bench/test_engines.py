@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_semantic_sched.engine.http.incoming import PLACEMENT_HEADER
-from vllm_semantic_sched.lab.bench import engines
+from vllm_semantic_sched.lab.bench import engines, schedulers
 from vllm_semantic_sched.lab.bench.client import Progress, Record
 from vllm_semantic_sched.lab.bench.engines import OURS, STOCK, Burst
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
@@ -47,7 +47,7 @@ def test_same_bursts_go_to_one_server_by_header_in_alternating_order(monkeypatch
     sent, started = [], []
 
     class Client:
-        def __init__(self, url, headers=(), **fields) -> None:
+        def __init__(self, url, *values, headers=(), **fields) -> None:
             self.url, self.headers = url, dict(headers)
 
         def send(self, requests, label=""):
@@ -57,12 +57,12 @@ def test_same_bursts_go_to_one_server_by_header_in_alternating_order(monkeypatch
 
     def serve(config):
         started.append(config.scheduler_args)
-        return nullcontext(SimpleNamespace(url="", check=lambda: None))
+        return nullcontext(SimpleNamespace(url="", config=config, check=lambda: None))
 
     monkeypatch.setattr(engines, "VllmServer", serve)
-    monkeypatch.setattr(engines, "LoadClient", Client)
+    monkeypatch.setattr(schedulers, "LoadClient", Client)
     monkeypatch.setattr(engines, "replace", replaced(engines.replace))
-    monkeypatch.setattr(engines, "end_token", lambda model: 2)
+    monkeypatch.setattr(schedulers, "end_token", lambda model: 2)
     monkeypatch.setattr(engines, "prefer_client", lambda nice: None)
     server = ServerConfig(Path("model"), tmp_path / "server.log", seats=4)
     (scheduler,) = parse_schedulers("semantic-true", "ems", None, 0.0)

@@ -48,9 +48,9 @@ class Progress:
 
 @dataclass
 class Record:
-    """What happened to one request. Times are seconds after the start of the run. `margins` has the
-    difference of the two best log-probabilities at each output position, if outputs are checked,
-    `answer` the first characters, `read_level` what the scheduler read, if known."""
+    """What happened to one request; times in seconds after the start of the run. `margins`: the
+    difference of the two best log-probabilities at each output position, if outputs are checked;
+    `answer`: its first characters; `read_level`: what the scheduler read, if known."""
 
     index: int
     level: int
@@ -88,13 +88,18 @@ class Record:
         """Seconds from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
 
+    @property
+    def e2e(self) -> float | None:
+        """Seconds from arrival to the last token."""
+        return None if self.finish is None else self.finish - self.arrival
+
 
 @dataclass(frozen=True)
 class LoadClient:
     """Sends loads to one server. `max_tokens` is the same for every request and at least as large
     as the longest answer, so that it gives no length away. `extras` returns further fields of a
-    request's body; those in `vllm_xargs` are added to the client's own. With `natural` the model
-    ends its answers itself, to a chat; otherwise the benchmark does."""
+    body; those in `vllm_xargs` are added to the client's own. With `natural` the model ends its
+    answers itself, to a chat; otherwise the benchmark does."""
 
     url: str
     eos_token: int
@@ -126,25 +131,24 @@ class LoadClient:
     def request_body(self, request: BenchRequest, record_margins: bool = False) -> dict[str, Any]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
         `request.output_tokens`, by `bench.answer_length`, which changes no other token's logit."""
-        extras = self.extras(request)
-        prompt: dict[str, Any] = {"prompt": request.text}
-        answer: dict[str, Any] = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
-        margins: dict[str, Any] = {"logprobs": _TOP_LOGPROBS}
-        if self.natural:
-            prompt, answer = {"messages": [{"role": "user", "content": request.text}]}, {}
-            margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
-        return {
+        body: dict[str, Any] = {
             "model": "bench",
-            **prompt,
             "temperature": 0.0,
             "max_tokens": self.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **extras,
-            "vllm_xargs": {**answer, **extras.get("vllm_xargs", {})},
-            **({**margins, "return_tokens_as_token_ids": True} if record_margins else {}),
+            **self.extras(request),
         }
+        told = body.get("vllm_xargs", {})
+        if self.natural:
+            body |= {"messages": [{"role": "user", "content": request.text}], "vllm_xargs": told}
+            margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+        else:
+            answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
+            body |= {"prompt": request.text, "vllm_xargs": answer | told}
+            margins = {"logprobs": _TOP_LOGPROBS}
+        return body | margins | {"return_tokens_as_token_ids": True} if record_margins else body
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -232,8 +236,7 @@ class LoadClient:
             if choice.get("finish_reason"):
                 record.finish_reason = choice["finish_reason"]
                 record.finish = time.perf_counter() - start
-        usage = message.get("usage")
-        if usage:
+        if usage := message.get("usage"):
             record.prompt_tokens = usage["prompt_tokens"]
             record.output_tokens = usage["completion_tokens"]
         queue_ms = (message.get("metrics") or {}).get("queue_time_ms")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
@@ -18,8 +19,6 @@ from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_g
 from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
 
-SPARE_TOKENS = 16
-"""Tokens between the longest answer and `max_tokens`, the same for every request."""
 CAPACITY_ROUNDS = 6
 """Requests per seat in a measurement of capacity: makes filling and emptying seats negligible."""
 OTHER_SEED = 1_000_003
@@ -46,7 +45,6 @@ class RunPlan:
     workloads: Sequence[Workload]
     output: Path
     overload: float | None
-    eos_token: int
     rounds: int = 1
     repeats: int = 0
     quick: bool = False
@@ -85,16 +83,6 @@ class Visit:
     @property
     def name(self) -> str:
         return round_name(self.number, self.attempt)
-
-
-def end_token(model: Path) -> int:
-    """Return the model's end token; ValueError if `config.json` has none."""
-    file = model / "config.json"
-    token = json.loads(file.read_text()).get("eos_token_id")
-    token = next(iter(token), None) if isinstance(token, list) else token
-    if not isinstance(token, int):
-        raise ValueError(f"{file} names no eos_token_id")
-    return token
 
 
 def compare(
@@ -146,7 +134,7 @@ class _Run:
         self.progress.message(f"starting the server: {names}, {number}")
         done: list[tuple[SchedulerSpec, str, Round]] = []
         with server:
-            client = self._client(server, visit.specs[0])
+            client = self._client(visit.specs[0], server)
             client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
             if self.workloads is None:
                 self.workloads = self._set_pace(client)
@@ -162,21 +150,14 @@ class _Run:
                 record.read_level = levels.get(spec.request_id(mix, record.index))
         return tuple(dict.fromkeys(mix for _, mix, found in done if not found.calm))
 
-    def _client(self, server: VllmServer, spec: SchedulerSpec) -> LoadClient:
+    def _client(self, spec: SchedulerSpec, server: VllmServer) -> LoadClient:
         load = self.plan.workloads[0].config
-        return LoadClient(
-            url=server.url,
-            eos_token=self.plan.eos_token,
-            max_tokens=load.max_output_tokens + SPARE_TOKENS,
-            extras=spec.body_extras,
-            progress=self.progress,
-            natural=load.natural,
-        )
+        return spec.client(server, load.max_output_tokens, self.progress, load.natural)
 
     def _measure(
         self, visit: Visit, spec: SchedulerSpec, workload: Workload, server: VllmServer, label: str
     ) -> Round:
-        client, mix = self._client(server, spec), workload.config.mix
+        client, mix = self._client(spec, server), workload.config.mix
 
         def extras(request: BenchRequest) -> Mapping[str, Any]:
             # vLLM's prefix cache keeps requests with another salt apart, also on a shared server.
@@ -251,7 +232,11 @@ def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[B
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]
     others.sort(key=lambda request: len(request.text))
-    return _spread(urgent, most) + _spread(others, rest)
+    return [
+        found[place]
+        for found, count in ((urgent, most), (others, rest))
+        for place in np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
+    ]
 
 
 def measure_idle(
@@ -265,11 +250,3 @@ def measure_idle(
 
     sample = idle_sample(workload.requests, quick)
     return replace(client, extras=extras).send_one_by_one(sample, label)
-
-
-def _spread(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """At most `count` of the requests, evenly spaced, with the first and the last."""
-    if len(requests) <= count:
-        return list(requests)
-    last = len(requests) - 1
-    return [requests[round(place * last / (count - 1))] for place in range(count)]

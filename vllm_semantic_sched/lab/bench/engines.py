@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
-from vllm_semantic_sched.lab.bench.compare import SPARE_TOKENS, end_token
+from vllm_semantic_sched.lab.bench.client import Progress, Record
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, prefer_client
@@ -26,13 +25,13 @@ from vllm_semantic_sched.lab.bench.workload import (
 )
 
 STOCK, OURS = "vLLM's balancing", "by urgency"
-HEADERS: Mapping[str, Mapping[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, OURS: {}}
+HEADERS: dict[str, dict[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, OURS: {}}
 
 
 @dataclass(frozen=True)
 class Burst:
-    """What clients saw in one round: time to first token of urgency 0 and mean latency of the least
-    urgent level, arrival to last token, in seconds; number of requests not answered in full."""
+    """What clients saw in one round: time to first token of urgency 0 and mean E2E latency of the
+    least urgent level, in seconds; number of requests not answered in full."""
 
     ttft_mean: float
     ttft_p90: float
@@ -42,9 +41,8 @@ class Burst:
     @classmethod
     def of(cls, records: Sequence[Record]) -> Burst:
         urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
-        last = (one for one in records if one.level == LEVELS - 1)
-        latencies = [one.finish - one.arrival for one in last if one.finish is not None]
-        means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(latencies))
+        last = [one.e2e for one in records if one.level == LEVELS - 1 and one.e2e is not None]
+        means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(last))
         return cls(*means, failed=sum(not one.ok for one in records))
 
 
@@ -82,18 +80,11 @@ def compare_placements(
     found: dict[str, list[Burst]] = {name: [] for name in HEADERS}
     longest = max(one.output_tokens for burst in bursts for one in burst)
     with VllmServer(config) as running:
-        client = LoadClient(
-            running.url,
-            eos_token=end_token(server.model),
-            max_tokens=longest + SPARE_TOKENS,
-            extras=scheduler.body_extras,
-            progress=progress,
-        )
+        client = scheduler.client(running, longest, progress)
         client.send(bursts[0][: server.seats])  # warm-up
         for number, burst in enumerate(bursts):
-            order = list(HEADERS.items())
-            for name, headers in order if number % 2 else reversed(order):
-                sender = replace(client, headers=headers)
+            for name in HEADERS if number % 2 else reversed(HEADERS):
+                sender = replace(client, headers=HEADERS[name])
                 label = f"round {number + 1} of {len(bursts)}, {name}"
                 found[name].append(Burst.of(sender.send(burst, label)))
                 running.check()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.workload import LEVELS
 from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.sim.metrics import TenantService
 
@@ -38,7 +39,7 @@ def fit_idle(records: Sequence[Record]) -> IdleModel | None:
     done = [record for record in records if record.ok]
     if len(done) < 4:
         return None
-    measured = np.array([_e2e(record) for record in done])
+    measured = np.array([record.e2e for record in done])
     design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
     # Noise can make a small coefficient negative: a term that would shorten the latency of longer
     # requests is dropped.
@@ -75,11 +76,6 @@ class Metric(NamedTuple):
     value: Callable[[Record, IdleModel | None], float | None]
 
 
-def _e2e(record: Record) -> float:
-    assert record.finish is not None
-    return record.finish - record.arrival
-
-
 def _tpot(record: Record, idle: IdleModel | None) -> float | None:
     if record.output_tokens < 2 or record.first_token is None or record.finish is None:
         return None
@@ -88,19 +84,20 @@ def _tpot(record: Record, idle: IdleModel | None) -> float | None:
 
 def normalized_waiting(record: Record) -> float:
     """Return (finish - arrival) / output tokens of an answered request, in seconds per token."""
-    return _e2e(record) / record.output_tokens
+    assert record.e2e is not None
+    return record.e2e / record.output_tokens
 
 
 def _slowdown(record: Record, idle: IdleModel | None) -> float | None:
-    if idle is None:
+    if idle is None or record.e2e is None:
         return None
-    return _e2e(record) / idle.seconds(record.prompt_tokens, record.output_tokens)
+    return record.e2e / idle.seconds(record.prompt_tokens, record.output_tokens)
 
 
 METRICS = (
     Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
     Metric("tpot", "TPOT", "ms", 1e3, _tpot),
-    Metric("e2e", "E2E", "s", 1, lambda record, idle: _e2e(record)),
+    Metric("e2e", "E2E", "s", 1, lambda record, idle: record.e2e),
     Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
     Metric(
         "normalized_waiting", "norm. waiting", "ms/tok", 1e3, lambda r, _: normalized_waiting(r)
@@ -113,14 +110,20 @@ LevelValues = dict[str, dict[str, list[float]]]
 """Defined values of every metric, by level ("0" to "4" and "all") and then by `Metric.key`."""
 
 
-def summarize(values: Iterable[float], tail: Iterable[float] | None = None) -> Summary:
+def summarize(values: Sequence[float], tail: Sequence[float] | None = None) -> Summary:
     """Summarize values, with p99 of `tail` if it is given; NaN without values."""
-    middle = list(values)
-    rest = middle if tail is None else list(tail)
-    if not middle:
+    if not values:
         return Summary(0, math.nan, math.nan, math.nan, 0)
-    p50, p99 = float(np.percentile(middle, 50)), float(np.percentile(rest, 99))
-    return Summary(len(middle), float(np.mean(middle)), p50, p99, len(rest))
+    rest = values if tail is None else tail
+    p50, p99 = float(np.percentile(values, 50)), float(np.percentile(rest, 99))
+    return Summary(len(values), float(np.mean(values)), p50, p99, len(rest))
+
+
+def mean_waiting(records: Iterable[Record], levels: Container[int] = range(LEVELS)) -> float:
+    """Return the mean normalized waiting time of the answered requests of these levels, s/token;
+    NaN without any."""
+    chosen = (record for record in records if record.ok and record.level in levels)
+    return summarize([*map(normalized_waiting, chosen)]).mean
 
 
 def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
@@ -129,20 +132,15 @@ def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
     groups: dict[str, list[Record]] = {"all": done}
     for record in done:
         groups.setdefault(str(record.level), []).append(record)
+
+    def values(metric: Metric, members: Sequence[Record]) -> list[float]:
+        found = (metric.value(record, idle) for record in members)
+        return [value for value in found if value is not None]
+
     return {
-        group: {
-            metric.key: [
-                value for record in members if (value := metric.value(record, idle)) is not None
-            ]
-            for metric in METRICS
-        }
+        group: {metric.key: values(metric, members) for metric in METRICS}
         for group, members in sorted(groups.items())
     }
-
-
-def failed(records: Iterable[Record]) -> list[Record]:
-    """Return the requests that were refused, cut off, or answered with another length."""
-    return [record for record in records if not record.ok]
 
 
 def finish_order_violations(records: Sequence[Record]) -> float:
@@ -177,8 +175,8 @@ def duration(records: Sequence[Record]) -> float:
 
 
 def latest_send(records: Iterable[Record]) -> float:
-    """Return the largest delay between the arrival of a request and its sending, in seconds. If it
-    is large, this machine was too busy to keep the open loop: trust no figure."""
+    """Return the largest delay between arrival and sending of a request, in seconds. If it is
+    large, this machine was too busy to keep the open loop: trust no figure."""
     delays = (record.sent - record.arrival for record in records if record.sent is not None)
     return max(delays, default=0.0)
 
@@ -191,7 +189,7 @@ def throughput(records: Sequence[Record]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """First position at which a greedy output differs from the reference's; `margin`: difference of
+    """First position where a greedy output differs from the reference's; `margin`: difference of
     the two best log-probabilities there, None while unknown."""
 
     index: int
@@ -206,12 +204,12 @@ class Difference:
 
 def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
     """Return the requests that both answered with different output tokens."""
-    answers = {record.index: record for record in other if record.ok}
+    answers = {record.index: record.token_ids for record in other if record.ok}
     found = []
     for record in reference:
-        answer = answers.get(record.index)
-        if record.ok and answer is not None and answer.token_ids != record.token_ids:
-            pairs = enumerate(zip(record.token_ids, answer.token_ids, strict=False))
+        tokens = answers.get(record.index, record.token_ids)
+        if record.ok and tokens != record.token_ids:
+            pairs = enumerate(zip(record.token_ids, tokens, strict=False))
             position = next((place for place, (a, b) in pairs if a != b), 0)
             found.append(Difference(record.index, position))
     return found

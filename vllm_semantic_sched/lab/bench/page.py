@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import METRICS, LevelValues, Summary, summarize
+from vllm_semantic_sched.lab.bench.metrics import METRICS, Summary, mean_waiting
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.targets import Target
@@ -81,7 +81,7 @@ def gain_in_words(rows: Rows) -> str:
     if reference is None or row is None:
         return ""
     before, after = reference.p99_ttft(), row.p99_ttft()
-    ours, theirs = (one.levels["all"]["normalized_waiting"].mean for one in (row, reference))
+    ours, theirs = (mean_waiting(one.records) for one in (row, reference))
     source = "read from the text" if row.scheduler.reads_text else "given as a hint"
     paid = "about" if abs(ours / theirs - 1) < _SAME else f"{ours / theirs:.2f} times"
     return (
@@ -152,11 +152,6 @@ def _cut(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def _statistic(summaries: Mapping[str, Summary], metric: str, statistic: str) -> float:
-    """Return a statistic of a metric; NaN if nothing was measured."""
-    return getattr(summaries[metric], statistic) if metric in summaries else math.nan
-
-
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     titles = list(map(level_title, next(iter(rows.values())).levels))
     for title, drawn in _PANELS.items():
@@ -178,7 +173,7 @@ def _levels(mix: str, rows: Rows) -> Table:
     cells: list[list[str | float]] = []
     for title, levels in named:
         for level, found in levels.items():
-            values = (one.scale * _statistic(found, one.key, name) for one, name in _STATISTICS)
+            values = (one.scale * getattr(found[one.key], name) for one, name in _STATISTICS)
             cells.append([title, level_title(level), found["ttft"].count, *values])
     return Table(
         f"Mix {mix}: metrics per level",
@@ -236,9 +231,9 @@ def rounds_table(mix: str, rows: Rows) -> Table:
                 "other\nuse": f"{100 * done.usage.elsewhere:.0f}",
                 "output\ntok/s": f"{done.tokens_per_second:.0f}",
                 "CPU s /\n1k tok": fixed(done.engine_seconds_per_1000),
-                "waits\nurg.0": fixed(1e3 * mean_waiting(done.values, "0")),
-                "waits\nall": fixed(1e3 * mean_waiting(done.values, "all")),
-                "idle": fixed(1e3 * mean_waiting(done.idle_values, "0")),
+                "waits\nurg.0": fixed(1e3 * mean_waiting(done.records, [0])),
+                "waits\nall": fixed(1e3 * mean_waiting(done.records)),
+                "idle": fixed(1e3 * mean_waiting(done.idle, [0])),
                 "used for": _use(done, row),
             }
             for row in rows.values()
@@ -255,11 +250,6 @@ def _use(done: Round, row: MixResult) -> str:
     counted = any(done is one for one in row.counted)
     marks = (("best", done is row.best), ("p99", counted), ("noisy", not done.calm))
     return " ".join(mark for mark, applies in marks if applies) or "-"
-
-
-def mean_waiting(values: LevelValues, level: str) -> float:
-    """The mean normalized waiting time of a level, s/token; NaN without requests."""
-    return summarize(values.get(level, {}).get("normalized_waiting", ())).mean
 
 
 def fixed(value: float) -> str:
@@ -326,15 +316,16 @@ def _heights(
     engine for urgency 0, from the first scheduler's rounds; NaN where there is none."""
     first = next(iter(rows.values()))
 
-    def height(levels: Mapping[str, Mapping[str, Summary]], level: str) -> float:
-        return scale * _statistic(levels.get(level, {}), metric, statistic)
+    def drawn(found: Mapping[str, Mapping[str, Summary]], levels: Iterable[str]) -> list[float]:
+        summaries = (found[level][metric] if level in found else None for level in levels)
+        return [scale * getattr(one, statistic, math.nan) for one in summaries]
 
     heights, colors = {}, {}
     for place, row in enumerate(rows.values()):
         title, other = row.scheduler.title, _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
         colors[title] = _COLORS.get(row.scheduler.name, other)
-        heights[title] = [height(row.levels, level) for level in first.levels]
-    return heights, colors, height(first.idle_levels, "0")
+        heights[title] = drawn(row.levels, first.levels)
+    return heights, colors, drawn(first.idle_levels, ["0"])[0]
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:

@@ -13,13 +13,7 @@ from pathlib import Path
 
 from vllm_semantic_sched.lab.bench import metrics
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import (
-    Difference,
-    LevelValues,
-    Summary,
-    normalized_waiting,
-    summarize,
-)
+from vllm_semantic_sched.lab.bench.metrics import Difference, LevelValues, Summary, summarize
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.usage import STEPS, Usage
 from vllm_semantic_sched.lab.bench.workload import Workload
@@ -40,10 +34,9 @@ def round_name(number: int, attempt: int) -> str:
 @dataclass(frozen=True)
 class Round:
     """One pass of one scheduler over one mix. `number` and `attempt` count from 1; a round is
-    repeated because of steal. `records` are in the order of the workload, `idle` are some of the
-    same requests, sent one by one to the same server after the load. `usage` and `idle_usage` are
-    of the two; `differences` are outputs that differ from those of the reference scheduler's first
-    round."""
+    repeated because of steal. `records` are in the order of the workload; `idle` are some of the
+    same requests, sent one by one after the load. `usage` and `idle_usage` are of the two;
+    `differences` are outputs that differ from those of the reference's first round."""
 
     number: int
     records: Sequence[Record]
@@ -102,8 +95,9 @@ class Round:
     @property
     def idle_ratio(self) -> float:
         """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
-        alone = {r.index: normalized_waiting(r) for r in self.idle if r.ok and r.level == 0}
-        loaded = [normalized_waiting(r) for r in self.records if r.ok and r.index in alone]
+        waiting = metrics.normalized_waiting
+        alone = {r.index: waiting(r) for r in self.idle if r.ok and r.level == 0}
+        loaded = [waiting(r) for r in self.records if r.ok and r.index in alone]
         complete = alone and len(loaded) == len(alone)
         return sum(loaded) / sum(alone.values()) if complete else math.nan
 
@@ -119,14 +113,16 @@ class MixResult:
     scheduler: SchedulerSpec
     workload: Workload
     rounds: list[Round] = field(default_factory=list)
-    levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
-    idle_levels: dict[str, dict[str, Summary]] = field(default_factory=dict)
 
-    def add(self, done: Round) -> None:
-        self.rounds.append(done)
-        best, counted = self.best, self.counted
-        self.levels = _summaries(best.values, [one.values for one in counted])
-        self.idle_levels = _summaries(best.idle_values, [one.idle_values for one in counted])
+    @property
+    def levels(self) -> dict[str, dict[str, Summary]]:
+        """By level ("0" to "4" and "all") and `Metric.key`."""
+        return _summaries(self.best.values, [one.values for one in self.counted])
+
+    @property
+    def idle_levels(self) -> dict[str, dict[str, Summary]]:
+        """`levels` of the idle engine."""
+        return _summaries(self.best.idle_values, [one.idle_values for one in self.counted])
 
     @property
     def best(self) -> Round:
@@ -152,7 +148,7 @@ class MixResult:
     @property
     def failed(self) -> list[Record]:
         """Requests of all rounds that were not answered in full."""
-        return metrics.failed(record for done in self.rounds for record in done.records)
+        return [record for done in self.rounds for record in done.records if not record.ok]
 
     @property
     def latest_send(self) -> float:
@@ -186,12 +182,7 @@ class MixResult:
         """Return p99 TTFT of urgency 0 in the counted rounds, in seconds, without some requests."""
         left_out = {record.index for record in without}
         answered = (one for one in self._urgent() if one.ok and one.index not in left_out)
-        return summarize(one.ttft for one in answered if one.ttft is not None).p99
-
-    def mean_waiting(self, levels: Sequence[int]) -> float:
-        """Return the best round's mean normalized waiting time of these levels, s/token."""
-        chosen = (r for r in self.best.records if r.ok and r.level in levels)
-        return summarize(map(normalized_waiting, chosen)).mean
+        return summarize([one.ttft for one in answered if one.ttft is not None]).p99
 
     def _urgent(self) -> Iterator[Record]:
         """Urgency 0 of the counted rounds."""
@@ -199,15 +190,11 @@ class MixResult:
 
 
 def _summaries(best: LevelValues, counted: Sequence[LevelValues]) -> dict[str, dict[str, Summary]]:
-    return {
-        level: {
-            metric: summarize(
-                values, [value for one in counted for value in one.get(level, {}).get(metric, ())]
-            )
-            for metric, values in found.items()
-        }
-        for level, found in best.items()
-    }
+    def summary(level: str, metric: str) -> Summary:
+        in_all = [value for one in counted if level in one for value in one[level][metric]]
+        return summarize(best[level][metric], in_all)
+
+    return {level: {metric: summary(level, metric) for metric in best[level]} for level in best}
 
 
 Rows = Mapping[str, MixResult]
@@ -223,7 +210,7 @@ class Comparison:
 
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
         rows = self.mixes.setdefault(workload.config.mix, {})
-        rows.setdefault(scheduler.name, MixResult(scheduler, workload)).add(done)
+        rows.setdefault(scheduler.name, MixResult(scheduler, workload)).rounds.append(done)
 
     def reference(self, mix: str) -> Round | None:
         """The round that outputs are compared with: the first one of the first scheduler."""
@@ -316,7 +303,7 @@ def _round_document(done: Round, row: MixResult) -> dict[str, object]:
         "steps_per_1000_output_tokens": done.steps_per_1000,
         "idle_ratio": done.idle_ratio,
         "idle_model": done.idle_model,
-        "failed": len(metrics.failed(done.records)),
+        "failed": sum(not record.ok for record in done.records),
         "latest_send": metrics.latest_send(done.records),
         "counters": done.usage.counters,
         "cpu_seconds": done.usage.ours,

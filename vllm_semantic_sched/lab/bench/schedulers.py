@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY, SWAP_CONNECTOR
-from vllm_semantic_sched.lab.bench.server import ServerConfig
+from vllm_semantic_sched.lab.bench.client import LoadClient, Progress
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
@@ -28,6 +29,7 @@ _TITLES = {
     "semantic-known": "Semantic (hint, length stated)",
 }
 NAMES = tuple(_TITLES)
+_SPARE_TOKENS = 16  # between the longest answer and `max_tokens`, the same for every request
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,30 @@ class SchedulerSpec:
         if self.kind == "semantic-known":
             extras |= {"ignore_eos": True, "max_tokens": request.output_tokens}
         return extras
+
+    def client(
+        self, server: VllmServer, longest: int, progress: Progress, natural: bool = False
+    ) -> LoadClient:
+        """Return a client whose requests tell this scheduler what it is told; `longest` is the
+        largest number of tokens of an answer."""
+        return LoadClient(
+            server.url,
+            end_token(server.config.model),
+            longest + _SPARE_TOKENS,
+            self.body_extras,
+            progress,
+            natural=natural,
+        )
+
+
+def end_token(model: Path) -> int:
+    """Return the model's end token; ValueError if `config.json` has none."""
+    file = model / "config.json"
+    token = json.loads(file.read_text()).get("eos_token_id")
+    token = next(iter(token), None) if isinstance(token, list) else token
+    if not isinstance(token, int):
+        raise ValueError(f"{file} names no eos_token_id")
+    return token
 
 
 def with_shared_servers(specs: Sequence[SchedulerSpec]) -> list[tuple[SchedulerSpec, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from vllm_semantic_sched.lab.bench.metrics import mean_waiting
 from vllm_semantic_sched.lab.bench.results import Rows
 from vllm_semantic_sched.lab.bench.workload import LEVELS
 
@@ -68,9 +69,9 @@ def _conditions(mix: str, rows: Rows) -> Iterator[Target]:
 def _waiting(mix: str, rows: Rows) -> Iterator[Target]:
     for wanted, levels, name, other, required in _WAITING:
         if wanted == mix and name in rows and other in rows:
-            ratio = rows[other].mean_waiting(levels) / rows[name].mean_waiting(levels)
+            slow, fast = (mean_waiting(rows[one].records, levels) for one in (other, name))
             scope = "all levels" if len(levels) == LEVELS else "urgency 0"
-            yield Target(f"{scope}, norm. waiting, {other} / {name}", ratio, required)
+            yield Target(f"{scope}, norm. waiting, {other} / {name}", slow / fast, required)
 
 
 def _idle_speed(mix: str, rows: Rows) -> Iterator[Target]:
@@ -102,7 +103,6 @@ def _cost_of_holds(mix: str, rows: Rows) -> Iterator[Target]:
         yield Target(text, ours / theirs, 1.03, at_most=True)
     holding = rows.get(plain.scheduler.kind)
     if holding is not None:
-        less_urgent = range(1, LEVELS)
-        ratio = holding.mean_waiting(less_urgent) / plain.mean_waiting(less_urgent)
+        ours, theirs = (mean_waiting(row.records, range(1, LEVELS)) for row in (holding, plain))
         text = f"urgency 1 to 4, norm. waiting, {holding.scheduler.name} / {name}"
-        yield Target(text, ratio, 1.05, at_most=True)
+        yield Target(text, ours / theirs, 1.05, at_most=True)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_semantic_sched.lab.report.content import Boxes, Chart, Mark, Points
-from vllm_semantic_sched.sim.spans import (
-    END_COLORS,
-    HELD,
-    OTHER_END_COLOR,
-    RUNNING,
-    SWAPPED,
-    WAITING,
-    Span,
-    level_color,
-    phases,
-)
+from vllm_semantic_sched.sim.spans import HELD, RUNNING, SWAPPED, WAITING, Span, level_color, phases
 
 MOST_BARS = 1500
 """Times in a seat and holds in a chart: more of them make a page slow."""
 
 _COLORS = {WAITING: "#c8c8c8", SWAPPED: "#6fb3d9", HELD: "#ffffff"}
+_END_COLORS = {
+    "finish": "black",
+    "recompute": "#c0392b",
+    "swap": "#2f7ebc",
+    "partial": "#7d6aa8",
+    "drop": "#e08e0b",
+    "refused": "#e08e0b",
+    "cancelled": "#27915b",
+    "failed": "#ff3b30",
+}
+_OTHER_END_COLOR = "#8c8c8c"
 _LAYERS = {WAITING: 0, SWAPPED: 0, RUNNING: 1, HELD: 2}  # order of drawing, lowest first
 _SEAT, _WAIT = 0.4, 0.08  # half of a bar's height, in rows
 
-_Key = tuple[int, int | str]  # engine and request
 _Box = tuple[float, float, float, float, str]
 
 
@@ -34,30 +34,30 @@ def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
     waits, a thick one of its level's color while it has a seat, pale while it is held, and a tick
     whose color says how the time in the seat ended. At most `MOST_BARS` bars; the note says how
     many of the run's requests are shown."""
-    by_request: defaultdict[_Key, list[Span]] = defaultdict(list)
+    by_request: defaultdict[tuple[int, int | str], list[Span]] = defaultdict(list)
     for span in spans:
         by_request[span.engine, span.request].append(span)
-    rows: dict[_Key, int] = {}
-    shown: list[Span] = []
-    for key, own in by_request.items():
-        if rows and len(shown) + len(own) > MOST_BARS:
+    rows: list[list[Span]] = []
+    bars = 0
+    for own in by_request.values():
+        bars += len(own)
+        if rows and bars > MOST_BARS:
             break
-        rows[key] = len(rows)
-        shown += own[:MOST_BARS]
+        rows.append(own[:MOST_BARS])
     note = "Click an entry of the legend to hide or show it; drag to move, choose a tool to zoom."
     if len(rows) < requests:
         note += f" {len(rows)} of {requests} requests are shown (at most {MOST_BARS} bars)."
     height = min(900, 260 + 7 * len(rows))
     labels = title, "seconds", "request, in order of arrival"
-    return Chart(*labels, _marks(shown, rows), note=note, downwards=True, height=height)
+    return Chart(*labels, _marks(rows), note=note, downwards=True, height=height)
 
 
-def _marks(spans: Sequence[Span], rows: Mapping[_Key, int]) -> list[Mark]:
+def _marks(rows: Sequence[Sequence[Span]]) -> list[Mark]:
     bars: defaultdict[tuple[int, str, str], list[_Box]] = defaultdict(list)
     ends: defaultdict[str, list[tuple[float, int, str]]] = defaultdict(list)
     arrivals: dict[int, tuple[float, int, str]] = {}
-    for phase, start, end, span in phases(spans):
-        row = rows[span.engine, span.request]
+    in_rows = ((row, *one) for row, own in enumerate(rows) for one in phases(own))
+    for row, phase, start, end, span in in_rows:
         head = f"request {span.request}, urgency {span.level}"
         arrivals[row] = span.arrival, row, f"{head}: arrives at {span.arrival:.3f} s"
         if end > start:
@@ -73,5 +73,5 @@ def _marks(spans: Sequence[Span], rows: Mapping[_Key, int]) -> list[Mark]:
         for layer, name, color in sorted(bars)
     ]
     for kind, ticks in ends.items():
-        marks.append(Points(kind, ticks, END_COLORS.get(kind, OTHER_END_COLOR), "tick"))
+        marks.append(Points(kind, ticks, _END_COLORS.get(kind, _OTHER_END_COLOR), "tick"))
     return [*marks, Points("arrival", [*arrivals.values()], "#555555")]
