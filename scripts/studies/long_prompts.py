@@ -20,7 +20,6 @@ from common import main, percentiles, serve, write_json
 
 from vllm_semantic_sched.cli.comparison import add_server_arguments
 from vllm_semantic_sched.cli.console import print_table
-from vllm_semantic_sched.lab.bench.metrics import METRICS
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, write_context, write_message
 from vllm_semantic_sched.policy.facts.files import read_config
@@ -68,9 +67,8 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of one scheduler, times in seconds."""
     urgent = [one for one in records if one.level == 0]
     long = [one for one in records if one.level == 4]
-    metrics = {one.key: one.value for one in METRICS}
     found = {
-        name: [value for one in urgent if (value := metrics[name](one, None)) is not None]
+        name: [value for one in urgent if (value := getattr(one, name)) is not None]
         for name in ("ttft", "tpot")
     }
     return {

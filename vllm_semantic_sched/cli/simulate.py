@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         return print(describe_keys(Settings), end="")
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.report.simulation import (
+    from vllm_semantic_sched.lab.report.runs import (
         simulation_page,
         write_results,
         write_trace,
@@ -105,7 +105,7 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
 
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
     """The metric by level, and the totals."""
-    from vllm_semantic_sched.lab.report.simulation import level_names
+    from vllm_semantic_sched.lab.report.runs import level_names
     from vllm_semantic_sched.sim.metrics import ALL, METRICS
 
     columns = {level_title(level): (level, metric) for level in level_names(cells)}
@@ -116,7 +116,7 @@ def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell, a section per point; `columns` has the level and metric of each column."""
-    from vllm_semantic_sched.lab.report.simulation import metric_values, point_texts
+    from vllm_semantic_sched.lab.report.runs import metric_values, point_texts
 
     heads = [*(field.replace(".", ".\n") for field in cells[0].point), "scheduler"]
     table = make_table(title, *heads, *columns, words=len(heads))

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None or len(args.log) > 1:
         raise Failure("name one log and --output DIR, or `verify`", 2)
     (log,) = args.log
-    from vllm_semantic_sched.lab.report.trace import trace_page
+    from vllm_semantic_sched.lab.report.runs import trace_page
 
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)

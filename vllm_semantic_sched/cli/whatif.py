@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
     be read or written, 2 if the log or a policy is unusable."""
-    from vllm_semantic_sched.lab.report.simulation import simulation_page, write_results
+    from vllm_semantic_sched.lab.report.runs import simulation_page, write_results
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
 
     policies = {Path(name).stem: load_policy(name) for name in args.policy[:_MOST_POLICIES]}
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _print_table(answer: WhatIf, metric: str, title: str) -> None:
     """A row per level, a column per cell."""
-    from vllm_semantic_sched.lab.report.simulation import level_names, metric_values
+    from vllm_semantic_sched.lab.report.runs import level_names, metric_values
     from vllm_semantic_sched.sim.metrics import METRICS
 
     columns = ("level", "requests", *(cell.scheduler for cell in answer.cells))

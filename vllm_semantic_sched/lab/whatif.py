@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import base64
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,11 +45,9 @@ class UnusableLog(TraceError):
     """An event log has too little for a replay. The message says what is missing."""
 
 
-@dataclass(slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A request of the log, with Unix times: `request.arrival` at the engine, `first_token` and
-    `end`. `prediction` is None if it was not read, or in vain, and came `read_after` seconds after
-    the arrival."""
+    `end`. `prediction` came `read_after` seconds after the arrival; None: not read, or in vain."""
 
     request: SimRequest
     first_token: float
@@ -60,8 +58,8 @@ class Recorded:
 
 @dataclass
 class EngineLog:
-    """What the log has of one engine: its latest line about the engine (`facts`), times of steps,
-    requests by arrival, and the number of requests that cannot be replayed, by reason."""
+    """What the log has of one engine: the latest line about it (`facts`), times of steps, requests
+    by arrival, and how many cannot be replayed, by reason."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -78,30 +76,28 @@ class EngineLog:
 def read_log(path: Path) -> dict[int, EngineLog]:
     """The engines of a log and its renamed parts, by number. OSError if it cannot be read;
     UnusableLog if it has no line about an engine, or no request that can be replayed."""
-    engines: dict[int, EngineLog] = {}
+    engines: defaultdict[int, EngineLog] = defaultdict(EngineLog)
     arrivals: dict[tuple[int, str], dict[str, Any]] = {}
     for event in events_in(path):
-        if "request" not in event and event.get("log") != "engine":
-            continue  # about the log itself
-        engine = engines.setdefault(int(event["engine"]), EngineLog())
         if event.get("log") == "engine":
+            engine = engines[int(event["engine"])]
             engine.facts = event
             engine.steps += _steps(event["steps"])
             del engine.steps[:-_MOST_STEPS]
-            continue
-        key = int(event["engine"]), str(event["request"])
-        if event["from"] is None:
-            arrivals[key] = event
-        elif event["state"] in END_STATES:
-            _end(engine, arrivals.pop(key, None), event)
+        elif "request" in event:  # else about the log itself
+            key = int(event["engine"]), str(event["request"])
+            if event["from"] is None:
+                arrivals[key] = event
+            elif event["state"] in END_STATES:
+                _end(engines[key[0]], arrivals.pop(key, None), event)
     for number, _ in arrivals:
         engines[number].skipped["unfinished"] += 1
-    engines = {number: one for number, one in engines.items() if one.facts and one.requests}
-    if not engines:
+    usable = {number: one for number, one in engines.items() if one.facts and one.requests}
+    if not usable:
         raise UnusableLog(f"{path}: no finished requests with a line about their engine")
-    for engine in engines.values():
+    for engine in usable.values():
         engine.requests.sort(key=lambda one: one.request.arrival)
-    return engines
+    return usable
 
 
 def _steps(rows: Sequence[Sequence[int]]) -> Iterator[Step]:
@@ -127,8 +123,8 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
     hashes = tuple((blocks @ np.array([1 << 16, 1 << 8, 1])).tolist())
     prediction = None
     if "urgency" in end:
-        length = end.get("length")
-        prediction = Prediction(tuple(end["urgency"]), None if length is None else tuple(length))
+        length = tuple(end["length"]) if end.get("length") is not None else None
+        prediction = Prediction(tuple(end["urgency"]), length)
     request = SimRequest(
         index=0,
         arrival=float(end.get("came", arrival["time"])),
@@ -147,8 +143,8 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A cell for `MEASURED`, `SAME` and each of the other policies; the scenarios of all cells but
-    the first; a sentence about each of the other policies; and what the figures do not say."""
+    """A cell for `MEASURED`, `SAME` and each other policy; the scenarios of all cells but the
+    first; a sentence about each other policy; and what the figures do not say."""
 
     cells: list[Cell]
     scenarios: list[Scenario]
@@ -203,17 +199,17 @@ def _profile(log: EngineLog) -> tuple[EngineProfile, bool]:
 
 def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile) -> Scenario:
     names = ("seats", "token_budget", "block_size", "kv_blocks", "prefix_caching")
-    delays = [one.read_after for one in log.requests if one.read_after is not None]
+    delays = [one.read_after for one in log.requests if one.read_after is not None] or [0.0]
     content = {
         "description": "",
         "workload": {"arrivals": "poisson", "requests": len(log.requests)},
-        "predictor": {"latency": max(0.0, statistics.median(delays)) if delays else 0.0},
+        "predictor": {"latency": max(0.0, statistics.median(delays))},
         "engine": {name: log.facts[name] for name in names},
         "schedulers": {name: {"levels": policy.levels, "default_level": 0}},
     }
     (scenario,) = parse_scenarios(content, "the event log")
-    own = {name: policy}
-    return replace(scenario, profile=profile, assumed_profile=profile, policies=own)
+    policies = {name: policy}
+    return replace(scenario, profile=profile, assumed_profile=profile, policies=policies)
 
 
 def _given(log: EngineLog, policy: Policy) -> Given:

@@ -89,9 +89,22 @@ class Record:
         return None if self.first_token is None else self.first_token - self.arrival
 
     @property
-    def e2e(self) -> float | None:
-        """Seconds from arrival to the last token."""
-        return None if self.finish is None else self.finish - self.arrival
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first."""
+        if self.output_tokens < 2 or self.first_token is None or self.finish is None:
+            return None
+        return (self.finish - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from arrival to the last token of an answered request."""
+        assert self.finish is not None
+        return self.finish - self.arrival
+
+    @property
+    def normalized_waiting(self) -> float:
+        """E2E latency over output tokens of an answered request, in seconds per token."""
+        return self.e2e / self.output_tokens
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from vllm_semantic_sched.lab.bench.usage import Usage
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, Workload, make_workload
 
 CAPACITY_ROUNDS = 6
-"""Requests per seat in a measurement of capacity: makes filling and emptying seats negligible."""
+"""Requests per seat in a measurement of capacity: filling and emptying seats is negligible."""
 OTHER_SEED = 1_000_003
 """Added to the seed of a workload for requests of the same kind that it does not contain."""
 
@@ -32,13 +32,13 @@ _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
 class RunPlan:
     """What a comparison runs; ValueError without a scheduler, workload or round.
 
-    With `overload`, the gaps of the workloads are set so that they offer that many times the output
-    tokens per second that the first server can give. Every scheduler runs `rounds` times, in
-    reversed order every second time: a steady drift of the machine's speed averages out. A mix from
-    whose round the hypervisor took too much time is run again at the end of the round, up to
-    `repeats` times. With `quick`, schedulers share servers where they can, without a GPU the
-    servers of a round start together, the capacity and the idle engine are measured with fewer
-    requests, and the idle engine on the first server only."""
+    With `overload`, the workloads get gaps with which they offer that many times the output tokens
+    per second that the first server can give. Every scheduler runs `rounds` times, in reversed
+    order every second time: a steady drift of the machine's speed averages out. A mix from which
+    the hypervisor took too much time is repeated at the end of the round, up to `repeats` times.
+    With `quick`, schedulers share servers where they can, without a GPU the servers of a round
+    start together, the capacity and the idle engine are measured with fewer requests, and the
+    idle engine on the first server only."""
 
     server: ServerConfig
     schedulers: Sequence[SchedulerSpec]
@@ -66,7 +66,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Visit:
-    """One start of a server, the schedulers that it stands in for, and the mixes that each gets."""
+    """One start of a server, the schedulers that it stands in for, and the mixes of each."""
 
     number: int
     specs: tuple[SchedulerSpec, ...]
@@ -88,9 +88,9 @@ class Visit:
 def compare(
     plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
 ) -> Comparison:
-    """Run every workload on every scheduler, in every round; the first one also gives the capacity.
-    Writes `results.json` after each server, so that an interrupted run is not lost, and logs.
-    ServerFailed if a server did not start or ended; ValueError if the first answered no request."""
+    """Run every workload on every scheduler, in every round. Writes logs and, after each server,
+    `results.json`, so that an interrupted run is not lost. ServerFailed if a server did not start
+    or ended; ValueError if the first, which also gives the capacity, answered no request."""
     run = _Run(plan, Comparison(options), progress or Progress())
     prefer_client(plan.server.nice)
     for number in range(1, plan.rounds + 1):
@@ -243,10 +243,6 @@ def measure_idle(
     client: LoadClient, workload: Workload, label: str, quick: bool = False
 ) -> list[Record]:
     """Send `idle_sample` one by one. KV from the load is not reused."""
-
-    def extras(request: BenchRequest) -> Mapping[str, Any]:
-        # vLLM's prefix cache keeps requests with another salt apart.
-        return {**client.extras(request), "cache_salt": "idle"}
-
-    sample = idle_sample(workload.requests, quick)
-    return replace(client, extras=extras).send_one_by_one(sample, label)
+    # vLLM's prefix cache keeps requests with another salt apart.
+    idle = replace(client, extras=lambda one: {**client.extras(one), "cache_salt": "idle"})
+    return idle.send_one_by_one(idle_sample(workload.requests, quick), label)

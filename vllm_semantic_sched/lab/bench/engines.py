@@ -41,7 +41,7 @@ class Burst:
     @classmethod
     def of(cls, records: Sequence[Record]) -> Burst:
         urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
-        last = [one.e2e for one in records if one.level == LEVELS - 1 and one.e2e is not None]
+        last = [one.e2e for one in records if one.level == LEVELS - 1 and one.finish]
         means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(last))
         return cls(*means, failed=sum(not one.ok for one in records))
 

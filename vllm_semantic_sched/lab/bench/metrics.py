@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -66,48 +65,8 @@ class Summary:
     tail_count: int
 
 
-class Metric(NamedTuple):
-    """A per-request metric; `value` returns None if it is undefined for a request."""
-
-    key: str
-    title: str
-    unit: str
-    scale: float
-    value: Callable[[Record, IdleModel | None], float | None]
-
-
-def _tpot(record: Record, idle: IdleModel | None) -> float | None:
-    if record.output_tokens < 2 or record.first_token is None or record.finish is None:
-        return None
-    return (record.finish - record.first_token) / (record.output_tokens - 1)
-
-
-def normalized_waiting(record: Record) -> float:
-    """Return (finish - arrival) / output tokens of an answered request, in seconds per token."""
-    assert record.e2e is not None
-    return record.e2e / record.output_tokens
-
-
-def _slowdown(record: Record, idle: IdleModel | None) -> float | None:
-    if idle is None or record.e2e is None:
-        return None
-    return record.e2e / idle.seconds(record.prompt_tokens, record.output_tokens)
-
-
-METRICS = (
-    Metric("ttft", "TTFT", "s", 1, lambda record, idle: record.ttft),
-    Metric("tpot", "TPOT", "ms", 1e3, _tpot),
-    Metric("e2e", "E2E", "s", 1, lambda record, idle: record.e2e),
-    Metric("queueing", "queueing", "s", 1, lambda record, idle: record.engine_queue_seconds),
-    Metric(
-        "normalized_waiting", "norm. waiting", "ms/tok", 1e3, lambda r, _: normalized_waiting(r)
-    ),
-    Metric("slowdown", "slowdown", "x", 1, _slowdown),
-)
-"""In seconds (slowdown: a ratio); `scale` and `unit` are for display."""
-
 LevelValues = dict[str, dict[str, list[float]]]
-"""Defined values of every metric, by level ("0" to "4" and "all") and then by `Metric.key`."""
+"""Defined values by level ("0" to "4" and "all") and metric: seconds, and the ratio `slowdown`."""
 
 
 def summarize(values: Sequence[float], tail: Sequence[float] | None = None) -> Summary:
@@ -123,7 +82,7 @@ def mean_waiting(records: Iterable[Record], levels: Container[int] = range(LEVEL
     """Return the mean normalized waiting time of the answered requests of these levels, s/token;
     NaN without any."""
     chosen = (record for record in records if record.ok and record.level in levels)
-    return summarize([*map(normalized_waiting, chosen)]).mean
+    return summarize([record.normalized_waiting for record in chosen]).mean
 
 
 def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
@@ -132,15 +91,20 @@ def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
     groups: dict[str, list[Record]] = {"all": done}
     for record in done:
         groups.setdefault(str(record.level), []).append(record)
+    return {group: _values(members, idle) for group, members in sorted(groups.items())}
 
-    def values(metric: Metric, members: Sequence[Record]) -> list[float]:
-        found = (metric.value(record, idle) for record in members)
-        return [value for value in found if value is not None]
 
-    return {
-        group: {metric.key: values(metric, members) for metric in METRICS}
-        for group, members in sorted(groups.items())
+def _values(records: Sequence[Record], idle: IdleModel | None) -> dict[str, list[float]]:
+    alone = [idle.seconds(one.prompt_tokens, one.output_tokens) for one in records] if idle else []
+    found: dict[str, list[float | None]] = {
+        "ttft": [one.ttft for one in records],
+        "tpot": [one.tpot for one in records],
+        "e2e": [one.e2e for one in records],
+        "queueing": [one.engine_queue_seconds for one in records],
+        "normalized_waiting": [one.normalized_waiting for one in records],
+        "slowdown": [one.e2e / seconds for one, seconds in zip(records, alone, strict=False)],
     }
+    return {name: [one for one in values if one is not None] for name, values in found.items()}
 
 
 def finish_order_violations(records: Sequence[Record]) -> float:

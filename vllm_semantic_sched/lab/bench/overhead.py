@@ -29,8 +29,7 @@ PARTS = ("schedule", "update", "arrival", "prepare")
 """What is timed: `schedule()`, `update_from_output()`, `add_request()`, and what happens to a new
 request on vLLM's input thread before that."""
 URGENT_PARTS = ("preempts", "beside")
-"""What is timed around an urgent request: the `schedule()` that preempts for it, and the next one,
-in which others run beside it."""
+"""What is timed: the `schedule()` that preempts for an urgent request, and the one after it."""
 ARRIVALS = 2  # new requests per step
 
 _FINISH_EVERY = 8  # steps per finished request
@@ -62,7 +61,7 @@ class SaturatedScheduler:
 
         self._standalone = standalone
         self._random = random.Random(0)
-        self._count = 0
+        self._numbers = itertools.count(1)
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
@@ -92,16 +91,12 @@ class SaturatedScheduler:
     def new_request(self, level: int | None = None) -> Any:
         """Make a request without adding it; by default at a random level from 1 to 4, or at none if
         texts are read."""
-        self._count += 1
+        number = next(self._numbers)
         if level is None and not self._text:
             level = self._random.randint(1, 4)
-        return self._standalone.make_request(
-            f"r{self._count}",
-            prompt_tokens=_PROMPT_TOKENS,
-            output_tokens=_OUTPUT_TOKENS,
-            urgency=level,
-            tenant=f"tenant {self._count % _TENANTS}",
-        )
+        tenant = f"tenant {number % _TENANTS}"
+        lengths = _PROMPT_TOKENS, _OUTPUT_TOKENS
+        return self._standalone.make_request(f"r{number}", *lengths, level, tenant=tenant)
 
     def prepare(self, request: Any) -> None:
         """Do what vLLM's input thread does with a new request once it is built."""
@@ -131,9 +126,7 @@ def measure(
         for size, (name, case) in itertools.product(sizes, cases.items()):
             loaded[name, size] = SaturatedScheduler(case, running, size)
             advance()
-    seconds: dict[tuple[str, int], dict[str, list[float]]] = {
-        key: {part: [] for part in PARTS} for key in loaded
-    }
+    seconds = {key: {part: list[float]() for part in PARTS} for key in loaded}
     # As vLLM's engine does after start: otherwise a collection would visit every request.
     gc.collect()
     gc.freeze()
@@ -153,7 +146,7 @@ def measure(
 def measure_urgent(policy: str, running: int, waiting: int, rounds: int) -> StepTimes:
     """Time `URGENT_PARTS` around urgent requests that preempt running ones of level 1."""
     loaded = SaturatedScheduler(Case(policy), running, waiting, level=1)
-    seconds: dict[str, list[float]] = {part: [] for part in URGENT_PARTS}
+    seconds = {part: list[float]() for part in URGENT_PARTS}
     for _ in range(rounds):
         urgent = loaded.new_request(level=0)
         loaded.arrive(urgent)
@@ -230,6 +223,5 @@ def _simulate_one(requests: int, name: str) -> Speed:
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux starts ru_maxrss from the parent's value, so read the peak of this process.
     if (status := Path("/proc/self/status")).is_file():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        kibibytes = int(line.split()[1])
+        kibibytes = int(status.read_text().partition("VmHWM:")[2].split()[0])
     return Speed(requests, seconds, steps, kibibytes / 1024)

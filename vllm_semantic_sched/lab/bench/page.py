@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import METRICS, Summary, mean_waiting
+from vllm_semantic_sched.lab.bench.metrics import Summary, mean_waiting
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.targets import Target
@@ -30,7 +30,15 @@ from vllm_semantic_sched.sim.spans import Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STATISTICS = [(one, name) for one in METRICS for name in ("mean", "p50", "p99")]
+_METRICS = (
+    ("ttft", "TTFT", "s", 1),
+    ("tpot", "TPOT", "ms", 1e3),
+    ("e2e", "E2E", "s", 1),
+    ("queueing", "queueing", "s", 1),
+    ("normalized_waiting", "norm. waiting", "ms/tok", 1e3),
+    ("slowdown", "slowdown", "x", 1),
+)  # name, title, and unit in which it is shown, with its factor
+_STATISTICS = ("mean", "p50", "p99")
 _IDLE_COLOR, _IDLE_LABEL = "#c03030", "idle engine, urgency 0"
 
 _COLORS = {
@@ -169,11 +177,15 @@ def _levels(mix: str, rows: Rows) -> Table:
     first = next(iter(rows.values()))
     named = [("idle engine", first.idle_levels)] if first.idle_levels else []
     named += [(row.scheduler.title, row.levels) for row in rows.values()]
-    heads = [f"{one.title} {name}, {one.unit}" for one, name in _STATISTICS]
+    heads = [f"{title} {name}, {unit}" for _, title, unit, _ in _METRICS for name in _STATISTICS]
     cells: list[list[str | float]] = []
     for title, levels in named:
         for level, found in levels.items():
-            values = (one.scale * getattr(found[one.key], name) for one, name in _STATISTICS)
+            values = (
+                scale * getattr(found[metric], name)
+                for metric, _, _, scale in _METRICS
+                for name in _STATISTICS
+            )
             cells.append([title, level_title(level), found["ttft"].count, *values])
     return Table(
         f"Mix {mix}: metrics per level",

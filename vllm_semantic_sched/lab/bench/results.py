@@ -95,9 +95,8 @@ class Round:
     @property
     def idle_ratio(self) -> float:
         """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
-        waiting = metrics.normalized_waiting
-        alone = {r.index: waiting(r) for r in self.idle if r.ok and r.level == 0}
-        loaded = [waiting(r) for r in self.records if r.ok and r.index in alone]
+        alone = {r.index: r.normalized_waiting for r in self.idle if r.ok and r.level == 0}
+        loaded = [r.normalized_waiting for r in self.records if r.ok and r.index in alone]
         complete = alone and len(loaded) == len(alone)
         return sum(loaded) / sum(alone.values()) if complete else math.nan
 
@@ -116,7 +115,7 @@ class MixResult:
 
     @property
     def levels(self) -> dict[str, dict[str, Summary]]:
-        """By level ("0" to "4" and "all") and `Metric.key`."""
+        """By level ("0" to "4" and "all") and metric."""
         return _summaries(self.best.values, [one.values for one in self.counted])
 
     @property

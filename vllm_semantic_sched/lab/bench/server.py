@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,10 +31,9 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The model to serve and the resources that the server may use. The default workload needs more
-    seats (`max_num_seqs`) and KV blocks than the defaults. `num_blocks` counts blocks of
-    `block_size` tokens and must hold one request of `max_model_len` tokens and a block; None:
-    vLLM's choice."""
+    """The model to serve and the resources for it. The default workload needs more seats
+    (`max_num_seqs`) and KV blocks than the defaults. `num_blocks` (None: vLLM's choice) counts
+    blocks of `block_size` tokens and must hold a request of `max_model_len` tokens and a block."""
 
     model: Path
     log: Path
@@ -73,22 +73,22 @@ class ServerConfig:
 
     def process_environment(self) -> dict[str, str]:
         """Return this process's environment with telemetry and downloads turned off."""
-        offline = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
-        environment = {**os.environ, **offline}
         # Logits processors of vLLM's newer model runner have another interface.
-        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        defaults = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        names = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE")
+        fixed = dict.fromkeys(names, "1")
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            fixed["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             # One core stays free for the HTTP server and the client. With a thread on every core,
             # each matrix product waits for the thread that was interrupted: on two cores with
             # other programs running, throughput fell to a fifth.
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+            defaults["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) - 1))
             # On a CPU vLLM runs the worker in another process to place its threads. The settings
             # above make this unnecessary, and the scheduler, which polls for the worker's
             # answers, would take most of another core.
-            environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        return {**environment, **self.environment}
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return {**defaults, **os.environ, **fixed, **self.environment}
 
 
 def has_gpu() -> bool:
@@ -169,10 +169,9 @@ class VllmServer:
         atexit.unregister(self.stop)
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_GRACE_SECONDS)
+        process.terminate()  # no-op if it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the group was made for it and has its id
         process.wait()
@@ -188,16 +187,14 @@ class VllmServer:
 
         if self._process is None:
             return {}
-        used: dict[str, float] = {}
+        used: defaultdict[str, float] = defaultdict(float)
         leader = psutil.Process(self._process.pid)
         for process in [leader, *leader.children(recursive=True)]:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 title = process_title(process.cmdline()) or process.name()
-            except psutil.NoSuchProcess:
-                continue
-            name = "api server" if process.pid == leader.pid else title
-            used[name] = used.get(name, 0.0) + times.user + times.system
+                name = "api server" if process.pid == leader.pid else title
+                used[name] += times.user + times.system
         return used
 
     def get_text(self, path: str) -> str:

@@ -41,16 +41,7 @@ _MODEL = {
 }
 BLOCK_SIZE = 16
 _PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
-
-
-def _kv_cache_groups(sliding_window: int | None) -> list[KVCacheGroupSpec]:
-    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
-    shape["dtype"] = torch.float32
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-    if sliding_window is not None:
-        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
-        groups.append(KVCacheGroupSpec(["window layer"], window))
-    return groups
+_WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
 
 
 def build_scheduler(
@@ -91,7 +82,12 @@ def build_scheduler(
     )
     # Set late: vLLM turns it off on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    groups = _kv_cache_groups(sliding_window)
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
+    shape["dtype"] = torch.float32
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if sliding_window is not None:
+        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
+        groups.append(KVCacheGroupSpec(["window layer"], window))
     return scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
@@ -168,10 +164,8 @@ class StubReader:
 class StubTokenizer:
     """Gives every prompt the same words, so many as it has tokens."""
 
-    _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
-
     def decode(self, tokens: Sequence[int]) -> str:
-        return " ".join(itertools.islice(itertools.cycle(self._WORDS), len(tokens)))
+        return " ".join(itertools.islice(itertools.cycle(_WORDS), len(tokens)))
 
 
 def read_texts(scheduler: Any) -> None:

@@ -1,13 +1,10 @@
 """The paper's workload: bursts of requests of mixed urgency, open loop.
 
 A burst of randint(0, `max_burst`) requests arrives every `gap` seconds, all at one moment, until
-there are enough (paper, section 5.1). The whole workload is drawn before the first request is
-sent, so that every scheduler gets the same texts, lengths and arrival times.
-
-A text has a message of a known urgency and a question with a known answer length. A length drawn
-independently of the text would make every length predictor useless, so each question carries the
-length of its own answer: real pairs from the data folder if there is one, otherwise built-in
-questions with a range of lengths each.
+there are enough (paper, section 5.1). All are drawn before the first is sent, so that every
+scheduler gets the same texts, lengths and arrival times. A text has a message of a known urgency
+and a question with the length of its own answer, without which every length predictor would be
+useless: real pairs from the data folder or built-in questions with a range of lengths each.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,8 +42,8 @@ ANSWER_FIELD = "bench_answer"
 
 _Choice = TypeVar("_Choice")
 
-# A longer prompt says more about long inputs than about scheduling, and would not fit the model of
-# the default benchmark together with its answer.
+# A longer one says more about long inputs than about scheduling, and would not fit the default
+# benchmark's model together with its answer.
 _MAX_QUESTION_CHARACTERS = 600
 
 MAX_PROMPT_TOKENS = 400
@@ -60,10 +57,10 @@ QuestionSource = Callable[["np.random.Generator"], TextLength]
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What to draw, in seconds and tokens. `long_prompts` is the share of the requests of levels 1
-    to 4 with about 1,000 tokens of context before the question. With `natural` the model ends its
-    answers itself. `place` is that of the message: `alone`, `before` a question, or `inside`,
-    between two. `tenants` are the weights of the tenants that send requests, if any."""
+    """What to draw, in seconds and tokens. `long_prompts`: share of the requests of levels 1 to 4
+    with about 1,000 tokens of context before the question. `natural`: the model ends its answers
+    itself. `place` of the message: `alone`, `before` a question, or `inside`, between two.
+    `tenants`: weights of those that send requests, if any."""
 
     requests: int = 600
     mix: str = "even"
@@ -119,12 +116,11 @@ def parse_mix(mix: str) -> tuple[float, ...]:
     ValueError if it is neither, or the weights have no positive sum."""
     if mix in MIXES:
         return MIXES[mix]
-    weights = _parse_weights(mix)
-    if len(weights) != LEVELS:
-        raise ValueError(
-            f"mix {mix!r} is neither one of {', '.join(MIXES)} nor {LEVELS} weights like 1:2:3:2:2"
-        )
-    return weights
+    if len(weights := _parse_weights(mix)) == LEVELS:
+        return weights
+    raise ValueError(
+        f"mix {mix!r} is neither one of {', '.join(MIXES)} nor {LEVELS} weights like 1:2:3:2:2"
+    )
 
 
 def parse_tenants(text: str) -> tuple[float, ...]:
@@ -159,13 +155,12 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         raise ValueError(f"place must be one of {', '.join(PLACES)}, got {config.place!r}")
     if not 0 <= config.long_prompts <= 1:
         raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
-    # The mix is part of the seed: two mixes sent to one server must not share prompts, or the
-    # second would find them in the prefix cache.
+    # With the mix in the seed two mixes share no prompts, which the second would find in the
+    # server's prefix cache.
     rng = np.random.default_rng([config.seed, zlib.crc32(config.mix.encode())])
+    description = "given by the caller"
     if source is None:
         source, description = question_source(data_root())
-    else:
-        description = "given by the caller"
     levels = draw_levels(parse_mix(config.mix), LEVELS, config.requests, rng).tolist()
     arrivals = _draw_arrivals(config, rng)
     # Generators of their own: the same requests with and without long contexts and tenants.
@@ -184,9 +179,9 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
             parts.insert(0, source(rng).text)
         if level > 0 and context_rng.random() < config.long_prompts:
             parts.insert(-1, write_context(context_rng))
-        text = " ".join(parts)
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
+        text = " ".join(parts)
         requests.append(BenchRequest(index, arrival, level, text, length, tenants[index]))
     return Workload(config, tuple(requests), description)
 
@@ -209,8 +204,8 @@ def tables() -> dict[str, Any]:
 
 
 def write_message(level: int, rng: np.random.Generator) -> str:
-    """Write a message whose true urgency is `level`, 0 to 4. Slots, openings and small changes of
-    spelling vary the texts, so that two requests rarely have the same one."""
+    """Write a message of urgency `level`, 0 to 4. Slots, openings and small changes of spelling
+    vary the texts, so that two requests rarely have the same one."""
     by_level = tables()["messages"]
     if not 0 <= level < len(by_level):
         raise ValueError(f"urgency level must be 0 to {len(by_level) - 1}, got {level}")
@@ -222,10 +217,8 @@ def write_message(level: int, rng: np.random.Generator) -> str:
     if text[-1] not in "?!.":
         text += _choose(tables()["endings"], rng)
     style = rng.random()
-    if style < 0.15:
-        text = text.lower()
-    elif style < 0.2:
-        text = text.replace("'", "")
+    if style < 0.2:
+        text = text.lower() if style < 0.15 else text.replace("'", "")
     return str(opening + text)
 
 
@@ -245,17 +238,15 @@ def question_source(root: Path | None) -> tuple[QuestionSource, str]:
     and a sentence that describes it. DataNotFound if the folder lacks a required file."""
     if root is None:
         return _draw_builtin, "built-in questions, a range of lengths each (no data folder found)"
+
     # No predictor of this project is trained on these pairs. Half of each kind at every level:
     # urgency and output length are independent, as in the paper. If the least urgent requests were
     # also the shortest, any order by urgency would raise the mean normalized waiting time.
-    pools = [
-        [
-            pair
-            for pair in pairs
-            if pair.split == "test" and len(pair.text) <= _MAX_QUESTION_CHARACTERS
-        ]
-        for pairs in (medical_questions(root), instruction_pairs(root))
-    ]
+    def usable(pairs: Iterable[TextLength]) -> list[TextLength]:
+        held_out = (pair for pair in pairs if pair.split == "test")
+        return [pair for pair in held_out if len(pair.text) <= _MAX_QUESTION_CHARACTERS]
+
+    pools = [usable(medical_questions(root)), usable(instruction_pairs(root))]
 
     def draw(rng: np.random.Generator) -> TextLength:
         return _choose(_choose(pools, rng), rng)

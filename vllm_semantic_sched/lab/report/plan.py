@@ -18,7 +18,7 @@ from vllm_semantic_sched.lab.report.content import (
     series_colors,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
-from vllm_semantic_sched.lab.report.simulation import write_table
+from vllm_semantic_sched.lab.report.runs import write_table
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import ALL, is_promised
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answers, Question, Trial

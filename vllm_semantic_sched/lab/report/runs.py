@@ -1,12 +1,15 @@
-"""A simulation's results as rows, files and an HTML page. Only scenario and seed change them."""
+"""Results of a run, simulated or logged, as rows, files and an HTML page. Only scenario and seed
+change those of a simulation."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_semantic_sched.lab.report.content import (
     Boxes,
@@ -20,12 +23,14 @@ from vllm_semantic_sched.lab.report.content import (
     series_colors,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
+from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
-from vllm_semantic_sched.sim.spans import chrome_trace, level_color
+from vllm_semantic_sched.sim.spans import Span, chrome_trace, level_color
 
 _MOST_CELLS = 6  # with charts over time
+_MOST_POINTS = 2000  # of a line
 
 
 def level_names(cells: Sequence[Cell]) -> list[str]:
@@ -127,14 +132,11 @@ def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:
 
 def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> Iterator[Chart]:
     """A line per level over the sweep's first axis, in a chart per scheduler and other point."""
-    charts: dict[str, list[Cell]] = {}
+    charts: defaultdict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        others = [
-            f"{field.split('.')[-1]}={value}"
-            for field, value in cell.point.items()
-            if field not in axis
-        ]
-        charts.setdefault(", ".join([cell.scheduler, *others]), []).append(cell)
+        others = ((name.split(".")[-1], v) for name, v in cell.point.items() if name not in axis)
+        title = ", ".join([cell.scheduler, *(f"{name}={value}" for name, value in others)])
+        charts[title].append(cell)
     for title, members in charts.items():
         lines = [
             Line(
@@ -156,18 +158,56 @@ def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> It
 
 def _depth_chart(title: str, cell: Cell) -> Chart:
     """Waiting requests over time, stacked by level."""
-    times = [time for time, _ in cell.depth]
-    half = times[0]  # the first bin starts at 0
-    below = [0.0] * len(times)
-    marks = []
-    for level, depths in enumerate(zip(*(counts for _, counts in cell.depth), strict=True)):
-        above = [foot + depth for foot, depth in zip(below, depths, strict=True)]
-        name = f"urgency {level}"
-        boxes = [
-            (time - half, time + half, foot, top, f"{name}: {depth:.3g} waiting at {time:.4g} s")
-            for time, foot, top, depth in zip(times, below, above, depths, strict=True)
-            if depth
-        ]
-        marks.append(Boxes(name, boxes, level_color(level)))
-        below = above
+    half = cell.depth[0][0]  # the first bin starts at 0
+    boxes: list[list[tuple[float, float, float, float, str]]] = [[] for _ in cell.depth[0][1]]
+    for time, depths in cell.depth:
+        foot = 0.0
+        for level, depth in enumerate(depths):
+            text = f"urgency {level}: {depth:.3g} waiting at {time:.4g} s"
+            if depth:
+                boxes[level].append((time - half, time + half, foot, foot + depth, text))
+            foot += depth
+    marks = [Boxes(f"urgency {n}", own, level_color(n)) for n, own in enumerate(boxes)]
     return Chart(title, "seconds", "waiting requests", marks, height=260)
+
+
+def trace_page(
+    rows: Sequence[Mapping[str, Any]],
+    spans: Sequence[Span],
+    reader: LogReader,
+    options: Mapping[str, object],
+) -> Page:
+    """A table per tier, seats, and queue depths: from the rows (`TierSummary.row` with level and
+    tier), the spans to draw in order of arrival, and the reader after reading."""
+    requests = sum(row["requests"] for row in rows)
+    sentence = f"{requests} requests of an event log. Times are seconds since its first line."
+    if reader.unreadable:
+        sentence += f" {reader.unreadable} lines could not be read."
+    preemptions = {kind: None for row in rows for kind in row["preemptions"]}
+    figures = [name for name in rows[0] if name != "preemptions"]
+    table = Table(
+        "Tiers",
+        [*(name.replace("_", " ") for name in figures), *preemptions],
+        [
+            [*(row[name] for name in figures), *(row["preemptions"].get(k, 0) for k in preemptions)]
+            for row in rows
+        ],
+        note="Times in seconds; held: sum over all requests. Last columns: preemptions by what "
+        "happened to the KV.",
+    )
+    parts = table, gantt_chart("Seats", spans, requests), _tier_depths(reader)
+    return Page("Event log", sentence, parts, options, python_and_versions("vllm"))
+
+
+def _tier_depths(reader: LogReader) -> Chart:
+    """Waiting requests per tier."""
+    depths = reader.depths[:: len(reader.depths) // _MOST_POINTS + 1]
+    times = [time for time, _ in depths]
+    tiers = sorted({tier for _, counts in depths for tier in counts})
+    colors = series_colors(tiers)
+    lines = [
+        Line(tier, times, [counts.get(tier, 0) for _, counts in depths], colors[tier], steps=True)
+        for tier in tiers
+    ]
+    note = "Until the last of the requests in trace.json ended."
+    return Chart("Queue depth", "seconds", "waiting requests", lines, note=note, height=260)
