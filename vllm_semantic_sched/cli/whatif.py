@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
             folder = args.output / f"engine-{number}" if number else args.output
             folder.mkdir(parents=True, exist_ok=True)
             about = {"description": f"{title}. {' '.join(lines)}"}
-            settings = answer.scenarios[0].settings.model_copy(update=about)
+            settings = answer.settings.model_copy(update=about)
             written = write_results(folder, settings, answer.cells)
             written += save_page(simulation_page(settings, answer.cells, METRICS[0]), folder)
             console.print("written: " + " ".join(map(str, written)), soft_wrap=True)

@@ -19,6 +19,7 @@ from vllm_semantic_sched.operate.event_log import END_STATES, events_in
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.sim.metrics import ALL, Recorder, is_promised
@@ -26,6 +27,7 @@ from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
+from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.sim.simulation import Given, simulate
 from vllm_semantic_sched.sim.workload import TraceError, Workload
 
@@ -143,11 +145,11 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A cell for `MEASURED`, `SAME` and each other policy; the scenarios of all cells but the
-    first; a sentence about each other policy; and what the figures do not say."""
+    """A cell for `MEASURED`, `SAME` and each other policy; the settings under which `SAME` was
+    simulated; a sentence about each other policy; and what the figures do not say."""
 
     cells: list[Cell]
-    scenarios: list[Scenario]
+    settings: Settings
     verdicts: list[str]
     notes: list[str]
 
@@ -167,14 +169,13 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
         measured.add(run)
     recorders = {MEASURED: measured, SAME: simulated}
     cells = [Cell(one.levels(), [], (), {}, name) for name, one in recorders.items()]
-    scenarios, verdicts = [recorded], []
+    verdicts = []
     for name, policy in policies.items():
-        scenario = _scenario(log, name, policy, profile)
-        task = Task(scenario, name, 0, _given(log, policy))
+        task = Task(_scenario(log, name, policy, profile), name, 0, _given(log, policy))
         cells += cells_of([task], [run_task(task)])
-        scenarios.append(scenario)
-        verdicts.append(_verdict(cells[0], cells[-1], scenario))
-    return WhatIf(cells, scenarios, verdicts, list(_doubts(log, policies, fitted, cells)))
+        verdicts.append(_verdict(cells[0], cells[-1], task.scenario.slos(name)))
+    notes = list(_doubts(log, policies, fitted, cells))
+    return WhatIf(cells, recorded.settings, verdicts, notes)
 
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:
@@ -274,7 +275,7 @@ def _doubts(
     )
 
 
-def _verdict(measured: Cell, cell: Cell, scenario: Scenario) -> str:
+def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:
     """One sentence about a policy: the most and the least urgent level, and promises."""
     both = [level for level in cell.levels if level != ALL and level in measured.levels]
     if not both:
@@ -285,7 +286,6 @@ def _verdict(measured: Cell, cell: Cell, scenario: Scenario) -> str:
     if last != first:
         ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
         text += f", level {last} would take {ratio:.2g} times as long"
-    slos = scenario.slos(cell.scheduler)
     promised = [level for level in cell.levels if level != ALL and is_promised(slos[int(level)])]
     kept = {level: cell.levels[level]["slo_met"] * 100 for level in promised}
     if broken := [level for level in promised if kept[level] < slos[int(level)].percentile]:

@@ -29,10 +29,9 @@ class _Answer(NamedTuple):
 
 
 class AnswerLength(LogitsProcessor):
-    """Forbids the end tokens up to the last position, where it makes the end token certain, for
-    requests with `vllm_xargs: {bench_answer: [length, end token]}`, the length in tokens with the
-    end token. All other logits stay. It counts output tokens, so that a preempted request that is
-    computed again ends where it should."""
+    """For requests with `vllm_xargs: {bench_answer: [length, end token]}`: forbids the end tokens
+    up to the last position of `length` and makes the end token certain there. All other logits
+    stay. Counts output tokens, so that a request that is computed again ends where it should."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device

@@ -262,8 +262,7 @@ class LoadClient:
         return Record(*known, tenant=request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
-        """The difference of the best two log-probabilities at each position of a completion or a
-        chat, without the masked end token."""
+        """The difference of the two best log-probabilities at each position, less the end token."""
         tops = logprobs["content"] or () if "content" in logprobs else logprobs["top_logprobs"]
         end = f"token_id:{self.eos_token}"
         for top in tops:

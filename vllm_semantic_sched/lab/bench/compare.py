@@ -32,13 +32,12 @@ _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
 class RunPlan:
     """What a comparison runs; ValueError without a scheduler, workload or round.
 
-    With `overload`, the workloads get gaps with which they offer that many times the output tokens
-    per second that the first server can give. Every scheduler runs `rounds` times, in reversed
-    order every second time: a steady drift of the machine's speed averages out. A mix from which
-    the hypervisor took too much time is repeated at the end of the round, up to `repeats` times.
-    With `quick`, schedulers share servers where they can, without a GPU the servers of a round
-    start together, the capacity and the idle engine are measured with fewer requests, and the
-    idle engine on the first server only."""
+    With `overload`, the workloads offer that many times the output tokens per second that the first
+    server can give. Every scheduler runs `rounds` times, in reversed order every second time:
+    a steady drift of the machine's speed averages out. A mix from which the hypervisor took too
+    much time is repeated at the end of the round, up to `repeats` times. With `quick`, schedulers
+    share servers where they can, servers start together without a GPU, fewer requests measure the
+    capacity and the idle engine, and the latter only on the first server."""
 
     server: ServerConfig
     schedulers: Sequence[SchedulerSpec]
@@ -85,13 +84,11 @@ class Visit:
         return round_name(self.number, self.attempt)
 
 
-def compare(
-    plan: RunPlan, options: Mapping[str, object], progress: Progress | None = None
-) -> Comparison:
+def compare(plan: RunPlan, options: Mapping[str, object], progress: Progress) -> Comparison:
     """Run every workload on every scheduler, in every round. Writes logs and, after each server,
     `results.json`, so that an interrupted run is not lost. ServerFailed if a server did not start
     or ended; ValueError if the first, which also gives the capacity, answered no request."""
-    run = _Run(plan, Comparison(options), progress or Progress())
+    run = _Run(plan, Comparison(options), progress)
     prefer_client(plan.server.nice)
     for number in range(1, plan.rounds + 1):
         pending = [(visit, run.server(visit)) for visit in plan.visits(number)]
@@ -226,8 +223,8 @@ class _Run:
 
 
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
-    """Return at most 24 requests of urgency 0, evenly spread, and four others, from the shortest to
-    the longest text, which show the cost of a prompt's tokens; if `quick`, 4 and 2."""
+    """Return at most 24 requests of urgency 0, evenly spread, and four others from the shortest to
+    the longest text, for the cost of a prompt's tokens; if `quick`, 4 and 2."""
     most, rest = (4, 2) if quick else (24, 4)
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]

@@ -1,8 +1,6 @@
-"""Compares who chooses the engine of a request: vLLM's balancing, or our placement by urgency.
-
-One server with data parallelism gets the same bursts twice, in reversed order every second time: a
-header tells it who chooses. So both meet the same machine, engines and caches.
-"""
+"""Compares who chooses the engine of a request: vLLM's balancing, or our placement by urgency. One
+server gets the same bursts twice, in reversed order every second time, and a header that says who
+chooses: both meet the same machine, engines and caches."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def compare_placements(
     progress: Progress,
 ) -> Rounds:
     """Send each burst to one server with several engines, once with each of `HEADERS`."""
-    folder = server.log.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    config = scheduler.configure(server, folder)
+    config = scheduler.configure(server, server.log.parent)
     config = replace(config, scheduler_args=(*config.scheduler_args, *parallel_args(engines)))
     progress.message(f"starting a server with {engines} engines")
     prefer_client(server.nice)

@@ -1,8 +1,7 @@
 """Time of a scheduling step and of an arrival with many waiting requests; speed of the simulator.
 
-The schedulers are vLLM's real ones with a simulated KV cache: no weights, no GPU. All are built
-first and then stepped in turn, so that other programs disturb them alike. Times are CPU time of the
-thread: a step waits for nothing, so this is what it takes on an idle machine.
+The schedulers are vLLM's real ones with a simulated KV cache, built first and then stepped in turn:
+other programs disturb them alike. Times are CPU time: a step waits for nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class SaturatedScheduler:
         from vllm_semantic_sched.lab.bench import standalone
 
         self._standalone = standalone
-        self._random = random.Random(0)
+        self.random = random.Random(0)
         self._numbers = itertools.count(1)
         # Enough blocks for every seat to reach its full length: preemption for lack of blocks
         # would add the cost of recomputing to the measurement.
@@ -83,7 +82,7 @@ class SaturatedScheduler:
             if len(step.num_scheduled_tokens) == running == step.total_num_scheduled_tokens:
                 break
         for _ in range(waiting):
-            self.arrive(self.new_request(self._random.randint(level + 1, 4)))
+            self.arrive(self.new_request(self.random.randint(level + 1, 4)))
         counts = tuple(self.scheduler.get_request_counts())
         if counts != (running, waiting):
             raise RuntimeError(f"expected {running} running, {waiting} waiting, got {counts}")
@@ -93,7 +92,7 @@ class SaturatedScheduler:
         texts are read."""
         number = next(self._numbers)
         if level is None and not self._text:
-            level = self._random.randint(1, 4)
+            level = self.random.randint(1, 4)
         tenant = f"tenant {number % _TENANTS}"
         lengths = _PROMPT_TOKENS, _OUTPUT_TOKENS
         return self._standalone.make_request(f"r{number}", *lengths, level, tenant=tenant)
@@ -107,10 +106,8 @@ class SaturatedScheduler:
         self.prepare(request)
         self.scheduler.add_request(request)
 
-    def model_output(self, step: Any, finish_one: bool = False, finish: str | None = None) -> Any:
-        """A model's output that ends the request `finish` or, with `finish_one`, a random one."""
-        if finish_one and step.num_scheduled_tokens:
-            finish = self._random.choice(list(step.num_scheduled_tokens))
+    def model_output(self, step: Any, finish: str | None = None) -> Any:
+        """A model's output that ends the request `finish`, if one is named."""
         if finish is not None:
             request = self.scheduler.requests[finish]
             request.max_tokens = request.num_output_tokens + 1
@@ -171,7 +168,9 @@ def _time_step(loaded: SaturatedScheduler, finish: bool) -> Iterator[tuple[str, 
     start = time.thread_time()
     output = loaded.scheduler.schedule()
     yield "schedule", time.thread_time() - start
-    answer = loaded.model_output(output, finish_one=finish)
+    scheduled = list(output.num_scheduled_tokens)
+    ends = loaded.random.choice(scheduled) if finish and scheduled else None
+    answer = loaded.model_output(output, ends)
     start = time.thread_time()
     loaded.scheduler.update_from_output(output, answer)
     yield "update", time.thread_time() - start

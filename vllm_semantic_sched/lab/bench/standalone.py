@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -161,17 +162,15 @@ class StubReader:
     def close(self) -> None: ...
 
 
-class StubTokenizer:
-    """Gives every prompt the same words, so many as it has tokens."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return " ".join(itertools.islice(itertools.cycle(_WORDS), len(tokens)))
+def _decode(tokens: Sequence[int]) -> str:
+    """The same words for every prompt, so many as it has tokens."""
+    return " ".join(itertools.islice(itertools.cycle(_WORDS), len(tokens)))
 
 
 def read_texts(scheduler: Any) -> None:
     """Let one of our schedulers read prompts, by the instant reader and a stub of the network."""
     feed = scheduler.predictions
-    feed.service, feed.tokenizer = StubReader(), StubTokenizer()
+    feed.service, feed.tokenizer = StubReader(), SimpleNamespace(decode=_decode)
     feed.instant = InstantReader.load()
 
 

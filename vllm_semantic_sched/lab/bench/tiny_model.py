@@ -1,9 +1,9 @@
 """A small random-weight Llama with a real tokenizer, for load tests without a download.
 
-The output is meaningless, but tokenizer, attention and sampling are real, and the weights are fp32,
-so that greedy outputs of two schedulers can be compared token by token. The tokenizer is the 32k
-SentencePiece vocabulary in the package data of `mistral_common`, a dependency of vLLM. (Llama,
-because `transformers` splits by the rules of the Qwen vocabulary for any Qwen model directory.)
+The output is meaningless, but tokenizer, attention and sampling are real, and with fp32 weights
+greedy outputs of two schedulers can be compared. The tokenizer is the 32k SentencePiece vocabulary
+in `mistral_common`, a dependency of vLLM. (Llama: `transformers` splits the texts of any Qwen model
+by the rules of Qwen's vocabulary.)
 """
 
 from __future__ import annotations

@@ -105,11 +105,6 @@ class Workload:
     def output_tokens(self) -> int:
         return sum(request.output_tokens for request in self.requests)
 
-    @property
-    def arrival_seconds(self) -> float:
-        """Time over which the requests arrive: one gap for every burst, including the last."""
-        return self.requests[-1].arrival + self.config.gap if self.requests else 0.0
-
 
 def parse_mix(mix: str) -> tuple[float, ...]:
     """Return the shares of the levels: a name in `MIXES`, or five weights separated by colons.

@@ -30,10 +30,9 @@ _Box = tuple[float, float, float, float, str]
 
 
 def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
-    """A row per request, in the order of `spans` (by time within each request): a thin bar while it
-    waits, a thick one of its level's color while it has a seat, pale while it is held, and a tick
-    whose color says how the time in the seat ended. At most `MOST_BARS` bars; the note says how
-    many of the run's requests are shown."""
+    """A row per request, in the order of `spans` (by time within each): a thin bar while it waits,
+    a thick one of its level's color while it has a seat, pale while held, and a tick whose color
+    says how the seat ended. The note says how many of the run's requests `MOST_BARS` bars show."""
     by_request: defaultdict[tuple[int, int | str], list[Span]] = defaultdict(list)
     for span in spans:
         by_request[span.engine, span.request].append(span)
