@@ -45,6 +45,16 @@ _PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
 _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
 
 
+def _kv_cache_groups(sliding_window: int | None) -> list[KVCacheGroupSpec]:
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
+    shape["dtype"] = torch.float32
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if sliding_window is not None:
+        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
+        groups.append(KVCacheGroupSpec(["window layer"], window))
+    return groups
+
+
 def build_scheduler(
     scheduler_class: type[Scheduler] = Scheduler,
     max_num_seqs: int = 4,
@@ -83,12 +93,7 @@ def build_scheduler(
     )
     # Set late: vLLM turns it off on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
-    shape["dtype"] = torch.float32
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-    if sliding_window is not None:
-        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
-        groups.append(KVCacheGroupSpec(["window layer"], window))
+    groups = _kv_cache_groups(sliding_window)
     return scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
