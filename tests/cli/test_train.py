@@ -14,10 +14,12 @@ from vllm_semantic_sched.policy.config import load_policy
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """What a test trains on is soon learned: the instant reader takes fewer steps."""
-    from vllm_semantic_sched.lab.training import distil
+    """What a test trains on is soon learned: the instant reader takes fewer steps, and the length
+    head chooses between two strengths."""
+    from vllm_semantic_sched.lab.training import distil, length
 
     monkeypatch.setattr(distil, "_LEAST_STEPS", 40)
+    monkeypatch.setattr(length, "_STRENGTHS", (1.0, 16.0))
 
 
 def parsed(*arguments):
@@ -66,14 +68,14 @@ def base(tmp_path_factory):
     return folder
 
 
-def shallow(packed):
-    """The pretrained encoder with four of its layers."""
+def small(packed):
+    """The pretrained encoder with four of its layers, and the first numbers of its vectors."""
     state = {
-        name: value
+        name: value[..., :64] if "embeddings" in name else value[tuple([slice(64)] * value.ndim)]
         for name, value in packed.state.items()
         if not name.startswith("transformer.layer.") or int(name.split(".")[2]) < 4
     }
-    packed.config.n_layers = 4
+    packed.config.update({"n_layers": 4, "dim": 64, "hidden_dim": 64, "n_heads": 2})
     return replace(packed, state=state)
 
 
@@ -111,7 +113,7 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
 
     # The encoder learns each in the same way, from a large file of words.
     monkeypatch.setattr(languages, "LANGUAGES", ("en", "ja"))
-    monkeypatch.setattr(train, "read_encoder", lambda path: shallow(e5.read_encoder(path)))
+    monkeypatch.setattr(train, "read_encoder", lambda path: small(e5.read_encoder(path)))
     write_data(tmp_path / "data")
     options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
     options += ("--scale", 0.0005)
@@ -123,6 +125,16 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
     assert len(prediction.length) == len(predictor.length_buckets.means) > 2
     # The encoder is kept, to train other heads on.
     assert run("all", *options, "--base", tmp_path / "model" / "encoder") == 0
+
+
+def test_a_student_has_a_number_of_layers_that_divides_the_encoders(capsys):
+    for layers in (2, 3, 4, 6, 12):
+        assert parsed("all", "--output", "m", "--layers", layers).layers == layers
+    for layers in (1, 5, 7, 24):
+        with pytest.raises(SystemExit) as stopped:
+            parsed("all", "--output", "m", "--layers", layers)
+        assert stopped.value.code == 2
+        assert "--layers" in (error := capsys.readouterr().err) and "2, 3, 4, 6, 12" in error
 
 
 def test_missing_data_folder_fails_with_the_option_to_give(tmp_path, capsys, monkeypatch):

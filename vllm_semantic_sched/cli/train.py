@@ -67,8 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help=_DATA)
     text = "share of the texts per round; 0.01 tries it out"
     add("--scale", type=float, default=1.0, help=text)
-    text = "of a new network (%(default)s); 12, all of the pretrained encoder's, for a teacher"
-    add("--layers", type=int, default=6, choices=range(2, 13), metavar="N", help=text)
+    text = (
+        "of a new network: 2, 3, 4, 6 or 12 (%(default)s); 12, all of the pretrained encoder's, "
+        "for a teacher"
+    )
+    add("--layers", type=int, default=6, choices=(2, 3, 4, 6, 12), metavar="N", help=text)
     text = "network that `semsched train all` wrote, to learn from beside the labels"
     add("--teacher", type=Path, metavar="DIR", help=text)
     _add_training_arguments(add, epochs=3, base="pretrained")

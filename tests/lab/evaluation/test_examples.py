@@ -13,6 +13,11 @@ from vllm_semantic_sched.lab.evaluation.examples import (
 printable = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), min_size=1)
 
 
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    return tmp_path_factory.mktemp("tables") / "examples.csv"
+
+
 @given(
     st.lists(
         st.builds(
@@ -22,12 +27,12 @@ printable = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), m
             st.none() | st.integers(1, 5000),
         ),
         min_size=1,
+        max_size=5,
     )
 )
-def test_written_examples_read_back_the_same(tmp_path_factory, examples):
-    path = tmp_path_factory.mktemp("tables") / "examples.csv"
-    write_examples(examples, path)
-    assert read_examples(path) == examples
+def test_written_examples_read_back_the_same(table, examples):
+    write_examples(examples, table)
+    assert read_examples(table) == examples
 
 
 def test_tables_of_spreadsheets(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 from scipy.stats import kendalltau, rankdata
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
@@ -37,6 +38,18 @@ def quadratic_weighted_kappa(truth: Sequence[int], guess: Sequence[int]) -> floa
         return None
     labels = list(range(max(*truth, *guess) + 1))
     return float(cohen_kappa_score(truth, guess, labels=labels, weights="quadratic"))
+
+
+def disagreement(tables: NDArray[Any]) -> NDArray[numpy.float64]:
+    """1 - quadratic weighted kappa of tables (..., levels, levels) of counts, by the true and by
+    the decided level; 0 where kappa is undefined."""
+    levels = range(tables.shape[-1])
+    distance = numpy.square(numpy.subtract.outer(levels, levels))
+    rows, columns = tables.sum(axis=-1), tables.sum(axis=-2)
+    by_chance = numpy.einsum("...t,...d,td->...", rows, columns, distance)
+    seen = numpy.einsum("...td,td->...", tables, distance) * rows.sum(axis=-1)
+    shares: NDArray[numpy.float64] = seen / numpy.maximum(1, by_chance)
+    return shares
 
 
 def area_under_curve(positive: Sequence[bool], scores: Sequence[float]) -> float | None:

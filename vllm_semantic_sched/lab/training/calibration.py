@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error, likeliest
+from vllm_semantic_sched.lab.evaluation.metrics import (
+    disagreement,
+    expected_calibration_error,
+    likeliest,
+)
 from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.fit import autocast, average, length_bucket
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -145,35 +149,23 @@ def fitted_thresholds(
 
 def _best_cuts(
     table: IntArray, fixed: NDArray[numpy.float64], ranges: Sequence[tuple[int, int]]
-) -> list[int]:
+) -> IntArray:
     """Coordinate ascent from the middles between the levels. `table`: texts by place of the
     expected level, in steps, and by true level; `fixed`: other texts, by decided and by true level;
     `ranges`: least and greatest distance of each threshold from the level before it, in steps."""
     below = numpy.vstack([numpy.zeros_like(table[:1]), table.cumsum(axis=0)])
-    levels = table.shape[1]
-    truth = below[-1] + fixed.sum(axis=0)
-    distance = numpy.square(numpy.subtract.outer(range(levels), range(levels)))
-
-    def disagreement(cuts: list[int]) -> float:
-        """1 - kappa."""
-        ends = [0, *(min(cut, len(table)) for cut in cuts), len(table)]
-        decided = numpy.diff(below[ends], axis=0) + fixed
-        chance = numpy.outer(decided.sum(axis=1), truth) / max(1, truth.sum())
-        by_chance = float((distance * chance).sum())
-        return float((distance * decided).sum()) / by_chance if by_chance else 0.0
-
-    cuts = [level * _STEPS + max(_STEPS // 2, least) for level, (least, _) in enumerate(ranges)]
+    first = [level * _STEPS + max(_STEPS // 2, least) for level, (least, _) in enumerate(ranges)]
+    cuts = numpy.array([0, *first, 2 * len(table)])
     for _ in range(_ASCENTS):
-        for place, (least, most) in enumerate(ranges):
-            lower = cuts[place - 1] if place else 0
-            upper = cuts[place + 1] if place + 1 < len(cuts) else math.inf
-            tried = (
-                [*cuts[:place], at, *cuts[place + 1 :]]
-                for at in range(place * _STEPS + least, place * _STEPS + most + 1)
-                if lower < at < upper
-            )
-            cuts = min([cuts, *tried], key=disagreement)
-    return cuts
+        for place, (least, most) in enumerate(ranges, 1):
+            start = (place - 1) * _STEPS
+            lowest = max(start + least, cuts[place - 1] + 1)
+            others = numpy.arange(lowest, min(start + most + 1, cuts[place + 1]))
+            tried = numpy.tile(cuts, (len(others) + 1, 1))
+            tried[1:, place] = others
+            decided = numpy.diff(below[numpy.minimum(tried, len(table))], axis=1) + fixed
+            cuts = tried[disagreement(decided).argmin()]
+    return cuts[1:-1]
 
 
 def write_thresholds(

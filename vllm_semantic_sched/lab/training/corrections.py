@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 from scipy.stats import beta
 
-from vllm_semantic_sched.lab.evaluation.metrics import mean, quadratic_weighted_kappa
+from vllm_semantic_sched.lab.evaluation.metrics import disagreement, mean, quadratic_weighted_kappa
 from vllm_semantic_sched.lab.training.calibration import fitted_thresholds
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
@@ -92,18 +91,8 @@ def _is_better(truth: Sequence[int], present: Sequence[int], refitted: Sequence[
     shares = cells.ravel() / len(truth)
     drawn = numpy.random.default_rng(0).multinomial(len(truth), shares, size=_RESAMPLES)
     drawn = drawn.reshape(-1, levels, levels, levels)
-    worse = _disagreement(drawn.sum(axis=2)) > _disagreement(drawn.sum(axis=3))
+    worse = disagreement(drawn.sum(axis=2)) > disagreement(drawn.sum(axis=3))
     return bool(worse.mean() <= 1 - _SURE)
-
-
-def _disagreement(tables: NDArray[numpy.int_]) -> NDArray[numpy.float64]:
-    """1 - quadratic weighted kappa of tables (resamples, true level, decided level)."""
-    levels = range(tables.shape[1])
-    distance = numpy.square(numpy.subtract.outer(levels, levels))
-    by_chance = numpy.einsum("rt,rd,td->r", tables.sum(axis=2), tables.sum(axis=1), distance)
-    seen = numpy.einsum("rtd,td->r", tables, distance) * tables.sum(axis=(1, 2))
-    shares: NDArray[numpy.float64] = seen / numpy.maximum(1, by_chance)
-    return shares
 
 
 class Missed(NamedTuple):
