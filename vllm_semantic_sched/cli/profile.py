@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -31,8 +31,6 @@ from vllm_semantic_sched.policy.profile.roofline import Roofline
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.profiling.check import Point, Verdict
     from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
-
-T = TypeVar("T")
 
 _THIS_MACHINE = "this"
 _BLOCK = 16  # tokens in a KV block of a scenario, unless it says otherwise
@@ -140,12 +138,14 @@ def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
+    from tqdm import tqdm
+
     from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
     points = args.repeats * (len(grid.prefills) + len(grid.decodes))
-    stream = measure(engine, grid, args.repeats, args.statistic, args.seed)
-    found = _with_progress(stream, points, args.quiet)
+    with tqdm(total=points, unit="point", disable=args.quiet) as bar:
+        found = measure(engine, grid, args.repeats, args.statistic, args.seed, bar.update)
     profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
     formula.write_profile(profile, args.output)
     for kind, residual in profile.residuals.items():
@@ -158,6 +158,8 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 
 
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
+    from tqdm import tqdm
+
     from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
 
     profile = formula.load_profile(args.check)
@@ -168,25 +170,14 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
     lengths = make_lengths(longest)
     if not lengths:
         raise Failure(f"all points are longer than {longest} tokens", 2)
-    stream = measure_points(engine, profile, lengths, args.repeats, args.statistic, args.seed + 1)
-    points = _with_progress(stream, args.repeats * len(lengths), args.quiet)
+    how = (args.repeats, args.statistic, args.seed + 1)
+    with tqdm(total=args.repeats * len(lengths), unit="point", disable=args.quiet) as bar:
+        points = measure_points(engine, profile, lengths, *how, bar.update)
     verdict = judge(profile, points)
     _print_points(points, verdict)
     if args.output is not None:
         args.output.write_text(json.dumps(report(profile, points, verdict), indent=1) + "\n")
     return 0 if verdict.met else 3
-
-
-def _with_progress(stream: Iterator[T | None], points: int, quiet: bool) -> T:
-    """Show a progress bar until the stream yields its result."""
-    from tqdm import tqdm
-
-    with tqdm(total=points, unit="point", disable=quiet) as bar:
-        for result in stream:
-            if result is not None:
-                return result
-            bar.update()
-    raise AssertionError("no result")
 
 
 def _print_points(points: Sequence[Point], verdict: Verdict) -> None:

@@ -77,7 +77,7 @@ def _levels_guesser(examples: Sequence[Example]) -> Guesser:
 
 
 def _lengths_guesser(examples: Sequence[Example]) -> Guesser:
-    # On logarithms, because lengths span three orders of magnitude and errors are relative.
+    # Lengths span three orders of magnitude, and errors are relative.
     model = _fitted(Ridge(), examples, numpy.log([one.output_tokens or 1 for one in examples]))
     return lambda texts: Guess(tokens=numpy.maximum(1.0, numpy.exp(model.predict(texts))).tolist())
 

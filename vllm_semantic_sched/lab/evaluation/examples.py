@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,20 +106,18 @@ def builtin_set(name: str, root: Path | None) -> LabeledSet:
         texts = [Example(one.text) for one in answered]
         return LabeledSet(name, texts, answers=[one.output_tokens for one in answered])
     if name == "nhamcs-test":
-        visits = [visit for visit in triage_visits(root) if visit.split == "test"]
+        visits = (visit for visit in triage_visits(root) if visit.split == "test")
         return LabeledSet(name, [Example(visit.text, visit.level) for visit in visits])
     if name == "ktas":
         return LabeledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
-    if name == "dolly":
-        pairs = list(instruction_pairs(root, ("dolly_3k.json",)))
-    elif name == "alpaca-test":
-        pairs = [one for one in instruction_pairs(root, ("random_9k.json",)) if one.split == "test"]
-    elif name == "lengths-test":
-        both = (*instruction_pairs(root, ("dolly_3k.json",)), *medical_questions(root))
-        pairs = [pair for pair in both if pair.split == "test"]
-    else:
-        raise ValueError(f"{name!r} is not a built-in test set")
-    return LabeledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in pairs])
+    dolly = instruction_pairs(root, ("dolly_3k.json",))
+    pairs = {
+        "dolly": dolly,
+        "alpaca-test": instruction_pairs(root, ("random_9k.json",)),
+        "lengths-test": itertools.chain(dolly, medical_questions(root)),
+    }[name]
+    chosen = (pair for pair in pairs if name == "dolly" or pair.split == "test")
+    return LabeledSet(name, [Example(pair.text, None, pair.output_tokens) for pair in chosen])
 
 
 def _rows(path: Path, domain: Domain | None) -> Iterator[tuple[Example, str | None]]:
@@ -182,12 +181,11 @@ def _level_of(label: str, domain: Domain | None) -> int:
         if not 0 <= number < URGENCY_LEVELS:
             raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
         return number
-    return (domain or _emergency()).level_of(label if number is None else str(number))
+    domain = domain or _emergency()
+    return domain.level_of(label if number is None else str(number))
 
 
-@functools.cache
-def _emergency() -> Domain:
-    return load_domain("emergency")
+_emergency = functools.cache(functools.partial(load_domain, "emergency"))
 
 
 def _integer(value: str) -> int | None:

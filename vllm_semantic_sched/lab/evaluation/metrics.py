@@ -134,13 +134,11 @@ def group_figures(
     4, `urgent_recall` the share of texts of levels 0 and 1 decided at 0 or 1, `false_alarms` that
     of levels 3 and 4; None where a group has no such text.
     """
+    members: dict[str, list[tuple[int, int]]] = {}
+    for group, *pair in zip(groups, truth, decided, strict=True):
+        members.setdefault(group, []).append((pair[0], pair[1]))
     figures = {}
-    for group in dict.fromkeys(groups):
-        pairs = [
-            (true, level)
-            for one, true, level in zip(groups, truth, decided, strict=True)
-            if one == group
-        ]
+    for group, pairs in members.items():
         worst = [level for true, level in pairs if true == 0]
         urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
         calm = [level for true, level in pairs if true >= _LEVEL_OF_NO_HURRY]

@@ -1,7 +1,7 @@
 """Measures what preempting a request costs, and compares it with a profile's predictions."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,10 +77,11 @@ def measure_points(
     lengths: Sequence[tuple[int, int]],
     repeats: int,
     statistic: str,
-    seed: int = 1,
-) -> Iterator[list[Point] | None]:
+    seed: int,
+    advanced: Callable[[], object],
+) -> list[Point]:
     """Measure the prefill of prompt and generated tokens in one pass, as vLLM does after a
-    preemption, and the copies of their KV. Yields None after each measurement, then the points."""
+    preemption, and the copies of their KV. Calls `advanced` after each measurement."""
     totals = [sum(pair) for pair in lengths]
     seconds: list[list[float]] = [[] for _ in lengths]
     engine.run([lengths[0][0]], 4)
@@ -88,7 +89,7 @@ def measure_points(
     for place in random_order(len(lengths), repeats, seed):
         steps = engine.run([totals[place]], 1)
         seconds[place].append(sum(step.seconds for step in steps))
-        yield None
+        advanced()
     copies = engine.copy(totals, max(3, 2 * repeats), seed)
 
     def point(place: int) -> Point:
@@ -105,7 +106,7 @@ def measure_points(
             predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
         )
 
-    yield [point(place) for place in range(len(lengths))]
+    return [point(place) for place in range(len(lengths))]
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:

@@ -1,8 +1,9 @@
 """Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +70,15 @@ class Measurements(NamedTuple):
 
 
 def measure(
-    engine: LiveEngine, grid: Grid, repeats: int, statistic: str, seed: int = 0
-) -> Iterator[Measurements | None]:
-    """Measure a grid. Yields None after each measurement of a point, then all measurements."""
-    points: list[tuple[int, int, int]] = [(1, length, 1) for length in grid.prefills]
+    engine: LiveEngine,
+    grid: Grid,
+    repeats: int,
+    statistic: str,
+    seed: int,
+    advanced: Callable[[], object],
+) -> Measurements:
+    """Measure a grid. Calls `advanced` after each measurement of a point."""
+    points = [(1, length, 1) for length in grid.prefills]
     points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
     runs: list[list[list[Step]]] = [[] for _ in points]
     # The engine does some work slower the first time.
@@ -81,25 +87,22 @@ def measure(
     for place in random_order(len(points), repeats, seed):
         sequences, length, output_tokens = points[place]
         runs[place].append(engine.run([length] * sequences, output_tokens))
-        yield None
-    prefills: list[Step] = []
-    decodes: list[Step] = []
-    mixed: list[Step] = []
+        advanced()
+    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
     for (sequences, _, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
         if output_tokens == 1:
             prefills += steps
             continue
         mixed += [step for step in steps if step.batch.prefills and sequences > 1]
-        decode = merge_decodes([step for run in point for step in run], statistic)
-        if decode is not None:
-            decodes.append(decode)
+        decode = merge_decodes([*chain.from_iterable(point)], statistic)
+        decodes += [decode] if decode else []
     copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
     saves, loads = (
         [reduce_seconds(seconds, statistic) for seconds in times]
         for times in (copies.save, copies.load)
     )
-    yield Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
+    return Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
 
 
 def random_order(points: int, repeats: int, seed: int) -> Iterator[int]:

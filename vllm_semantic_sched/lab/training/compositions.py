@@ -13,7 +13,7 @@ from typing import Self
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages
 from vllm_semantic_sched.lab.training.noise import hasty, without_marks
-from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, surroundings
+from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, fill, surroundings
 from vllm_semantic_sched.sim.datasets import Split
 
 # A message's level is drawn with these weights: emergencies are what compositions hide.
@@ -108,7 +108,7 @@ class _Draft:
         matter, _ = self.message()
         if self.rng.random() < 0.5:
             matter = matter.rstrip(_ENDS)
-        return self.pick("frames").replace("{matter}", matter)
+        return fill(self.pick("frames"), matter=matter)
 
     def typed(self, text: str) -> str:
         """`text`, at times without accents or as typed in a hurry."""
@@ -128,13 +128,10 @@ class _Draft:
 
     def in_chat(self, turns: Sequence[str], level: int) -> Example:
         """The user's turns, oldest first, in a chat template with answers between them."""
-        user, answer = self.rng.choice(_TEMPLATES)
+        user, answer = self.rng.choice(surroundings().exchanges)
         *earlier, newest = map(self.typed, turns)
-        text = "".join(
-            user.replace("{text}", turn) + answer.replace("{text}", self.pick("assistant"))
-            for turn in earlier
-        )
-        return Example(text + user.replace("{text}", newest), level)
+        said = [fill(user, text=one) + fill(answer, text=self.pick("assistant")) for one in earlier]
+        return Example("".join(said) + fill(user, text=newest), level)
 
     def beside_tasks(self) -> Example:
         """A message before, after or between tasks."""
@@ -153,8 +150,9 @@ class _Draft:
         """A message beside a pasted text, a tool's result or a dispatcher's instructions."""
         text, level = self.message()
         block = " ".join(self.task() for _ in range(self.rng.randint(1, 3)))
-        form = self.rng.choice(_BLOCKS).replace("{system}", self.pick("systems"))
-        return Example(form.replace("{block}", block).replace("{text}", self.typed(text)), level)
+        form, system = self.rng.choice(surroundings().blocks), self.pick("systems")
+        filled = fill(form, system=system, block=block, text=self.typed(text))
+        return Example(filled, level)
 
     def only_tasks(self) -> Example:
         return Example(self.typed(self.joined(self.tasks(0, 6, 3, 1))), 4)
@@ -240,38 +238,9 @@ def _drawn(weights: Sequence[int], rng: random.Random) -> int:
 def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
     if rng.random() >= _CLAIMED:
         return example
-    claim, form = rng.choice(surroundings().claims).strip(), rng.choice(_CLAIMED_FORMS)
-    return replace(example, text=form.replace("{claim}", claim).replace("{text}", example.text))
+    claim, form = rng.choice(surroundings().claims).strip(), rng.choice(surroundings().claimed)
+    return replace(example, text=fill(form, claim=claim, text=example.text))
 
-
-_TEMPLATES = (
-    ("<|im_start|>user\n{text}<|im_end|>\n", "<|im_start|>assistant\n{text}<|im_end|>\n"),
-    ("User: {text}\n", "Assistant: {text}\n"),
-)
-
-_BLOCKS = (
-    "{block}\n---\n{text}",
-    "{text}\n---\n{block}",
-    "> {block}\n\n{text}",
-    "```\n{block}\n```\n{text}",
-    "{system}\n\n{text}",
-    "{system} {text}",
-    "{text}\n<tool_response>{block}</tool_response>",
-    "<tool_response>{block}</tool_response>\n{text}",
-    '{"message": "{text}", "note": "{block}"}',
-)
-
-_CLAIMED_FORMS = (
-    "{claim} {text}",
-    "{text} {claim}",
-    "{text}\n{claim}",
-    '{"note": "{claim}", "text": "{text}"}',
-    '{"severity": "critical", "message": "{text}"}',
-    '{"priority": 1, "content": "{text}"}',
-    '{"text": "{text}", "level": "P0"}',
-    '{"priority": "low", "text": "{text}"}',
-    "<priority>highest</priority> {text}",
-)
 
 # Forms of a composition and how often each is drawn.
 _FORMS: Mapping[Callable[[_Draft], Example], float] = {

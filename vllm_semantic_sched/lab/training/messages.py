@@ -11,6 +11,7 @@ from vllm_semantic_sched.lab.training.wording import (
     Person,
     capital,
     choose,
+    fill,
     harmless,
     person,
     surroundings,
@@ -42,7 +43,7 @@ def level_message(level: int, rng: random.Random) -> str:
 def harmless_prompt(rng: random.Random) -> str:
     """A prompt of the least urgent level; half of them use an emergency's vocabulary."""
     source = harmless().distractors if rng.random() < 0.6 else harmless().everyday
-    sentence = rng.choice(source).replace("{noun}", rng.choice(harmless().emergency_nouns))
+    sentence = fill(rng.choice(source), noun=rng.choice(harmless().emergency_nouns))
     sentence = choose(sentence, rng)
     if rng.random() < 0.08:
         sentence = f"{sentence} {rng.choice(surroundings().questions)}"

@@ -131,27 +131,28 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
 
     coded = sources.visits
     examples = [Example(one.text, one.level) for one in some(coded, _PLAIN_VISITS)]
-    for visit in some(coded, _CHARTED_VISITS):
-        examples.append(Example(visits.chart_note(visit, rng), visit.level))
+    charted = some(coded, _CHARTED_VISITS)
+    examples += [Example(visits.chart_note(one, rng), one.level) for one in charted]
     for level, count in enumerate(_VOICED_VISITS):
-        for visit in some([visit for visit in coded if visit.level == level], count):
-            examples.append(Example(with_noise(visits.visit_message(visit, rng), rng), level))
-    for written in some(sources.written, _WRITTEN):
-        examples.append(Example(noisy(written.text, rng), written.level))
-    for written in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
-        text = without_marks(written.text, rng)
+        voiced = some([one for one in coded if one.level == level], count)
+        texts = (visits.visit_message(one, rng) for one in voiced)
+        examples += [Example(with_noise(text, rng), level) for text in texts]
+    written = some(sources.written, _WRITTEN)
+    examples += [Example(noisy(one.text, rng), one.level) for one in written]
+    for one in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
+        text = without_marks(one.text, rng)
         if rng.random() < _CLAIMED_ELSEWHERE:
             text = rng.choice(surroundings().claims) + text
-        examples.append(Example(with_noise(text, rng), written.level))
+        examples.append(Example(with_noise(text, rng), one.level))
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
-        for _ in range(round(count * scale)):
-            examples.append(Example(noisy(messages.level_message(level, rng), rng), level))
+        texts = (messages.level_message(level, rng) for _ in range(round(count * scale)))
+        examples += [Example(noisy(text, rng), level) for text in texts]
     for prompt, count in _PROMPTS_OF_LAST_LEVEL.items():
-        for _ in range(round(count * scale)):
-            examples.append(Example(noisy(prompt(rng), rng), 4))
+        texts = (prompt(rng) for _ in range(round(count * scale)))
+        examples += [Example(noisy(text, rng), 4) for text in texts]
     for pairs, count in ((sources.prompts, _PROMPTS), (sources.questions, _MEDICAL_QUESTIONS)):
-        for pair in some(pairs, count):
-            examples.append(Example(noisy(pair.text, rng), 4, pair.output_tokens))
+        drawn = some(pairs, count)
+        examples += [Example(noisy(one.text, rng), 4, one.output_tokens) for one in drawn]
     examples += [_composed_example(sources, rng) for _ in range(round(_COMPOSED * scale))]
     examples += sources.composer.draw(round(_COMPOSITIONS * scale), rng)
     rng.shuffle(examples)

@@ -3,7 +3,7 @@
 import random
 import unicodedata
 
-from vllm_semantic_sched.lab.training.wording import choose, surroundings
+from vllm_semantic_sched.lab.training.wording import choose, fill, surroundings
 
 # Shares of messages and prompts
 _LATE = 0.12  # late in a long text
@@ -73,8 +73,8 @@ def with_question(message: str, question: str, rng: random.Random) -> str:
 
 def in_chat_template(text: str, rng: random.Random) -> str:
     """`text` inside a chat template, as a scheduler may see it."""
-    form = rng.choice(surroundings().templates)
-    wrapped = form.replace("{system}", rng.choice(surroundings().systems)).replace("{text}", text)
+    form, system = rng.choice(surroundings().templates), rng.choice(surroundings().systems)
+    wrapped = fill(form, system=system, text=text)
     return wrapped.lower() if rng.random() < 0.15 else wrapped
 
 

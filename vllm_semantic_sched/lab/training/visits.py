@@ -2,34 +2,18 @@
 
 import random
 import re
+from bisect import bisect_right
 
-from vllm_semantic_sched.lab.training.wording import Person, capital, choose, reasons, surroundings
-from vllm_semantic_sched.sim.datasets import TriageVisit
-
-_VAGUE = re.compile(
-    r"^(oth|other|illegible|inadequate|problems, complaints|symptoms, |pain, specified)", re.I
+from vllm_semantic_sched.lab.training.wording import (
+    Person,
+    capital,
+    choose,
+    fill,
+    reasons,
+    surroundings,
+    visit_texts,
 )
-_RULES = {
-    re.compile(pattern, re.I): form
-    for pattern, form in (
-        (r"^(.+) pain, ache.*$", r"\1 pain|an aching \1|pain in the \1"),
-        (r"^Injury, other and unspecified, of (\w+)", r"an injured \1|a hurt \1|\1 injury"),
-        (r"^Swelling of (.+)$", r"a swollen \1|swelling of the \1"),
-        (r"^Weakness of (.+)$", r"weakness in the \1|a weak \1"),
-        (r"^Fracture/dislocation of (.+)$", r"a broken \1|a fractured \1"),
-        (r"^Sprain and strain of (.+)$", r"a sprained \1"),
-        (r"^(.+) symptoms$", r"a problem with the \1"),
-        (r"^Laceration/cut.*$", r"a cut|a laceration"),
-        (r"^Contusion.*$", r"bruising"),
-    )
-}
-_FINDINGS = {
-    re.compile(r"^(.+?)(?: and \w+)? pain(?:, ache)?.*$", re.I): "pain",
-    re.compile(
-        r"^(?:Injury, other and unspecified, of|Sprain and strain of) (.+)$"
-    ): "[injury|contusion|trauma]",
-    re.compile(r"^Fracture/dislocation of (.+)$"): "[fx|r/o fx|fracture]",
-}
+from vllm_semantic_sched.sim.datasets import TriageVisit
 
 
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:
@@ -63,12 +47,11 @@ def lay_term(reason: str, rng: random.Random) -> str | None:
     everyday, _ = reasons().get(reason, ("", ""))
     if everyday:
         return rng.choice(everyday.split("|"))
-    if _VAGUE.match(reason):
+    if re.match(visit_texts().vague, reason):
         return None
-    for pattern, form in _RULES.items():
-        if pattern.match(reason):
-            chosen = rng.choice(form.split("|"))
-            return pattern.sub(chosen, reason.lower())
+    for pattern, form in visit_texts().everyday.items():
+        if re.match(pattern, reason):
+            return re.sub(pattern, rng.choice(form.split("|")), reason.lower())
     plain = re.sub(r"\(.*?\)", "", reason.lower()).replace(", nos", "").replace(", nec", "")
     return " ".join(plain.split(",")[0].split())
 
@@ -78,11 +61,9 @@ def chart_term(reason: str, rng: random.Random) -> str | None:
     _, chart = reasons().get(reason, ("", ""))
     if chart:
         return choose(f"[{chart}]", rng)
-    for pattern, finding in _FINDINGS.items():
-        if match := pattern.match(reason):
-            place = match.group(1).lower()
-            form = f"[{place} {finding}|{finding}, {place}|{finding}, [Rt|Lt|both] {place}"
-            form += f"|[Rt|Lt|right|left] {place} {finding}|{place} {finding}, [Rt|Lt]]"
+    for pattern, finding in visit_texts().findings.items():
+        if match := re.match(pattern, reason):
+            form = fill(visit_texts().finding_forms, place=match[1].lower(), finding=finding)
             return choose(form, rng)
     term = lay_term(reason, rng)
     return term and _bare(term)
@@ -99,60 +80,44 @@ def _listed(terms: list[str], rng: random.Random) -> str:
 
 
 def _subject(visit: TriageVisit, rng: random.Random) -> Person:
-    male = visit.sex == "male"
-    age = visit.age if visit.age is not None else 40
-    if age < 13:
-        child, small = ("son", "boy") if male else ("daughter", "girl")
-        names = f"my {child}|my {age} year old|our little {small}"
-    elif age > 59:
-        names = "my dad|my grandfather|my husband" if male else "my mom|my grandmother|my wife"
-    else:
-        names = "my brother|my husband|my friend" if male else "my sister|my wife|my friend"
-    return Person(rng.choice(f"{names}|a {age}-year-old {visit.sex}".split("|")), male)
+    male, age = visit.sex == "male", 40 if visit.age is None else visit.age
+    names = visit_texts().people[bisect_right((13, 60), age)][male]
+    return Person(fill(rng.choice(names), age=str(age), sex=visit.sex), male)
 
 
 def _extras(visit: TriageVisit, who: str, rng: random.Random) -> list[str]:
     """Facts beside the complaint, each left out at times; the age only after a `who`."""
-    facts: list[str] = []
+    facts, words = list[str](), visit_texts()
     if who and visit.age is not None and rng.random() < 0.5:
         facts.append(f"{who} {visit.age}.")
     for known, share, texts in (
-        (
-            visit.pain is not None,
-            0.6,
-            (f"Pain is {visit.pain} out of 10.", f"Pain {visit.pain}/10."),
-        ),
-        (visit.injury == "injury/trauma", 0.5, _INJURED),
-        (visit.injury == "overdose/poisoning", 0.8, _POISONED),
-        (visit.ambulance, 0.6, _BROUGHT),
+        (visit.pain is not None, 0.6, words.pain),
+        (visit.injury == "injury/trauma", 0.5, words.injured),
+        (visit.injury == "overdose/poisoning", 0.8, words.poisoned),
+        (visit.ambulance, 0.6, words.brought),
     ):
         if known and rng.random() < share:
-            facts.append(rng.choice(texts))
+            facts.append(fill(rng.choice(texts), pain=str(visit.pain)))
     rng.shuffle(facts)
     return facts
 
 
-_INJURED = ("It's from an injury.", "After an accident.", "Got hurt.")
-_POISONED = ("Possibly an overdose.", "Took something poisonous.")
-_BROUGHT = ("An ambulance is bringing us in.", "Came by ambulance.")
-
-
 def _relative(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
     who = _subject(visit, rng)
-    verb = rng.choice(("has", "has", "is complaining of", "came down with", "is here with"))
-    said = capital(f"{who.name} {verb} {_listed(terms, rng)}.")
-    return _asking([said, *_extras(visit, capital(who.he) + " is", rng)], rng)
+    form = choose(visit_texts().relative, rng)
+    said = fill(form, who=who.name, terms=_listed(terms, rng))
+    return _asking([capital(said), *_extras(visit, capital(who.he) + " is", rng)], rng)
 
 
 def _patient(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
-    said = rng.choice(("I have", "I've got", "I'm having", "I came in for")) + " "
-    return _asking([f"{said}{_listed(terms, rng)}.", *_extras(visit, "I'm", rng)], rng)
+    said = fill(choose(visit_texts().patient, rng), terms=_listed(terms, rng))
+    return _asking([said, *_extras(visit, "I'm", rng)], rng)
 
 
 def _dispatcher(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
-    lead = rng.choice(("Caller reports", "Incoming:", "Reported:", "Unit advises"))
+    form = choose(visit_texts().dispatcher, rng)
     age = f"{visit.age} year old " if visit.age is not None and rng.random() < 0.85 else ""
-    said = f"{lead} {age}{visit.sex} with {_listed(terms, rng)}."
+    said = fill(form, age=age, sex=visit.sex, terms=_listed(terms, rng))
     return " ".join([said, *_extras(visit, "", rng)[:2]])
 
 
@@ -174,6 +139,5 @@ def _terse(visit: TriageVisit, terms: list[str], rng: random.Random) -> str:
 
 
 def _asking(sentences: list[str], rng: random.Random) -> str:
-    if rng.random() < 0.3:
-        sentences = [*sentences, rng.choice(surroundings().questions)]
-    return " ".join(sentences)
+    asked = [rng.choice(surroundings().questions)] if rng.random() < 0.3 else []
+    return " ".join(sentences + asked)

@@ -4,19 +4,17 @@ import csv
 import functools
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.lab.evaluation.domain import check_template
-from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
 
 _TEXTS = Path(__file__).with_name("texts")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
-_PERSON_NAMES = ("who", "he", "him", "his")
 _AGES = {"{age}": (3, 90), "{young}": (1, 12), "{old}": (55, 92)}
 
 _Texts = Annotated[tuple[str, ...], Field(min_length=1)]
@@ -74,6 +72,26 @@ class Surroundings(Section):
     claims: _Texts
     templates: _Texts
     systems: _Texts
+    exchanges: tuple[tuple[str, str], ...]
+    blocks: _Texts
+    claimed: _Texts
+
+
+class VisitTexts(Section):
+    """Words for coded visits (texts/visits.yaml)."""
+
+    vague: str
+    everyday: dict[str, str]
+    findings: dict[str, str]
+    finding_forms: str
+    people: tuple[tuple[_Texts, _Texts], ...]
+    relative: str
+    patient: str
+    dispatcher: str
+    pain: _Texts
+    injured: _Texts
+    poisoned: _Texts
+    brought: _Texts
 
 
 class Parts(Section):
@@ -92,7 +110,7 @@ class Parts(Section):
 
 
 class Person(NamedTuple):
-    """The person that a message is about, as the speaker calls them."""
+    """Whom a message is about, as the speaker calls them."""
 
     name: str
     male: bool
@@ -105,28 +123,33 @@ class Person(NamedTuple):
     def fill(self, sentence: str) -> str:
         """`sentence` with {who}, {he}, {him} and {his} filled in."""
         him, his = ("him", "his") if self.male else ("her", "her")
-        filled = sentence.replace("{who}", self.name).replace("{his}self", f"{him}self")
-        return filled.replace("{he}", self.he).replace("{him}", him).replace("{his}", his)
+        sentence = sentence.replace("{his}self", "{him}self")
+        return fill(sentence, who=self.name, he=self.he, him=him, his=his)
 
 
 @functools.cache
 def wordings() -> tuple[Wording, ...]:
     """The wording of each urgency level, level 0 first."""
-    texts = read_texts(_TEXTS / "emergency.yaml", EmergencyTexts, _PERSON_NAMES)
+    texts = read_texts(_TEXTS / "emergency.yaml", EmergencyTexts)
     return tuple(getattr(texts, name) for name in EmergencyTexts.model_fields)
 
 
 @functools.cache
 def harmless() -> HarmlessTexts:
     """Prompts of the least urgent level."""
-    return read_texts(_TEXTS / "harmless.yaml", HarmlessTexts, ("noun", "matter"))
+    return read_texts(_TEXTS / "harmless.yaml", HarmlessTexts)
 
 
 @functools.cache
 def surroundings() -> Surroundings:
     """Openings, questions, claims and chat templates."""
-    names = (*_PERSON_NAMES, "age", "young", "old", "text", "system")
-    return read_texts(_TEXTS / "surroundings.yaml", Surroundings, names)
+    return read_texts(_TEXTS / "surroundings.yaml", Surroundings)
+
+
+@functools.cache
+def visit_texts() -> VisitTexts:
+    """Words for coded visits."""
+    return read_texts(_TEXTS / "visits.yaml", VisitTexts)
 
 
 @functools.cache
@@ -148,10 +171,8 @@ def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
 @functools.cache
 def composition_parts() -> Mapping[str, Parts]:
     """The parts of compositions by ISO 639-1 code of their language."""
-    return {
-        path.stem: parse_section(Parts, _parsed(path), path.name)
-        for path in sorted((_TEXTS / "compositions").glob("*.yaml"))
-    }
+    paths = sorted((_TEXTS / "compositions").glob("*.yaml"))
+    return {path.stem: read_texts(path, Parts) for path in paths}
 
 
 def choose(sentence: str, rng: random.Random) -> str:
@@ -160,6 +181,13 @@ def choose(sentence: str, rng: random.Random) -> str:
         picked = rng.choice(match.group(1).split("|"))
         sentence = sentence[: match.start()] + picked + sentence[match.end() :]
     return " ".join(sentence.split())
+
+
+def fill(form: str, /, **words: str) -> str:
+    """`form` with each `{name}` replaced by the word of that name, one name after the other."""
+    for name, word in words.items():
+        form = form.replace(f"{{{name}}}", word)
+    return form
 
 
 def person(rng: random.Random) -> Person:
@@ -176,31 +204,14 @@ def capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def read_texts(path: Path, section: type[_File], placeholders: Collection[str]) -> _File:
-    """Read and validate a YAML file of texts. PolicyError with the file and the text if a key is
-    unknown or missing, a list is empty, brackets do not match, or a placeholder has no meaning."""
-    data = _parsed(path)
-    texts = parse_section(section, data, path.name)
-    try:
-        for sentence in _sentences(data):
-            check_template(sentence, placeholders)
-    except ValueError as error:
-        raise PolicyError(f"{path.name}: {error}") from error
-    return texts
+def read_texts(path: Path, section: type[_File]) -> _File:
+    """Read a YAML file of texts. PolicyError with the file if a key is unknown or missing, or a
+    list is empty."""
+    # The C parser where PyYAML has one: these files are long.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return parse_section(section, yaml.load(path.read_text("utf-8"), Loader=loader), path.name)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def _parsed(path: Path) -> Any:
-    # The C parser where PyYAML has one: these files are long.
-    return yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
-def _sentences(data: Any) -> Sequence[str]:
-    if isinstance(data, str):
-        return [data]
-    parts = data.values() if isinstance(data, dict) else data
-    return [sentence for part in parts for sentence in _sentences(part)]
