@@ -1,7 +1,7 @@
 """The predictor of urgency level and output length at run time, see docs/predictor.md.
 
-`instant` reads a text at once, in the engine's process. `model` reads it better, `worker` runs it
-in a process of its own, and `service` feeds that process from the engine.
+`instant` reads a text at once, in the engine's process. `model` reads it better, in a process of
+its own (`worker`), which `service` feeds from the engine.
 """
 
 import hashlib
@@ -26,8 +26,7 @@ def weights_file(folder: Path) -> Path | None:
 
 
 def model_hash(path: str | None) -> str:
-    """Twelve hexadecimal digits of the files of the shipped model (`path` None) or of a stored one;
-    empty without files."""
+    """Twelve hex digits of a model's files (`path` None: the shipped one); empty without files."""
     folder = SHIPPED_WEIGHTS if path is None else Path(path)
     digest, found = hashlib.sha256(), False
     for name in ("config.json", *WEIGHTS_FILES.values(), "instant.npz"):

@@ -26,13 +26,8 @@ def parts_of(text: str) -> list[str]:
         return []
     edge, size = int(_FRAMING * _BYTES), int((room - 2 * _FRAMING) * _BYTES)
     starts = range(seen, len(data) - seen, size - _OVERLAP)[:MOST_PARTS]
-    return [
-        " ".join(
-            part.decode("utf-8", "ignore")
-            for part in (data[:edge], data[start : start + size], data[-edge:])
-        )
-        for start in starts
-    ]
+    parts = ((data[:edge], data[start : start + size], data[-edge:]) for start in starts)
+    return [" ".join(piece.decode("utf-8", "ignore") for piece in part) for part in parts]
 
 
 @dataclass(eq=False)

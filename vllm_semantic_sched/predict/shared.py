@@ -1,8 +1,7 @@
 """Lets the engines of a server share one predictor process: about 0.8 GB less for each but one.
 
-Each engine starts this program in place of a worker. The first one starts the worker and listens on
-a Unix socket; the others connect to it and take turns. If the first one or the worker ends, all
-end, and the engines start them again, as they would a worker.
+Each engine starts this program as its worker. The first one starts the worker and listens on a Unix
+socket, to which the others connect. If it or the worker ends, all end and are started again.
 """
 
 import argparse
@@ -95,10 +94,8 @@ async def _run(path: Path, timeout: float, command: Sequence[str]) -> int:
 async def _join(path: Path) -> int:
     """Pass everything between the engine and the first one."""
     reader, writer = await asyncio.open_unix_connection(path)
-    ways = [
-        asyncio.create_task(_copy(await _stdin(), writer)),
-        asyncio.create_task(_copy(reader, await _stdout())),
-    ]
+    copies = _copy(await _stdin(), writer), _copy(reader, await _stdout())
+    ways = [asyncio.create_task(copy) for copy in copies]
     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     return 0 if ways[0].done() else 1
 
@@ -111,12 +108,9 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     """Run the worker for this engine and those that connect, until this one or the worker ends."""
+    limit, pipe = _LONGEST_LINE, asyncio.subprocess.PIPE
     worker = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_LONGEST_LINE,
-        preexec_fn=_die_with_parent,
+        *command, stdin=pipe, stdout=pipe, limit=limit, preexec_fn=_die_with_parent
     )
     requests, answers = worker.stdin, worker.stdout
     assert requests is not None and answers is not None
@@ -147,7 +141,7 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     own_answers.write(ready)
     await own_answers.drain()
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(serve, path, limit=_LONGEST_LINE)
+    server = await asyncio.start_unix_server(serve, path, limit=limit)
     ends = (serve(own_requests, own_answers), worker.wait())
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in ends]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,6 @@ def main() -> int:
     parser.add_argument("--model", default=None)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-
     # Libraries may print to stdout: move the answers to a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -40,7 +39,6 @@ def main() -> int:
     os.nice(_NICENESS)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the accelerator belongs to the engine
-
     try:
         from vllm_semantic_sched.predict.model import TextPredictor
 

@@ -53,10 +53,8 @@ class Threshold(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Threshold:
         if self.critical < self.warning:
-            raise ValueError(
-                f"critical: {self.critical:g} is below warning: {self.warning:g}; valid: at least "
-                "as much"
-            )
+            marks = f"critical: {self.critical:g} is below warning: {self.warning:g}"
+            raise ValueError(f"{marks}; valid: at least as much")
         return self
 
 

@@ -36,12 +36,11 @@ class AnswerEnd(enum.Enum):
 class LengthCalibration:
     """Length buckets that follow finished requests.
 
-    An expected length is the sum of probability times mean, so the means are the weights of a
-    linear model, which the normalized least-mean-squares rule fits to observed lengths, O(buckets)
-    per request. Each mean takes a part of the error in proportion to itself, plus more if its
-    bucket is probable. The result is projected onto non-decreasing positive means, and each edge
-    keeps its relative place between its two means. Answers cut by a limit only raise expectations:
-    if all clients set the same limit, they become those of the length under the limit.
+    The means are the weights of a linear model of the expected length, which the normalized
+    least-mean-squares rule fits to observed lengths: each takes a part of the error in proportion
+    to itself, plus more if its bucket is probable. The result is projected onto non-decreasing
+    positive means, and each edge keeps its relative place between its two means. Answers cut by a
+    limit only raise expectations: under one limit for all, to the length under that limit.
     """
 
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:

@@ -31,12 +31,8 @@ def expected_output_tokens(
     S3, Jin et al. 2023). A request that has not reached `shortest` has outlived none, because it
     was not free to end. Probability beyond a bound moves to the bound: a long answer under a low
     limit does not become short by nature. Applied to the mean alone, a limit would make all
-    requests that are likely to reach it look alike.
-
-    Args:
-        probabilities: one per bucket.
-        estimate: mean, or a quantile (as a number: the share of such answers that it covers) of
-            lengths that are uniform within a bucket.
+    requests that are likely to reach it look alike. `probabilities`: one per bucket. `estimate`:
+    mean, or a quantile (a number: the share of answers within) of lengths uniform in each bucket.
     """
     if shortest >= limit:
         return float(limit)

@@ -52,8 +52,7 @@ def shipped_names(kind: Kind) -> list[str]:
 
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
-    """Find a file by name (`ems`) or path. PolicyError if it is neither a shipped name nor an
-    existing file; the message lists the names."""
+    """Find a file by shipped name (`ems`) or path; PolicyError, with the names, if it is none."""
     names, given = shipped_names(kind), str(name_or_path)
     if given in names:
         return _folder(kind) / f"{given}.yaml"

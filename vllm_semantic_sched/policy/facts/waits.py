@@ -1,10 +1,9 @@
 """Why requests wait: splits each wait into causes that add up to it.
 
-At any time one cause keeps all waiting requests from starting: no seat, no KV blocks, and so on.
-The ledger adds up the seconds of each, apart by the level that got the latest seat. A request notes
-the sums when it begins to wait; their growth until it starts are its causes. What concerns one
-request or one queue (unread, not ready, limits) replaces them while it lasts. So only changes cost
-anything, not steps or waiting requests.
+At any time one cause (no seat, no KV blocks, ...) keeps all waiting requests from starting. The
+ledger adds up the seconds of each, by the level that got the latest seat; the growth of the sums
+during a wait are its causes. What concerns one request or queue (unread, not ready, limits)
+replaces them while it lasts. So only changes cost anything, not steps or waiting requests.
 """
 
 from __future__ import annotations

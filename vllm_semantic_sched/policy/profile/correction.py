@@ -1,9 +1,8 @@
 """Corrects an engine profile by measured steps of the running engine.
 
-Decode steps have a level, with a factor on the given profile, for each of 1, 2, 4, 8 ... sequences.
-Prefills and copies have one factor each, for what the levels leave of a step. The speed, a factor
-on all levels and on prefills, follows every step, so that levels keep their ratio while only some
-are visited.
+Decode steps of 1, 2, 4, 8 ... sequences have a level each, a factor on the given profile; prefills
+and copies one factor each, for what the levels leave of a step. The speed, a factor on all levels
+and on prefills, follows every step, so that levels keep their ratio while only some are visited.
 """
 
 from __future__ import annotations

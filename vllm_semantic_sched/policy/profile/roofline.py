@@ -1,9 +1,8 @@
 """Derives an engine profile from a model's configuration and a device's figures.
 
-A step takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline
-model: Williams et al., CACM 2009). It is the default profile of a server, which `ProfileScale`
-corrects by measured steps, and serves for machines that one does not have. Communication between
-devices is not modeled.
+A step takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et al.,
+CACM 2009). `ProfileScale` corrects it by measured steps. Communication between devices is not
+modeled.
 """
 
 from __future__ import annotations
