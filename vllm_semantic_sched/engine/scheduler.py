@@ -49,19 +49,19 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         vllm_api.watch_new_requests()
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
-        scheduler: Any
         if policy.base == "fcfs":
             logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
             asynchronous = asynchronous or issubclass(cls, vllm_api.AsyncScheduler)
             stock = vllm_api.AsyncScheduler if asynchronous else vllm_api.Scheduler
             scheduler = stock(vllm_config, *args, **kwargs)
-        else:
-            if cls is SemanticScheduler and asynchronous:
-                cls = AsyncSemanticScheduler
-            scheduler = super().__new__(cls)
-            scheduler._settings = policy, engine_profile(policy, vllm_config, starting=True)
-        vllm_api.add_utility(scheduler, commands.UTILITY, commands.run)
-        return scheduler
+            vllm_api.add_utility(scheduler, commands.UTILITY, commands.run)
+            return scheduler
+        if cls is SemanticScheduler and asynchronous:
+            cls = AsyncSemanticScheduler
+        self = super().__new__(cls)
+        vllm_api.add_utility(self, commands.UTILITY, commands.run)
+        self._settings = (policy, engine_profile(policy, vllm_config, starting=True))
+        return self
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         policy, profile = self._settings
