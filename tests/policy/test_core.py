@@ -8,7 +8,7 @@ from jobs import FreeingView, step, take_next
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level
+from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
 from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
@@ -335,6 +335,27 @@ def test_hinted_level_stays_and_the_provisional_length_is_used() -> None:
     job = glance(core, "a", SURE, urgency=3)
     assert (job.level, job.level_source) == (3, LevelSource.HINT)
     assert core.estimates.output_tokens(job) == 10.0
+
+
+def test_of_prompts_that_seem_calm_the_possible_emergency_is_read_first() -> None:
+    core = make_core()
+    hint = core.read_hints({}, 0)
+    perhaps = Prediction((0.15, 0.05, 0.1, 0.2, 0.5))
+    calm = Prediction((0.0, 0.0, 0.3, 0.6, 0.1))
+    assert reading_level(core.policy, hint, perhaps) == reading_level(core.policy, hint, calm) == 3
+    prompts = {"sure": SURE, "perhaps": perhaps, "calm": calm, "calmest": CALM}
+    order = {name: reading_order(core.policy, hint, one) for name, one in prompts.items()}
+    assert sorted(order, key=order.__getitem__) == ["sure", "perhaps", "calm", "calmest"]
+
+
+@pytest.mark.parametrize("unread", [None, Prediction(SURE.urgency, unreadable="encoded")])
+def test_without_a_reading_the_known_level_orders_the_prompts(unread) -> None:
+    core = make_core()
+    hints = [core.read_hints({"urgency": level}, 0) for level in range(5)]
+    order = [reading_order(core.policy, hint, SURE) for hint in hints]
+    assert order == sorted(order) and order[0] < order[3]
+    default = reading_order(core.policy, core.read_hints({}, 0), unread)
+    assert default == order[core.policy.default_level]
 
 
 def test_provisional_level_may_be_for_the_order_of_reading_only() -> None:

@@ -87,16 +87,16 @@ class PredictionService:
         self._thread.start()
         return known
 
-    def submit(self, request_id: str, text: str, level: float = 0) -> bool:
-        """Queue a prompt by its level, as far as it is known, or answer it from memory; False if
-        the queue is full."""
+    def submit(self, request_id: str, text: str, order: float = 0) -> bool:
+        """Queue a prompt, or answer it from memory; False if the queue is full. The prompt of the
+        smallest `order` (`reading_order`) is read first."""
         prompt = _Prompt(text, _digest(text))
         with self._changed:
             if self._recall(request_id, prompt):
                 return True
             if len(self._queue) >= self._settings.max_queue:
                 return False
-            self._queue.push(request_id, level)
+            self._queue.push(request_id, order)
             self._prompts[request_id] = prompt
             self._changed.notify()
         return True

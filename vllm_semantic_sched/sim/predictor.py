@@ -143,16 +143,16 @@ class PredictorQueue:
         self._policy = policy
         self._model = model
         self._deliver = deliver
-        self._queue: list[tuple[int, float, Run]] = []  # level, deadline, request
+        self._queue: list[tuple[float, float, Run]] = []  # order, deadline, request
         self._busy = False
         self._draining = False
 
-    def submit(self, run: Run, level: int = 0) -> None:
-        """Add a request; more urgent ones, as far as the level is known, are read first. The
+    def submit(self, run: Run, order: float = 0) -> None:
+        """Add a request; those with the smallest `order` are read first (`reading_order`). The
         predictor starts after all arrivals of this moment."""
         now = self._events.now
         deadline = now + self._policy.max_wait
-        self._queue.append((level, deadline, run))
+        self._queue.append((order, deadline, run))
         self._events.at(now, Order.PREDICTOR, self._start_batch)
         if self._policy.mode == "full_batching":
             self._events.at(deadline, Order.PREDICTOR, self._start_batch)

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import reading_level
+from vllm_semantic_sched.policy.estimates.decision import reading_level, reading_order
 from vllm_semantic_sched.policy.facts.job import StatedLength
 from vllm_semantic_sched.policy.placement import Placed, Placement
 from vllm_semantic_sched.sim.engine import Engine
@@ -169,7 +169,7 @@ class _Simulation:
         job = replica.core.arrive(draft, request.arrival)
         run = Run(request, job, prediction, engine=placed.engine)
         if awaits:
-            replica.predictor.submit(run, level)
+            replica.predictor.submit(run, reading_order(policy, hint, instant))
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
         if index + 1 < len(self.workload):

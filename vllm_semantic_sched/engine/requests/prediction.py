@@ -9,7 +9,7 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import Hint, doubt, reading_level
+from vllm_semantic_sched.policy.estimates.decision import Hint, doubt, reading_order
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import stored_buckets
@@ -125,8 +125,8 @@ class PredictionFeed:
         self._ahead[request_id] = None
         if len(self._ahead) > _MOST_AHEAD:
             self._ahead.popitem(last=False)
-        level = reading_level(self._core.policy, hint, provisional)
-        if self.service.submit(request_id, text, level):
+        order = reading_order(self._core.policy, hint, provisional)
+        if self.service.submit(request_id, text, order):
             return True
         self._ahead.pop(request_id, None)
         return False

@@ -70,12 +70,28 @@ def predicted_level(policy: Policy, prediction: Prediction) -> int:
 
 
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
-    """The level by which a request waits until the predictor, or the HTTP server, has read it."""
-    if hint.level is not None:
-        return hint.level
-    if provisional is None or provisional.unreadable or not policy.predictor.instant.enabled:
-        return policy.default_level
-    return predicted_level(policy, provisional)
+    """The level by which the HTTP server prepares a request, and a gateway sees it, before the
+    predictor has read it."""
+    if (reading := _counted(policy, hint, provisional)) is not None:
+        return predicted_level(policy, reading)
+    return policy.default_level if hint.level is None else hint.level
+
+
+def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) -> float:
+    """The key by which a prompt waits for the predictor, smallest first: the expected cost of
+    serving the request last, negated. Of texts with the same provisional level, those that may be
+    an emergency go first."""
+    if (reading := _counted(policy, hint, provisional)) is not None:
+        return -doubt(reading.urgency, len(reading.urgency) - 1, 0.0, policy.decision)
+    level = policy.default_level if hint.level is None else hint.level
+    return -mistake_cost(level, policy.levels - 1, policy.decision)
+
+
+def _counted(policy: Policy, hint: Hint, provisional: Prediction | None) -> Prediction | None:
+    """The provisional reading, if it counts."""
+    if hint.level is not None or provisional is None or provisional.unreadable:
+        return None
+    return provisional if policy.predictor.instant.enabled else None
 
 
 def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
