@@ -8,7 +8,7 @@ from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.http.dispatch import pool_of
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
-from vllm_semantic_sched.policy.canary import compare, of_plain
+from vllm_semantic_sched.policy.canary import compare
 
 pytestmark = pytest.mark.engine
 
@@ -73,7 +73,7 @@ def test_good_policy_takes_turns_and_is_kept_on_demand(server) -> None:
     assert server.scheduler.observing == (server.scheduler.canary.arm == "current")
     report = server.command("canary_status")
     assert report["running"] and not report["end"] and report["tiers"] == list("abcde")
-    found = {(one.level, one.measure): one for one in compare([of_plain(report["tallies"])])}
+    found = {(one.level, one.measure): one for one in compare([report["tallies"]])}
     assert min(found[4, "ttft"].counts) >= 12 and found[4, "ttft"].interval is not None
     assert server.command("canary_stop", keep=True)["end"] == "kept"
     assert not server.scheduler.observing

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_semantic_sched.policy.estimates.decision import (
-    deciding_rule,
-    predicted_level,
-    raised_level,
-)
+from vllm_semantic_sched.policy.estimates import decision
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.waits import Cause
@@ -30,7 +26,8 @@ class Levels:
             return max(self._seating.policy.default_level, job.best_level)
         predicted = job.level_source in (LevelSource.PREDICTION, LevelSource.INSTANT)
         if predicted and job.prediction is not None:
-            return max(predicted_level(self._seating.policy, job.prediction), job.best_level)
+            level = decision.predicted_level(self._seating.policy, job.prediction)
+            return max(level, job.best_level)
         return job.level
 
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
@@ -81,10 +78,9 @@ class Levels:
         if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):
             return False
         certain = self._seating.policy.predictor.second_look.certain
-        level, before = raised_level(prediction.urgency, job.level, certain), job.level
-        if level is not None:
-            level = self.capped(job, level, counted=True)
-        if level is None or level >= before:
+        before = job.level
+        level = decision.raised_level(prediction.urgency, before, certain)
+        if level is None or (level := self.capped(job, level, counted=True)) >= before:
             return False
         job.level_source = LevelSource.SECOND_LOOK
         self.change(job, level)
@@ -97,7 +93,7 @@ class Levels:
         """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:
             return NOTHING
-        rule, prediction = deciding_rule(self._seating.policy, job), job.prediction
+        rule, prediction = decision.deciding_rule(self._seating.policy, job), job.prediction
         if prediction is None:
             return {"rule": rule}
         return {"rule": rule, "urgency": _rounded(prediction)}

@@ -87,12 +87,7 @@ def choose_victims(
             blocks += freed
     if len(chosen) < need.seats or blocks < need.blocks:
         return []
-    kept = list(chosen)
-    for victim in reversed(chosen):  # spare the most urgent first
-        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
-            kept.remove(victim)
-            blocks -= victim[1]
-    return [job for job, _ in kept]
+    return _without_spare(chosen, blocks, need)
 
 
 def _lowest_first(jobs: Iterable[Job], order: Callable[[Job], float]) -> Iterator[Job]:
@@ -100,6 +95,15 @@ def _lowest_first(jobs: Iterable[Job], order: Callable[[Job], float]) -> Iterato
     for _, same_level in itertools.groupby(jobs, key=lambda job: job.effective_level):
         yield from sorted(itertools.islice(same_level, _COMPARED), key=order)
         yield from same_level  # noqa: B031 - the jobs that were not compared
+
+
+def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> list[Job]:
+    kept = list(chosen)
+    for victim in reversed(chosen):  # spare the most urgent first
+        if len(kept) > need.seats and blocks - victim[1] >= need.blocks:
+            kept.remove(victim)
+            blocks -= victim[1]
+    return [job for job, _ in kept]
 
 
 class Eviction:

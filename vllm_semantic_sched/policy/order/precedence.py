@@ -72,10 +72,8 @@ def _cause(job: Job, other: _FirstSeat) -> PassCause:
     """Why `other` got its first seat before `job`."""
     read_later = job.read_after > other.place
     level = job.unread_level if read_later else job.level
-    if level < other.level:
-        cause = other.passes.get(level)
-        if cause is not None:
-            return cause
+    if level < other.level and (cause := other.passes.get(level)) is not None:
+        return cause
     if read_later or job.level_unread or other.unread:
         return PassCause.UNREAD
     return PassCause.NOT_READY if level < other.level else PassCause.MISREAD

@@ -125,10 +125,9 @@ def _limits(tiers: Sequence[Tier], capacity: EngineCapacity, hard_only: bool) ->
     limits: list[Limit] = []
     seats, share = 0, 0.0
     for level, tier in enumerate(tiers):
-        reserve = tier.reserve
-        if not hard_only or reserve.mode == "hard":
-            seats += reserve.seats
-            share += reserve.kv
+        if not hard_only or tier.reserve.mode == "hard":
+            seats += tier.reserve.seats
+            share += tier.reserve.kv
         if (not seats and not share) or level == len(tiers) - 1:
             limits.append(_UNLIMITED)
             continue

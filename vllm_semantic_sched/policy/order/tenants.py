@@ -180,10 +180,8 @@ class TenantCaps:
         limit = self._block_limit
         if limit is None:
             return None
-        for tenant, held in self._holdings.tenants.items():
-            if held.seats > 1 and held.blocks > limit:
-                return tenant
-        return None
+        tenants = self._holdings.tenants.items()
+        return next((at for at, held in tenants if held.seats > 1 and held.blocks > limit), None)
 
     @property
     def _block_limit(self) -> float | None:
