@@ -328,7 +328,8 @@ def test_provisional_level_gives_a_seat_at_once_until_it_is_corrected(policy, mo
     run_step(scheduler)
     feed.tokenizer.text = "0"
     add(scheduler, "urgent", output_tokens=50, prompt_tokens=600)
-    assert service.submitted == [("calm", "3", 3), ("urgent", "0", 0)]
+    # By default, to serve level 3 last costs 1, and level 0 four levels of 12.
+    assert service.submitted == [("calm", "3", -1.0), ("urgent", "0", -48.0)]
     job = scheduler.jobs["urgent"]
     assert (job.level, job.level_source.value) == (0, "instant")
     run_step(scheduler)
