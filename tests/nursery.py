@@ -75,6 +75,9 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 class Nursery:
     """In place of the module `subprocess` where a program is started that imports vLLM.

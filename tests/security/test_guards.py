@@ -214,7 +214,7 @@ def test_unguarded_calls_are_found() -> None:
 
 
 def test_statistics_that_cannot_be_published_end_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(stat_logger, "detach_message", fail)
+    monkeypatch.setattr(stat_logger.vllm_api, "detach_message", fail)
     SemanticStatLogger(None).record(object())
 
 

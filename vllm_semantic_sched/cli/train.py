@@ -90,11 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training_arguments(add, epochs=8)
     add("--test", type=Path, metavar="CSV", help=_TEST)
 
-    length = kind("length", _train_length, "the output lengths, from a server or a file")
-    add = length.add_mutually_exclusive_group(required=True).add_argument
+    _add_length_arguments(
+        kind("length", _train_length, "the output lengths, from a server or a file")
+    )
+
+
+def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
     add("--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000")
-    add = length.add_argument
+    add = parser.add_argument
     add("--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text")
     add("--served-model", help="--from-server: its name (default: the first)")
     add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")

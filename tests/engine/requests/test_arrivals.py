@@ -1,15 +1,14 @@
 """New requests: read on vLLM's input thread, taken in on the scheduler's."""
 
-import gc
+import sys
 import threading
-import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
@@ -176,28 +175,22 @@ def test_policy_fcfs_reads_nothing() -> None:
 
 @pytest.mark.parametrize("text", [False, True])
 def test_arrival_is_cheap_on_the_schedulers_thread(text) -> None:
-    """A burst of requests must not hold up the next step. Typical: 5 times vLLM's own."""
+    """A burst of requests must not hold up the next step. Today: 4.4 and 4.8 times vLLM's own."""
 
-    def microseconds(loaded: SaturatedScheduler) -> float:
+    def calls(loaded: SaturatedScheduler) -> float:
+        """Functions called per request, Python's and C's."""
         requests = [loaded.new_request() for _ in range(200)]
         for request in requests:
             loaded.prepare(request)
-        begin = time.thread_time()
-        for request in requests:
-            loaded.scheduler.add_request(request)
-        seconds = time.thread_time() - begin
-        loaded.scheduler.finish_requests(
-            [request.request_id for request in requests], RequestStatus.FINISHED_ABORTED
-        )
-        return seconds / len(requests) * 1e6
+        counted: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, arg: counted.update((event,)))
+        try:
+            for request in requests:
+                loaded.scheduler.add_request(request)
+        finally:
+            sys.setprofile(None)
+        return (counted["call"] + counted["c_call"]) / len(requests)
 
-    stock = SaturatedScheduler(Case(None), running=8, waiting=100)
-    ours = SaturatedScheduler(Case("ems", text), running=8, waiting=100)
-    gc.collect()
-    gc.freeze()
-    try:
-        times = [(microseconds(stock), microseconds(ours)) for _ in range(12)]
-    finally:
-        gc.unfreeze()
-    best, allowed = min(ours for _, ours in times), 8 * min(stock for stock, _ in times)
-    assert best <= allowed
+    stock = calls(SaturatedScheduler(Case(None), running=8, waiting=100))
+    ours = calls(SaturatedScheduler(Case("ems", text), running=8, waiting=100))
+    assert ours <= 6 * stock
