@@ -80,7 +80,7 @@ def small(packed):
 
 
 def write_data(root):
-    for name in ("alpagasus", "medquad", "nhamcs_ed_triage", "ktas"):
+    for name in ("alpagasus", "medquad", "nhamcs_ed_triage"):
         (root / name).mkdir(parents=True)
     prompts = [
         {"instruction": f"Count to {number}.", "input": "", "output": "one " * (number + 1)}
@@ -103,8 +103,6 @@ def write_data(root):
         for split in ("train", "val")
     )
     (root / "nhamcs_ed_triage" / "visits.csv").write_text(columns + visits)
-    columns = "Chief_complain,garbled,KTAS_expert,Age,Sex,Arrival mode,Injury,NRS_pain,Mental\n"
-    (root / "ktas" / "ktas_half.csv").write_text(columns + "abd pain,0,3,40,1,2,1,4,1\n" * 4)
 
 
 def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from vllm_semantic_sched.lab.training.mixture import (
 )
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import parse_section
-from vllm_semantic_sched.sim.datasets import KtasVisit, TextLength
+from vllm_semantic_sched.sim.datasets import TextLength
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
 
@@ -23,12 +23,10 @@ def small(**changes):
     return {"levels": LEVELS, "labels": {"hot": 0, "cold": 1}} | changes
 
 
-def test_round_holds_no_ktas_visit_and_many_unchanged_visits():
-    ktas = KtasVisit(2, "epigastric pain xqvw")
+def test_round_holds_many_unchanged_visits():
     pair = TextLength("Count to ten.", 10)
-    sources = Sources(visits=(VISIT,), ktas=(ktas,), prompts=(pair,), questions=(pair,))
+    sources = Sources(visits=(VISIT,), prompts=(pair,), questions=(pair,))
     round_ = training_round(sources, seed=1, scale=0.2)
-    assert not any("xqvw" in example.text.lower() for example in round_)
     plain = sum(example.text == VISIT.text for example in round_)
     assert plain >= 0.5 * 0.2 * 3300
 

@@ -49,16 +49,15 @@ def bars_missed(bars: Mapping[str, SetBars], reports: Mapping[str, Mapping[str, 
     for name, sides in bars.items():
         if name not in reports:
             raise ValueError(f"bars for {name}, which is not measured; measured: {[*reports]}")
-        for side, figures in sides:
-            for figure, bar in figures.items():
-                found = list(_found(reports[name], figure))
-                if all(value is None for _, value in found):
-                    raise ValueError(f"bars for {name}: there is no figure {figure}")
-                lines += [
-                    f"{name}: {place} is {value:.3f}, {side.replace('_', ' ')} {bar:g} is demanded"
-                    for place, value in found
-                    if value is not None and not _reached(value, bar, side)
-                ]
+        for side, figure, bar in ((side, *one) for side, part in sides for one in part.items()):
+            found = {at: one for at, one in _found(reports[name], figure) if one is not None}
+            if not found:
+                raise ValueError(f"bars for {name}: there is no figure {figure}")
+            lines += [
+                f"{name}: {place} is {value:.3f}, {side.replace('_', ' ')} {bar:g} is demanded"
+                for place, value in found.items()
+                if not _reached(value, bar, side)
+            ]
     return lines
 
 

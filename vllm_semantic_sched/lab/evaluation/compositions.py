@@ -98,8 +98,7 @@ def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:
         text += f"<|im_start|>{turn[0]}\n{turn[1]}<|im_end|>\n"
         if len(turn) == 3:
             level = turn[2]
-            started = started or level <= _URGENT
-            part = "over" if level >= _CALM else "emergency"
-            if chat.kind == "never" or not started:
-                part = "no emergency"
+            started = chat.kind != "never" and (started or level <= _URGENT)
+            during = "over" if level >= _CALM else "emergency"
+            part = during if started else "no emergency"
             yield part, Example(f"{text}<|im_start|>assistant\n", level)

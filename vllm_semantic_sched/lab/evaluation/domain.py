@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Collection
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -90,7 +91,7 @@ class Domain(Section):
 
     @cached_property
     def _label_of_plain(self) -> dict[str, str]:
-        """Labels by plain spelling; of two that are read alike the first one."""
+        """Of two labels that are read alike the first one."""
         return {_plain(label): label for label in reversed(self.labels)}
 
     def level_of(self, label: str) -> int:
@@ -118,12 +119,8 @@ def load_domain(name_or_path: str | Path) -> Domain:
 def check_template(sentence: str, words: Collection[str]) -> None:
     """Check a sentence with alternatives in brackets and words in braces: ValueError if the
     brackets do not match, or `words` lacks a `{word}`."""
-    depth = 0
-    for letter in sentence:
-        depth += {"[": 1, "]": -1}.get(letter, 0)
-        if depth < 0:
-            break
-    if depth != 0:
+    depths = [*accumulate({"[": 1, "]": -1}.get(letter, 0) for letter in sentence)]
+    if depths and (min(depths) < 0 or depths[-1]):
         raise ValueError(f"brackets do not match in {sentence!r}")
     for name in WORD.findall(sentence):
         if name not in words:

@@ -46,20 +46,14 @@ class Example:
 
 @dataclass(frozen=True)
 class LabeledSet:
-    """Labeled texts that predictors are measured on.
-
-    Attributes:
-        examples: the texts, each with a level, an output length, or both.
-        groups: by what the set tells texts apart by (`kind`, `language`, `English and others`), the
-            group of each text.
-        answers: per text, the output tokens of each of several answering models; then the
-            examples themselves carry no length.
-    """
+    """Labeled texts that predictors are measured on."""
 
     name: str
     examples: Sequence[Example]
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By `kind`, `language` or `English and others`, the group of each text."""
     answers: Sequence[Mapping[str, int]] | None = None
+    """Per text, output tokens by answering model; then the examples carry no length."""
 
 
 def read_examples(path: Path, domain: Domain | None = None) -> list[Example]:

@@ -49,14 +49,9 @@ Advanced = Callable[[int], object]
 
 
 class Evaluation(NamedTuple):
-    """The result of evaluating a model on one test set.
-
-    Attributes:
-        report: the figures, ready for JSON. It always has every key, with None where the set lacks
-            the label or the model does not predict it.
-        lengths: (true, predicted) output tokens of each text with a length; the true one is a
-            mean where several models answered.
-    """
+    """A model on one test set: the figures, ready for JSON, with None where the set lacks the label
+    or the model does not predict it; and (true, predicted) output tokens of each text with a
+    length, the true ones means where several models answered."""
 
     report: dict[str, Any]
     lengths: Sequence[tuple[float, float]]
@@ -115,17 +110,16 @@ def evaluate_predictor(
     }
     beside: dict[str, Guess] = {}
     if instant is not None:
-        beside[INSTANT] = _guess([instant.read(text) for text in texts], instant)
-        found = disagreements(test_set.examples, guess, beside[INSTANT], decision)
-        report["disagreements"] = found
+        beside[INSTANT] = other = _guess([instant.read(text) for text in texts], instant)
+        report["disagreements"] = disagreements(test_set.examples, guess, other, decision)
     lengths = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     levels = [one.level for one in test_set.examples if one.level is not None]
-    for name, baseline in {**constant_baselines(levels, lengths), **baselines}.items():
-        beside[name] = baseline(texts)
-    for name, other in beside.items():
-        figures = figures_of(test_set, other, decision)
-        if figures["n_level"] or figures["n_length"]:
-            report["baselines"][name] = figures
+    guessers = {**constant_baselines(levels, lengths), **baselines}
+    beside |= {name: baseline(texts) for name, baseline in guessers.items()}
+    figures = {name: figures_of(test_set, other, decision) for name, other in beside.items()}
+    report["baselines"] = {
+        name: one for name, one in figures.items() if one["n_level"] or one["n_length"]
+    }
     if claims:
         languages = test_set.groups.get("language")
         report["claims"] = claim_figures(test_set.examples, guesser, decision, languages)
@@ -150,25 +144,21 @@ def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> di
 def disagreements(
     examples: Sequence[Example], network: Guess, instant: Guess, decision: Decision
 ) -> dict[str, Any]:
-    """How often the two readers decide on different levels: the `share` of the texts, and `texts`,
-    those with the largest differences, with the beginning of each `text`, its `level` if labeled,
-    and the levels by `network` and `instant`."""
+    """The `share` of the texts on whose level the two readers disagree, and `texts`, those with the
+    largest differences: how each begins, its `level` if labeled, and the levels by either."""
     levels = (
         [decide_level(row, decision) for row in one.urgency or ()] for one in (network, instant)
     )
     differ = [row for row in zip(examples, *levels, strict=True) if row[1] != row[2]]
     differ.sort(key=lambda row: -abs(row[1] - row[2]))
+    shown = (
+        (" ".join(one.text[:_EXCERPT].split()), one.level, first, second)
+        for one, first, second in differ[:_DISAGREEMENTS]
+    )
+    keys = ("text", "level", "network", "instant")
     return {
         "share": len(differ) / max(1, len(examples)),
-        "texts": [
-            {
-                "text": " ".join(one.text[:_EXCERPT].split()),
-                "level": one.level,
-                "network": first,
-                "instant": second,
-            }
-            for one, first, second in differ[:_DISAGREEMENTS]
-        ],
+        "texts": [dict(zip(keys, row, strict=True)) for row in shown],
     }
 
 
@@ -213,12 +203,8 @@ def _length_part(test_set: LabeledSet, guess: Guess) -> dict[str, Any]:
         per_model[name] = length_figures(truth, [guess.tokens[place] for place in places])
     if test_set.answers is None:
         return {**per_model.popitem()[1], "per_model": None}
-    means = {
-        key: fmean(figures[key] for figures in per_model.values())
-        for key in _NO_LENGTHS
-        if key != "n_length"
-    }
-    return {"n_length": sum(map(bool, answers)), **means, "per_model": per_model}
+    means = {key: fmean(one[key] for one in per_model.values()) for key in _NO_LENGTHS}
+    return means | {"n_length": sum(map(bool, answers)), "per_model": per_model}
 
 
 def _lengths(test_set: LabeledSet, guess: Guess) -> list[tuple[float, float]]:

@@ -101,9 +101,8 @@ def level_figures(
     levels = len(probabilities[0]) if probabilities else 0
     decided = [decide_level(row, decision) for row in probabilities]
     pairs = list(zip(truth, decided, strict=True))
-    recall = [
-        mean([one == level for true, one in pairs if true == level]) for level in range(levels)
-    ]
+    confusion = confusion_matrix(truth, decided, levels)
+    recall = _right_of_each(confusion)
     last, prices = LAST_URGENT_LEVEL, Decision()
     urgent_shares = [math.fsum(row[: last + 1]) for row in probabilities]
     return {
@@ -112,16 +111,19 @@ def level_figures(
         "balanced_accuracy": mean([share for share in recall if share is not None]),
         "quadratic_weighted_kappa": quadratic_weighted_kappa(truth, decided),
         "recall": recall,
-        "precision": [
-            mean([true == level for true, one in pairs if one == level]) for level in range(levels)
-        ],
+        "precision": _right_of_each([*zip(*confusion, strict=True)]),
         "auc": area_under_curve([true <= last for true in truth], urgent_shares),
         "urgent_recall": mean([level <= last for true, level in pairs if true <= last]),
         "urgent_precision": mean([true <= last for true, level in pairs if level <= last]),
         "ece": expected_calibration_error(truth, probabilities),
         "expected_cost": mean([mistake_cost(true, level, prices) for true, level in pairs]),
-        "confusion": confusion_matrix(truth, decided, levels),
+        "confusion": confusion,
     }
+
+
+def _right_of_each(rows: Sequence[Sequence[int]]) -> list[float | None]:
+    """The diagonal of a matrix as shares of its rows."""
+    return [row[level] / sum(row) if any(row) else None for level, row in enumerate(rows)]
 
 
 def group_figures(

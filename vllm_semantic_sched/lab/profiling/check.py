@@ -50,8 +50,8 @@ class Point(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Median and 90th percentile of |predicted - measured| / measured by kind, the share of points
-    where the policy chooses well, and the smallest such share over all `SLOWDOWNS`."""
+    """Median and 90th percentile of |predicted - measured| / measured by kind; the share of points
+    where the policy chooses well, and the smallest over all `SLOWDOWNS`."""
 
     recompute: tuple[float, float]
     swap: tuple[float, float]

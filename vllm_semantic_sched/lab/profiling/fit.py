@@ -68,9 +68,8 @@ def fit_steps(steps: Sequence[Step]) -> StepFit:
 def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
     """A profile whose steps take as long as these in total, with the costs of copies of `base`; and
     how many times longer decode steps took than by the robust fit, which discounts slow steps."""
-    fit = fit_steps(steps)
-    fields = {"alpha1": fit.alpha1, "alpha2": fit.alpha2, "batch": fit.batch}
-    profile = base.model_copy(update=fields)
+    alpha1, alpha2, batch, _ = fit_steps(steps)
+    profile = base.model_copy(update={"alpha1": alpha1, "alpha2": alpha2, "batch": batch})
     decoding = [step for step in steps if not step.batch.prefills]
     pace = 1.0
     if decoding:

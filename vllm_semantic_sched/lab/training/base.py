@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,11 @@ class Model(NamedTuple):
     network: UrgencyLengthClassifier
     tokenizer: WindowTokenizer
     folder: Path
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the heads were trained: a bare encoder has one length bucket only."""
+        return bool(self.network.config.length_bucket_edges)
 
     def save(self, folder: Path, precision: Precision = "int8") -> None:
         """Write the network and the tokenizer's files to `folder`."""
@@ -52,11 +58,6 @@ def base_folder(name: str) -> Path:
     return folder
 
 
-def has_heads(network: UrgencyLengthClassifier) -> bool:
-    """Whether the heads were trained: a bare encoder has one length bucket only."""
-    return bool(network.config.length_bucket_edges)
-
-
 def set_length_buckets(
     network: UrgencyLengthClassifier,
     lengths: Sequence[int],
@@ -83,10 +84,5 @@ def length_buckets(lengths: Sequence[int], count: int) -> LengthBuckets:
     ordered = sorted(lengths)
     quantiles = {ordered[len(ordered) * part // count] for part in range(1, count)}
     edges = tuple(sorted(quantiles - {ordered[0]}))
-    members = groupby(ordered, lambda length: bucket_of(length, edges))
+    members = groupby(ordered, partial(bisect_right, edges))
     return LengthBuckets(edges, tuple(round(fmean(part), 1) for _, part in members))
-
-
-def bucket_of(length: int, edges: Sequence[int]) -> int:
-    """The bucket that `length` tokens fall into, given the increasing inner edges."""
-    return bisect_right(edges, length)

@@ -38,12 +38,11 @@ _TEXTS_PER_PASS = 64
 
 
 def calibrate(model: Model, examples: Sequence[Example]) -> None:
-    """Store in the configuration the temperature of each head that gives the labeled examples the
-    lowest calibration error; leaves that of a head without labels.
+    """Store the temperature of each head that gives the labeled examples the lowest calibration
+    error; leaves that of a head without labels.
 
-    Fitted to texts that people wrote: generated ones are easier, and a model calibrated on them is
-    overconfident on all others. The few surely misread texts would dominate the log loss, and make
-    all others look less sure.
+    Give texts that people wrote: on generated, easier ones a model becomes overconfident. In the
+    log loss the few surely misread texts would dominate, and make all others look less sure.
     """
     if not examples:
         return
@@ -55,10 +54,10 @@ def calibrate(model: Model, examples: Sequence[Example]) -> None:
         ("temperature", urgency, levels),
         ("length_temperature", length, buckets),
     ):
-        places = [at for at, label in enumerate(labels) if label is not None]
-        if places:
-            truth = torch.tensor([labels[at] for at in places])
-            setattr(network.config, name, best_temperature(logits[places], truth))
+        known = {at: label for at, label in enumerate(labels) if label is not None}
+        if known:
+            truth = torch.tensor([*known.values()])
+            setattr(network.config, name, best_temperature(logits[[*known]], truth))
 
 
 def average_for(model: Model, weights: Mapping[str, Tensor], examples: Sequence[Example]) -> float:
@@ -113,10 +112,7 @@ def fitted_thresholds(
     urgent_recall: float = 0.0,
 ) -> tuple[float, ...]:
     """Thresholds on the expected level (`Decision.thresholds`) that give these texts the highest
-    quadratic weighted kappa.
-
-    Kappa is flat and rugged around its maximum, so the thresholds are means over many resamples of
-    the texts.
+    quadratic weighted kappa; means over many resamples, as kappa is flat and rugged there.
 
     Args:
         certain: texts with a level at least this probable get that level (`Decision.certain`).

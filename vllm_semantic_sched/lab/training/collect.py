@@ -13,8 +13,7 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass
 class Collected:
-    """Number of prompts answered, number of answers that reached the limit on tokens, and one
-    message per prompt that failed."""
+    """Prompts answered, answers that reached the limit on tokens, a message per failed prompt."""
 
     answered: int = 0
     cut: int = 0
@@ -31,11 +30,11 @@ def collect_lengths(
     concurrency: int,
     progress: Callable[[int, int], object],
 ) -> Collected:
-    """Write `table`, a CSV with the columns text,output_tokens, one row per answered prompt.
+    """Write `table`, a CSV with the columns text,output_tokens, a row as each answer arrives.
 
-    Each row is written when its answer arrives, and prompts that the table already holds are not
-    sent again: an interrupted collection resumes where it stopped. Answers that `max_tokens` cut
-    count as that long: without them, prompts for long answers would look like any others.
+    Prompts that it already holds are not sent again: an interrupted collection resumes. Answers
+    that `max_tokens` cut count as that long: without them, prompts for long answers would look like
+    any others.
 
     Args:
         url: of an OpenAI-compatible server, with or without `/v1`.
@@ -62,9 +61,9 @@ def collect_lengths(
 
 
 def _read_prompts(path: Path) -> list[str]:
-    csv_file = path.suffix.lower() == ".csv"
-    lines = _text_column(path) if csv_file else map(str.strip, path.read_text("utf-8").splitlines())
-    return [line for line in lines if line.strip()]
+    if path.suffix.lower() == ".csv":
+        return list(filter(str.strip, _text_column(path)))
+    return list(filter(None, map(str.strip, path.read_text("utf-8").splitlines())))
 
 
 def _text_column(path: Path) -> list[str]:

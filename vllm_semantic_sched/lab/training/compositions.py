@@ -98,7 +98,8 @@ class _Draft:
 
     def tasks(self, *weights: int) -> list[str]:
         """Tasks, their number drawn with these weights of none, one, two and so on."""
-        return [self.task() for _ in range(_drawn(weights, self.rng))]
+        (count,) = self.rng.choices(range(len(weights)), weights)
+        return [self.task() for _ in range(count)]
 
     def framed(self) -> str:
         """An emergency that is not happening now, at times in a text of its own."""
@@ -191,7 +192,7 @@ class _Draft:
         else:  # in two turns
             cut = rng.randint(3, len(words) - 3)
             turns += [" ".join(words[:cut]), " ".join(words[cut:])]
-        for _ in range(_drawn((2, 4, 3, 2, 1), rng)):
+        for _ in range(rng.choices(range(5), (2, 4, 3, 2, 1))[0]):
             answer, task, (more, other) = self.pick("answers"), self.task(), self.message()
             said = rng.choices((answer, task, self.joined([answer, task]), more), (12, 3, 3, 2))[0]
             turns.append(said)
@@ -230,11 +231,6 @@ class _Draft:
         return self.in_chat([*turns, *(turn[2:] for turn in kept)], int(kept[-1][0]))
 
 
-def _drawn(weights: Sequence[int], rng: random.Random) -> int:
-    """A place in `weights`."""
-    return rng.choices(range(len(weights)), weights)[0]
-
-
 def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
     if rng.random() >= _CLAIMED:
         return example
@@ -261,8 +257,7 @@ _FORMS: Mapping[Callable[[_Draft], Example], float] = {
 def _in_split(parts: Parts, split: Split) -> Parts:
     """The texts of each kind that belong to a split: every fifth to validation, all if too few."""
     kept = {}
-    for name in Parts.model_fields:
-        texts = getattr(parts, name)
+    for name, texts in parts:
         chosen = [text for at, text in enumerate(texts) if (at % 5 == 4) == (split != "train")]
         kept[name] = tuple(chosen or texts)
     return Parts(**kept)

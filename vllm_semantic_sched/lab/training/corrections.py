@@ -24,15 +24,9 @@ _LAST_FOUND = 1  # level; a request of level 0 that is served later counts as mi
 
 
 class Refit(NamedTuple):
-    """A refit, and what it would have decided about corrections that it was not fitted to.
-
-    Attributes:
-        decision: with the thresholds fitted to all corrections.
-        before, after: quadratic weighted kappa and recall of level 0 of the present decision and of
-            refits to the other folds; None where undefined.
-        better: whether the refit has the higher kappa with some certainty, and finds no fewer of
-            level 0.
-    """
+    """The decision refitted to all corrections; quadratic weighted kappa and recall of level 0
+    before it, and after refits to the other folds, None where undefined; and whether it is better:
+    kappa higher with some certainty, and no fewer found of level 0."""
 
     decision: Decision
     before: tuple[float | None, float | None]

@@ -12,12 +12,7 @@ from torch import nn
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.lab.evaluation.metrics import likeliest
-from vllm_semantic_sched.lab.training.base import (
-    has_heads,
-    load_base,
-    set_length_buckets,
-    set_level_names,
-)
+from vllm_semantic_sched.lab.training.base import load_base, set_length_buckets, set_level_names
 from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil, renewed
 from vllm_semantic_sched.lab.training.fit import Options, average, fit
@@ -171,12 +166,12 @@ def _fine_tune(
     torch.manual_seed(options.seed)
     model = load_base(options.base)
     network, folder = model.network, model.folder
-    same_heads = same_heads and has_heads(network)
+    same_heads = same_heads and model.has_heads
     parts = _parts(examples, tests, calibrated=not same_heads)
     training: Sequence[Example] = parts.training
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
     prepare(network, training)
-    if has_heads(network):
+    if model.has_heads:
         training = _with_predictions(training, folder, keep, options.threads)
     rate = _LENGTH_RATE if keep == "urgency" else _URGENCY_RATE
     fit(model, lambda _: training, options, encoder_rate=rate)

@@ -10,17 +10,18 @@ label goes there, or the heads would become overconfident on texts that they see
 import math
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.base import Model, bucket_of
+from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
 
 _BATCH = 32
@@ -120,27 +121,22 @@ def take_step(optimizer: torch.optim.Optimizer, loss: Tensor, weights: list[nn.P
 
 
 def autocast(kind: str = "cpu") -> torch.autocast:
-    """Computes in bfloat16 within its `with` block where the device has it; the weights stay
-    fp32."""
+    """Computes in bfloat16 where the device has it; the weights stay fp32."""
     return torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu" or has_bfloat16())
 
 
 def average(
     network: UrgencyLengthClassifier, weights: Mapping[str, Tensor], share: float = 0.5
 ) -> None:
-    """Move the network by `share` of the way to `weights`, another state of it.
-
-    Halfway between a model and the same model fine-tuned to a few texts lies one that does better
-    on such texts than either, and loses less of what the first one knew (Wortsman et al., "Robust
-    fine-tuning of zero-shot models", 2022).
-    """
+    """Move the network by `share` of the way to `weights`, another state of it: halfway between a
+    model and itself fine-tuned to a few texts lies one better on such texts than either, which
+    forgets less (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022)."""
     own = network.state_dict()
     network.load_state_dict({name: (1 - share) * own[name] + share * weights[name] for name in own})
 
 
 def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
-    """Mean over the labeled rows of (rows, classes); 0 if there is none. `beside`: share of a label
-    that goes to the classes beside it."""
+    """Mean over the labeled rows of (rows, classes), or 0; classes beside a label get `beside`."""
     known = labels != _IGNORED
     if not known.any():
         return logits.sum() * 0.0
@@ -174,10 +170,11 @@ def _optimizer(
     layers.requires_grad_(True)
     layers.layer[:frozen].requires_grad_(False)
     heads = [value for name, value in network.named_parameters() if "distilbert." not in name]
-    groups: list[dict[str, Any]] = [{"params": heads, "lr": _HEAD_RATE}]
-    for depth, layer in enumerate(reversed(layers.layer[frozen:])):
-        rate = encoder_rate * _LAYER_DECAY**depth
-        groups.append({"params": [*layer.parameters()], "lr": rate})
+    groups = [{"params": heads, "lr": _HEAD_RATE}]
+    groups += [
+        {"params": [*layer.parameters()], "lr": encoder_rate * _LAYER_DECAY**depth}
+        for depth, layer in enumerate(reversed(layers.layer[frozen:]))
+    ]
     return torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
 
 
@@ -208,7 +205,7 @@ def _batches(
 
 def length_bucket(example: Example, edges: Sequence[int]) -> int | None:
     """The bucket of the example's length, given the inner edges; None without a length."""
-    return None if example.output_tokens is None else bucket_of(example.output_tokens, edges)
+    return None if example.output_tokens is None else bisect_right(edges, example.output_tokens)
 
 
 def _loss(

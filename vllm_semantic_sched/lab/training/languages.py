@@ -27,9 +27,8 @@ _PLACEHOLDER = re.compile(r"%\(\w+\)[sd]|%[sd]|\{\w*\}|<[^>]+>|&\w+;")
 
 
 def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
-    """`count` texts of the language's most frequent words, drawn by frequency: not sentences, but
-    every word among others. Empty for a language without word frequencies; ImportError with the
-    command to run if `wordfreq` is not installed."""
+    """`count` texts of the language's most frequent words, drawn by frequency: no sentences, but
+    every word among others. Empty without word frequencies; ImportError without `wordfreq`."""
     try:
         import wordfreq
     except ImportError as error:
@@ -48,23 +47,20 @@ def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
 
 
 def interface_sentences(language: str) -> list[str]:
-    """Sentences of Django's interface in a language, if it has any; ImportError with the command to
-    run if Django is not installed."""
+    """Sentences of Django's interface in a language, if it has any; ImportError without Django."""
     found = importlib.util.find_spec("django")
     if found is None or not found.submodule_search_locations:
         raise ImportError(
             'sentences of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
         )
     name = {"zh": "zh_Hans"}.get(language, language)
-    sentences: dict[str, None] = {}
+    sentences = []
     for path in sorted(Path(found.submodule_search_locations[0]).rglob(f"{name}/LC_MESSAGES/*.mo")):
         with path.open("rb") as file:
             catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-        for text in catalog.values():
-            plain = " ".join(_PLACEHOLDER.sub(" ", text).split())
-            if len(plain) > 3 and "Project-Id-Version" not in plain:
-                sentences[plain] = None
-    return list(sentences)
+        sentences += [" ".join(_PLACEHOLDER.sub(" ", text).split()) for text in catalog.values()]
+    kept = (one for one in sentences if len(one) > 3 and "Project-Id-Version" not in one)
+    return list(dict.fromkeys(kept))
 
 
 def unlabeled_texts(

@@ -18,12 +18,7 @@ from sklearn.linear_model import Ridge
 from sklearn.model_selection import KFold, cross_val_predict
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.base import (
-    Model,
-    bucket_of,
-    load_base,
-    set_length_buckets,
-)
+from vllm_semantic_sched.lab.training.base import Model, load_base, set_length_buckets
 from vllm_semantic_sched.lab.training.fit import Options
 from vllm_semantic_sched.predict import WEIGHTS_FILES
 from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
@@ -51,9 +46,9 @@ def fit_length_head(
     training: Sequence[Example],
     on_texts: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write to `options.output` the base with a length head, also of its instant reader, that is
-    fitted to the `output_tokens` of the examples. Its levels stay as they are. `on_texts` gets the
-    number of texts read since its last call."""
+    """Write to `options.output` the base with a length head, also of its instant reader, fitted to
+    the examples' `output_tokens`; the levels stay. `on_texts` gets how many texts were just read.
+    """
     torch.set_num_threads(options.threads)
     model = load_base(options.base)
     network, folder = model.network, model.folder
@@ -130,7 +125,7 @@ def _fit(
     }
     best = min(_STRENGTHS, key=lambda strength: numpy.square(unseen[strength] - truth).mean())
     ridge = Ridge(best).fit(features, truth)
-    buckets = numpy.array([bucket_of(length, edges) for length in lengths])
+    buckets = numpy.searchsorted(edges, lengths, side="right")
     slope, bias = _discriminant(unseen[best], buckets, len(edges) + 1)
     return LengthHead(ridge.coef_ * scale, float(ridge.intercept_), slope, bias)
 

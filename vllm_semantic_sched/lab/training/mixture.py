@@ -20,12 +20,10 @@ from vllm_semantic_sched.lab.training.noise import (
 )
 from vllm_semantic_sched.lab.training.wording import capital, choose, surroundings, written_rows
 from vllm_semantic_sched.sim.datasets import (
-    KtasVisit,
     Split,
     TextLength,
     TriageVisit,
     instruction_pairs,
-    ktas_visits,
     medical_questions,
     split_of,
     triage_visits,
@@ -64,11 +62,9 @@ _HARMLESS_OF_DOMAIN = 0.4  # of a domain's last level: texts that ask for no hel
 
 @dataclass(frozen=True)
 class Sources:
-    """The records of one split, read once and rendered afresh every round. `ktas` has all KTAS
-    visits, whatever the split: they are few, so they serve for checks alone."""
+    """The records of one split, read once and rendered afresh every round."""
 
     visits: tuple[TriageVisit, ...]
-    ktas: tuple[KtasVisit, ...]
     prompts: tuple[TextLength, ...]
     questions: tuple[TextLength, ...]
     written: tuple[Example, ...] = ()
@@ -78,7 +74,7 @@ class Sources:
     def part(self, share: float) -> Self:
         """About a share of the records of each kind, evenly spread, but no fewer than 20."""
         parts = {}
-        for name in ("visits", "ktas", "prompts", "questions", "written", "written_elsewhere"):
+        for name in ("visits", "prompts", "questions", "written", "written_elsewhere"):
             records = getattr(self, name)
             step = min(round(1 / share), len(records) // _FEWEST)
             parts[name] = records[:: max(1, step)]
@@ -92,7 +88,6 @@ class Sources:
         elsewhere = (rows for language, rows in written.items() if language != "en")
         return cls(
             visits=tuple(one for one in triage_visits(root) if one.split == split),
-            ktas=tuple(ktas_visits(root)),
             prompts=prompts,
             questions=tuple(one for one in medical_questions(root) if one.split == split),
             written=tuple(written["en"]),
@@ -170,11 +165,11 @@ def domain_examples(domain: Domain, count: int, seed: int) -> list[Example]:
     rng = random.Random(seed)
     levels = len(domain.levels)
     examples = []
+    # Look-alikes of emergencies could be incidents elsewhere ("my server crashed").
+    harmless = messages.harmless_prompt if domain.wordings else messages.everyday_prompt
     for number in range(count):
         level = number % levels
         if level == levels - 1 and rng.random() < _HARMLESS_OF_DOMAIN:
-            # Look-alikes of emergencies could be incidents elsewhere ("my server crashed").
-            harmless = messages.harmless_prompt if domain.wordings else messages.everyday_prompt
             text = harmless(rng)
         elif domain.wordings:
             text = messages.level_message(level, rng)
@@ -200,8 +195,8 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
         level, message = visit.level, visits.visit_message(visit, rng)
     kind = rng.random()
     if kind < 0.5:
-        text = with_task(message, rng.choice(surroundings().tasks), rng)
-        return Example(noisy(text, rng), level)
+        task = rng.choice(surroundings().tasks)
+        return Example(noisy(with_task(message, task, rng), rng), level)
     pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
     text = with_question(message, pair.text, rng)
     return Example(noisy(text, rng), level, pair.output_tokens)

@@ -29,12 +29,9 @@ _EPOCHS = 2
 _RATE = 3e-4
 _WARMUP = 0.05
 _POOLED_WEIGHT = 2.0
-STUDENT_LAYERS = 6
 
 
-def student_of(
-    teacher: UrgencyLengthClassifier, count: int = STUDENT_LAYERS
-) -> UrgencyLengthClassifier:
+def student_of(teacher: UrgencyLengthClassifier, count: int) -> UrgencyLengthClassifier:
     """A network of `count` layers with random heads, from evenly spaced layers of the teacher."""
     config = copy.deepcopy(teacher.config)
     config.n_layers = count

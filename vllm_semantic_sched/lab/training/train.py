@@ -11,7 +11,6 @@ from vllm_semantic_sched.lab.training import vocabulary
 from vllm_semantic_sched.lab.training.base import (
     Model,
     base_folder,
-    has_heads,
     load_base,
     load_tokenizer,
     set_length_buckets,
@@ -23,7 +22,7 @@ from vllm_semantic_sched.lab.training.e5 import packed_file, read_encoder
 from vllm_semantic_sched.lab.training.fit import Options, fit
 from vllm_semantic_sched.lab.training.languages import unlabeled_texts
 from vllm_semantic_sched.lab.training.mixture import Sources, training_round, written_texts
-from vllm_semantic_sched.lab.training.student import STUDENT_LAYERS, align, student_of
+from vllm_semantic_sched.lab.training.student import align, student_of
 from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.weights import load_network
 
@@ -39,8 +38,8 @@ def train_all(
     options: Options,
     root: Path,
     scale: float,
-    teacher_folder: Path | None = None,
-    layers: int = STUDENT_LAYERS,
+    teacher_folder: Path | None,
+    layers: int,
 ) -> int:
     """Train both heads on the data folder `root` and the package's wordings. Returns the number of
     texts that the thresholds were fitted to; DataNotFound if a file is missing below `root`.
@@ -58,7 +57,7 @@ def train_all(
     model = _aligned_student(sources, options, scale, layers) if new else load_base(options.base)
     network, instant = model.network, InstantTable.load(model.folder)
     network.add_attention()
-    known = has_heads(network)
+    known = model.has_heads
     teacher = load_network(teacher_folder) if teacher_folder else None
     before = {name: value.clone() for name, value in network.state_dict().items()}
     if not known:
@@ -99,8 +98,8 @@ def train_instant(
 
 
 def _aligned_student(sources: Sources, options: Options, scale: float, layers: int) -> Model:
-    """A student of the pretrained encoder, also written to the folder `encoder` of the output:
-    it takes as long as the rest, and `--base OUTPUT/encoder` continues from it."""
+    """A student of the pretrained encoder, also written to OUTPUT/encoder, where `--base` finds it:
+    it takes as long as the rest."""
     folder, rng = options.output / "encoder", random.Random(options.seed)
     packed = read_encoder(packed_file())
     labeled = _first_round(sources, options.seed, scale * _ALIGNED_SCALE)
@@ -118,8 +117,7 @@ def _aligned_student(sources: Sources, options: Options, scale: float, layers: i
 
 
 def _calibration_texts(unseen: Sources, seed: int) -> list[Example]:
-    """Texts of people: messages, as many visits and half as many compositions, and prompts and
-    questions for the lengths."""
+    """Messages, as many visits, half as many compositions; prompts and questions for lengths."""
     rng = random.Random(seed)
     written = [*unseen.written, *unseen.written_elsewhere]
     composed = unseen.composer.draw(len(written) // 2, rng)
