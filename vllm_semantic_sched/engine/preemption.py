@@ -167,7 +167,8 @@ class Preemptions:
             return
         for request_id in self.connector.ledger.release_all():
             self._counters.add("lost_copies")
-            self._core.lose_copy(jobs[request_id])
+            if request_id in jobs:  # else it has ended, and releasing its copy failed
+                self._core.lose_copy(jobs[request_id])
 
     def make_up_for_failures(self, jobs: dict[str, Job], output: KVConnectorOutput | None) -> None:
         """Compute again what the workers of a step did not load, before the step's output is used.

@@ -574,6 +574,18 @@ def test_cache_reset_discards_all_copies(build) -> None:
     assert scheduler.preemptions.connector.ledger.pool.used == 0
 
 
+def test_copy_that_outlived_its_request_is_lost_like_any_other(build, monkeypatch) -> None:
+    scheduler = build()
+    add_and_preempt(scheduler, "a", times=1)
+    ledger = scheduler.preemptions.connector.ledger
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "release", lambda name: 1 / 0)
+        scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert "a" in ledger.saved and "a" not in scheduler.jobs
+    scheduler.preemptions.lose_copies(scheduler.jobs)
+    assert ledger.pool.used == 0
+
+
 def test_requests_for_prompt_logprobs_are_recomputed(build) -> None:
     """vLLM does not let them read a cache."""
     scheduler = build()
