@@ -15,13 +15,14 @@ BELOW, ABOVE, OVERLOAD = 0.8, 1.2, 2.0
 
 @cache
 def grid() -> dict[tuple[int, float], dict[str, Levels]]:
-    """Results by prompt length, load and scheduler: the cells where most is at stake."""
-    axis = {
-        "workload.prompt.median": [200, 1500, 11000, 11000],
-        "workload.rate": [12.6, 4.0, 0.58, 0.58],
-        "workload.speed": [OVERLOAD, ABOVE, BELOW, OVERLOAD],
+    """Results by prompt length, load and scheduler."""
+    changes = {
+        "workload.requests": 800,
+        "sweep": [
+            {"workload.prompt.median": [200, 1500, 11000], "workload.rate": [12.6, 4.0, 0.58]},
+            {"workload.speed": [BELOW, ABOVE, OVERLOAD]},
+        ],
     }
-    changes = {"workload.requests": 800, "sweep": [axis]}
     tasks = tasks_of(load_scenarios("price", changes))
     results: dict[tuple[int, float], dict[str, Levels]] = {}
     for cell in cells_of(tasks, [run_task(task) for task in tasks]):
