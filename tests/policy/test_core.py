@@ -337,7 +337,7 @@ def test_hinted_level_stays_and_the_provisional_length_is_used() -> None:
     assert core.estimates.output_tokens(job) == 10.0
 
 
-def test_of_prompts_that_seem_calm_the_possible_emergency_is_read_first() -> None:
+def test_possible_emergency_is_read_before_calm_prompts_of_the_same_level() -> None:
     core = make_core()
     hint = core.read_hints({}, 0)
     perhaps = Prediction((0.15, 0.05, 0.1, 0.2, 0.5))
@@ -349,7 +349,7 @@ def test_of_prompts_that_seem_calm_the_possible_emergency_is_read_first() -> Non
 
 
 @pytest.mark.parametrize("unread", [None, Prediction(SURE.urgency, unreadable="encoded")])
-def test_without_a_reading_the_known_level_orders_the_prompts(unread) -> None:
+def test_unread_prompts_are_ordered_by_hint_or_default_level(unread) -> None:
     core = make_core()
     hints = [core.read_hints({"urgency": level}, 0) for level in range(5)]
     order = [reading_order(core.policy, hint, SURE) for hint in hints]

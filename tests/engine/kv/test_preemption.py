@@ -574,7 +574,7 @@ def test_cache_reset_discards_all_copies(build) -> None:
     assert scheduler.preemptions.connector.ledger.pool.used == 0
 
 
-def test_copy_that_outlived_its_request_is_lost_like_any_other(build, monkeypatch) -> None:
+def test_losing_all_copies_skips_requests_that_have_ended(build, monkeypatch) -> None:
     scheduler = build()
     add_and_preempt(scheduler, "a", times=1)
     ledger = scheduler.preemptions.connector.ledger

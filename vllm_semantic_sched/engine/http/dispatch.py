@@ -16,8 +16,8 @@ from vllm_semantic_sched.policy.placement import Placed, Placement
 
 class Dispatch:
     """Counts the requests at each engine by level, those of other API servers too, and chooses by
-    that. It leaves the choice to vLLM without rules (see `preparation.adopt_rules`), if the policy
-    or the client wants it so, and for requests for several answers, which vLLM spreads."""
+    that. vLLM chooses without rules (see `preparation.adopt_rules`), if the policy or the client
+    says so, and for requests for several answers, which it spreads over the engines."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

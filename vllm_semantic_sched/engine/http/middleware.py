@@ -1,9 +1,9 @@
 """The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
 the choice of an engine, operator endpoints, and tenants by header or `user` field.
 
-What can be is done at the engine client's `generate`, for every route that generates. Without the
-middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an error
-message inside a stream of status 200.
+Most of it happens at the engine client's `generate`, which every route that generates calls.
+Without the middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an
+error message inside a stream of status 200.
 """
 
 import json

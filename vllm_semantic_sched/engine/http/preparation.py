@@ -168,7 +168,7 @@ class UrgentFirst:
             raise
         finally:
             self._turns.discard(turn)
-        with contextlib.suppress(Exception):  # a figure less is no reason to fail
+        with contextlib.suppress(Exception):  # a missing figure is no reason to fail
             SemanticStatLogger.in_api_server("preparation_queue").set(len(self._queue))
             SemanticStatLogger.in_api_server("preparation_seconds").observe(loop.time() - came)
         with contextlib.ExitStack() as slot:  # left once, at the first of three events

@@ -83,7 +83,7 @@ def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     an emergency go first."""
     if (reading := _counted(policy, hint, provisional)) is not None:
         return -doubt(reading.urgency, len(reading.urgency) - 1, 0.0, policy.decision)
-    level = policy.default_level if hint.level is None else hint.level
+    level = reading_level(policy, hint, None)
     return -mistake_cost(level, policy.levels - 1, policy.decision)
 
 

@@ -23,7 +23,7 @@ _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
 _LONGEST_RECOVERY = 8  # times `recover`
 ESCALATE = 1.0  # fewest seconds between shedding one tier and the next
-# Pressure falls once use has stayed for so many seconds this share below the mark that raised it.
+# Pressure falls after use has been MARGIN (a share) below the mark that raised it for CALM seconds.
 CALM, MARGIN = 2.0, 0.1
 _QUEUE = Threshold(warning=0.5, critical=0.9)
 _STEP = Threshold(warning=0.8, critical=1.0)

@@ -103,7 +103,7 @@ class Environment(Section):
     date: str  # ISO date and time, UTC
     vllm: str  # version
     torch: str  # version
-    device: str  # type: cpu, cuda
+    device: str  # cpu, cuda
     dtype: str  # of weights and activations
     kv_dtype: str
     block_size: int  # tokens in a KV block
