@@ -15,8 +15,6 @@ an image model from a hub, or a GPU, and fail with vLLM's class. For another rel
 installed one see scripts/matrix.sh.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

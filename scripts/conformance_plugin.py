@@ -6,8 +6,6 @@ around each HTTP application), CONFORMANCE_CHOSEN (a file with the names of the 
 without their folders).
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

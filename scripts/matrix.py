@@ -1,7 +1,5 @@
 """The part of scripts/matrix.sh that runs in the environment of the pinned release."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

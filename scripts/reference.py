@@ -4,8 +4,6 @@ refusal codes, metrics, releases of vLLM.
 python scripts/reference.py
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import textwrap

@@ -8,8 +8,6 @@ uv's environment variables, which, unlike arguments, show no password in a list 
     python scripts/uv_install.py compile ARGUMENT...
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

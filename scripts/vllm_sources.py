@@ -4,8 +4,6 @@
 pip's package finder only finds the link, and it reads pip's configuration.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

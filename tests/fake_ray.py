@@ -3,8 +3,6 @@
 The router tests run on Ray's own class where Ray is installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

@@ -5,8 +5,6 @@ The process is this file as a program. It reads orders from its standard input, 
 and answers each with the id of the process that runs the program.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -6,8 +6,6 @@ are printed: a query has no data if what it counts has not happened. Needs `prom
 `promtool` (Debian's package `prometheus`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -6,8 +6,6 @@ protects premium a little less. Under the bad one, requests that have waited hal
 and none preempts another. Prints what happened to each, and writes `canary.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 import time

@@ -7,8 +7,6 @@ is greedy, so every complete answer must equal the undisturbed one, and every pa
 a prefix of it. Afterwards nothing may be left on the server.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

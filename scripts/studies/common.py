@@ -1,7 +1,5 @@
 """The frame of a study: command line, exit status, a server under load, files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

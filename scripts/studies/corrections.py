@@ -4,8 +4,6 @@ a stream of emergency visits, on the visits that come after them.
     SEMSCHED_DATA=DIR python scripts/studies/corrections.py
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

@@ -8,8 +8,6 @@ ahead, 256 KiB in one text or in 4,000.
     python scripts/studies/door_cost.py --repeats 200
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

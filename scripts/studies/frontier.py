@@ -5,8 +5,6 @@ capacity, under several prices and under the shipped policies, and draws level 0
 the tokens per second, relative to FCFS.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Compare the speed of KV swap's copies with a plain copy of the same bytes."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

@@ -1,7 +1,5 @@
 """Write what the measurements of scripts/measure_all.sh printed into one page."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ interfaces, so it runs in a network namespace of its own, which needs Linux and 
 A run takes five minutes and 11 GB of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -11,8 +11,6 @@ their start and after 25, 50 and 75 %, and for all of them, cut ones as they are
         --answers answers.jsonl --learned MODEL
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 Prints one Markdown table for each, with our numbers beside the printed ones. Needs no engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence

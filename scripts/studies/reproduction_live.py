@@ -5,8 +5,6 @@ much longer urgency 0 waits per token than under semantic scheduling, and writes
 `reproduction_live.json`. An interrupted run goes on with the next scheduler.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

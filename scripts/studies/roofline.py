@@ -16,8 +16,6 @@ OMP_NUM_THREADS=1 .venv/bin/python scripts/studies/roofline.py
 OMP_NUM_THREADS=1 .venv/bin/python scripts/studies/roofline.py --engine 384,1024,4,6
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools

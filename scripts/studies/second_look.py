@@ -9,8 +9,6 @@ served to choose the rule.
     SEMSCHED_DATA=DIR python scripts/studies/second_look.py --texts tests/data
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@ with its refusals over share and without. Before that, background sends one requ
 Prints the tiers' shares of the output tokens over time and the refusals, and writes `shares.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ The first quarter of the samples is warm-up; after it no figure may rise (`Growt
 table, and writes `soak.json` and a picture, `soak.png`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """A clock on which work takes the same time when the speed of the machine changes."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

@@ -15,8 +15,6 @@ compared with `none` is the cost of arrivals for any scheduler, kept small by se
 HTTP call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

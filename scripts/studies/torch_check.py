@@ -7,8 +7,6 @@
 3. Matrix products, reads of memory and copies, beside the figures of devices.yaml.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import time

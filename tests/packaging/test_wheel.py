@@ -1,7 +1,5 @@
 """The wheel contains policies, model weights and entry points, and no test helpers."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -2,8 +2,6 @@
 what was recorded: python -m parity.record_engine MODEL OUT ENGINES, where ENGINES is a JSON list of
 `EngineCase`s. OUT gets a list of recordings per engine."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import pickle

@@ -1,7 +1,5 @@
 """Records what a scheduler on the real engine knew at each step, and what it decided."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Collection, Iterable

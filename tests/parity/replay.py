@@ -1,7 +1,5 @@
 """Replays a recording through the simulator's engine and its view."""
 
-from __future__ import annotations
-
 import bisect
 import copy
 from collections.abc import Collection, Iterable

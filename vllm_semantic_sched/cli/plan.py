@@ -1,8 +1,6 @@
 """Find by simulation the largest load that a policy can serve, the number of engines that a load
 needs, and the effect of another policy on both."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import textwrap

@@ -1,7 +1,5 @@
 """Tables of comparisons of schedulers on real servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from rich.console import Console

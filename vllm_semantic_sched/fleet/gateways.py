@@ -1,8 +1,6 @@
 """The fields by which gateways in front of vLLM order requests: of a request's urgency level and
 expected output tokens, under a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

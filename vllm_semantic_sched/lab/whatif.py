@@ -1,8 +1,6 @@
 """Replays an event log through the simulator under other policies. The recorded policy is
 simulated, too, and compared with what was measured: that is the error to expect of the others."""
 
-from __future__ import annotations
-
 import base64
 import statistics
 from collections import Counter, defaultdict

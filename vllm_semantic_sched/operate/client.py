@@ -1,7 +1,5 @@
 """Talks to a running server: over HTTP, or by SIGHUP to its engine processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks a set-up before a server starts, or beside a running one."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

@@ -1,7 +1,5 @@
 """Follows requests through a server's event log, line by line, and sums them up per tier."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

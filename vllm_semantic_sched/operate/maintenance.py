@@ -1,7 +1,5 @@
 """Pauses a running server, changes its model, and resumes it. Queued requests survive."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait

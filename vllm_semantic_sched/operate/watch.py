@@ -1,7 +1,5 @@
 """Reads a running server again and again, and carries out an operator's actions on it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Explains from an event log why requests waited: causes that add up to the wait, and the requests
 that got seats meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """State of all jobs and the decisions about them; `step.py` has their order in a step."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,8 +1,6 @@
 """Chooses the running jobs that sit out the coming step: decodes for protected jobs
 (`order.protection`), prefills by the paper's gate or so that a newcomer can start."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 

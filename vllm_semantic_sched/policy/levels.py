@@ -1,7 +1,5 @@
 """Decides the urgency level of each job: by its hint, its prediction, or the default."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

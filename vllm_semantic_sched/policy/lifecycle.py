@@ -1,8 +1,6 @@
 """Every state change of a job (`facts/job.py`) goes through `Lifecycle`, which stamps and counts it
 and notifies the listeners: overload control, metrics, event log."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Policy changes while the server runs: which keys may change, and the version in force."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Chooses the engine of a request among several: an engine serves by urgency, so a request goes
 where the fewest are at least as urgent."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

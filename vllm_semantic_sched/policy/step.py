@@ -1,8 +1,6 @@
 """One scheduling step: every decision before the engine runs, in the order of `SchedulingStep.run`.
 Engine and simulator both call it, and differ in what answers its questions (`view.EngineView`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple

@@ -1,7 +1,5 @@
 """What decisions ask of the engine and order from it: vLLM's own accounts, or a model of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The pool of KV blocks, and the prefix cache."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 
 from vllm_semantic_sched.sim.request import Run

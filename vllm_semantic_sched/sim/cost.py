@@ -1,7 +1,5 @@
 """Two models of the duration of an engine step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple

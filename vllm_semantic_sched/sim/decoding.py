@@ -1,7 +1,5 @@
 """The decoding sequences, advanced together."""
 
-from __future__ import annotations
-
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.request import Run

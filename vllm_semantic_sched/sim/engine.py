@@ -1,7 +1,5 @@
 """An engine that runs the policy core's decisions, step by step, in virtual time."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The simulator's clock: events in a total order, no wall time, no threads."""
 
-from __future__ import annotations
-
 import enum
 import heapq
 import itertools

@@ -1,7 +1,5 @@
 """Capacity planning: the largest load that keeps all promises, the fewest engines for a load."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A model of the predictor and of the instant reader: predictions, and when they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter

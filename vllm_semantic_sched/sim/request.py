@@ -1,7 +1,5 @@
 """A request in the simulation: its true properties and its results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from vllm_semantic_sched.policy.facts.job import Job

@@ -1,7 +1,5 @@
 """Runs all cells of a scenario in any number of processes, with the same result."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor

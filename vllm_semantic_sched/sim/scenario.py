@@ -1,7 +1,5 @@
 """Reads scenario files, validates them like policy files, and expands their sweeps."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

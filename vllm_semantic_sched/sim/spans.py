@@ -1,7 +1,5 @@
 """Draws when each request had a seat, simulated or logged: Gantt charts and Chrome traces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The requests of a run, drawn from distributions or read from a recorded trace."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Copies KV blocks between device and host: a backend for each kind of device."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,6 @@
 """vLLM's connector interface to KV swap. `policy.eviction.retention` decides what to save,
 `engine.kv.ledger` keeps the accounts, `engine.kv.block_copy` copies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """The scheduler's half of the swap connector, without vLLM: what each request has on the host, and
 the next step's copies. It knows KV by block number."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Collects counters, histograms and gauges in the engine, as messages for the API servers."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Writes the event log in a background thread."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What an engine reports of its requests, and all its gauges."""
 
-from __future__ import annotations
-
 import math
 import operator
 import time

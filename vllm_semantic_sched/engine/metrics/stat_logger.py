@@ -1,8 +1,6 @@
 """Publishes the scheduler's metrics on the server's own /metrics, as a vLLM stat logger plugin, or
 through Ray."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """All metrics that this package adds to the server's /metrics. Label values are bounded: tiers (or
 levels), engines, and words from the code; never a request id, a tenant or a text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -2,8 +2,6 @@
 version-dependent name. A new vLLM release is supported by changing this package alone; differences
 between releases are found by `capabilities`."""
 
-from __future__ import annotations
-
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,

@@ -1,8 +1,6 @@
 """What the installed vLLM offers, found by looking at its classes instead of its version, so that a
 patched or newer vLLM is used for what it has."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

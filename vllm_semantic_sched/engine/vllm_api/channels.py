@@ -1,7 +1,5 @@
 """Channels between vLLM's processes: statistics, new requests, utility calls, last outputs."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -1,7 +1,5 @@
 """vLLM's KV cache: blocks, connectors, copies."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's scheduler: its private methods, its queues, limits and seats."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Set

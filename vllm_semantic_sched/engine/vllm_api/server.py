@@ -1,7 +1,5 @@
 """vLLM's servers: their authentication, engines, device and model."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple
 

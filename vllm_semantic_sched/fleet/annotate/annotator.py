@@ -1,8 +1,6 @@
 """Reads level and expected output length from a request, with the instant reader alone; also as a
 stateless HTTP endpoint."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -5,8 +5,6 @@ from vllm_semantic_sched.fleet.annotate.litellm_hook import UrgencyHook
 hook = UrgencyHook(models={"llama"})
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Runs this package on Ray Serve LLM (the extra `ray`): urgent requests first on each replica, and
 each request on the replica with the least work at least as urgent. Importing it imports no Ray."""
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any

@@ -1,8 +1,6 @@
 """Load of each replica, for `policy.placement`: what it tells the routers, and the requests that a
 router has there."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

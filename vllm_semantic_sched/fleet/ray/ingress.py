@@ -1,7 +1,5 @@
 """Ray's OpenAI ingress with complete answers to refused requests."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 
 from fastapi import Request

@@ -1,7 +1,5 @@
 """Ray Serve's choice of a replica: the one with the least work at least as urgent."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """A Ray Serve LLM replica: refusals with their status, load by level, policy reload, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Streaming client: sends every request at its arrival time, whatever the server is doing."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Metrics of a comparison, computed from the records of its requests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Results of a comparison: rounds by mix and scheduler, figures from them, and the JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

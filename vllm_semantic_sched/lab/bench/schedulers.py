@@ -1,7 +1,5 @@
 """The schedulers that can be compared: how to start each, and what its requests tell it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

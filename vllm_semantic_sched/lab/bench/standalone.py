@@ -1,8 +1,6 @@
 """vLLM's real scheduler without engine and model: simulated KV cache and model output. Fast enough
 for unit tests and for timing `schedule()` with 100,000 requests."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

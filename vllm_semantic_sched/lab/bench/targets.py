@@ -1,7 +1,5 @@
 """Targets of a measurement, and the ratios that `bench run` requires."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ in `mistral_common`, a dependency of vLLM. (Llama: `transformers` splits the tex
 by the rules of Qwen's vocabulary.)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

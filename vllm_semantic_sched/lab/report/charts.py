@@ -1,7 +1,5 @@
 """Charts drawn with Bokeh, as the JSON from which its script draws them in the browser."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

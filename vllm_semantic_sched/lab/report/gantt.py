@@ -1,7 +1,5 @@
 """Interactive Gantt chart of seats, for an HTML page."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

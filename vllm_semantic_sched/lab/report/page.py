@@ -1,8 +1,6 @@
 """Writes a page as one HTML file that loads nothing, with scripts, styles and data inside, or its
 texts and tables as Markdown. Bokeh draws the charts; it comes with the extra `lab`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources

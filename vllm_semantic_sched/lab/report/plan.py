@@ -1,7 +1,5 @@
 """A capacity plan as the rows of a table, as files and as an HTML page."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Results of a run, simulated or logged, as rows, files and an HTML page. Only scenario and seed
 change those of a simulation."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

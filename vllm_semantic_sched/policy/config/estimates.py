@@ -1,7 +1,5 @@
 """Keys about estimates: hints, predictor, level decision, output length."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Literal

@@ -1,7 +1,5 @@
 """Keys about preemption and the KV of victims."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

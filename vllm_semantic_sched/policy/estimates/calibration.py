@@ -2,8 +2,6 @@
 those that the predictor learned from. The same prompts get the longer ones, so the probabilities
 stay and only the mean lengths of the buckets move."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Decides the urgency level from clients' hints and predicted probabilities (Bayes decision)."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

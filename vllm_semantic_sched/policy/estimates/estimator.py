@@ -1,7 +1,5 @@
 """Estimates of output length and seconds of work, corrected by measurements."""
 
-from __future__ import annotations
-
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd, LengthCalibration
 from vllm_semantic_sched.policy.estimates.length import (

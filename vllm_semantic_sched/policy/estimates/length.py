@@ -1,7 +1,5 @@
 """Expected output length, from bucket probabilities and the tokens generated so far."""
 
-from __future__ import annotations
-
 import bisect
 import sys
 from collections.abc import Sequence

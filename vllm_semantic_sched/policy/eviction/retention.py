@@ -5,8 +5,6 @@ costs save(k) + load(k) + prefill(k, L). This is concave in k: the minimum is at
 that the constraints allow.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Which waiting jobs may preempt, and which running ones make room for them (paper, Alg. 4)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Seats and KV blocks: what the engine has, what a job needs, and what each job holds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 

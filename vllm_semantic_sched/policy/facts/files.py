@@ -1,7 +1,5 @@
 """Finds policies, profiles, domains and scenarios: by name among the shipped ones, or by path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A prediction of the urgency and the output length of a request."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 

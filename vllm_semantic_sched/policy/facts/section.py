@@ -1,8 +1,6 @@
 """Typed groups of keys, read from YAML and validated. Each problem is reported in one sentence that
 names the field, the value and the valid ones."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import types

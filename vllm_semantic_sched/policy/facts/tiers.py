@@ -1,7 +1,5 @@
 """Tiers: the urgency levels with names, promises and limits (S3, S4, S8)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -16,8 +16,6 @@ requests wait, at most that for which a request holds a seat. Beside hard reserv
 tiers, add (q + 1) S, with S the longest time that a request holds a seat.
 """
 
-from __future__ import annotations
-
 from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job

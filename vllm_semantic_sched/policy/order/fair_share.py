@@ -1,7 +1,5 @@
 """Weighted fair share of the engine's time by tier, with deficit boost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

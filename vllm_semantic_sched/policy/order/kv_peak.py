@@ -4,8 +4,6 @@ vLLM admits a request as soon as its prompt fits, and preempts when answers outg
 a request is admitted only if, by predicted lengths, all running ones fit at every later step.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Measures what running jobs use, at intervals instead of at every token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from vllm_semantic_sched.policy.facts.capacity import Holdings

@@ -7,8 +7,6 @@
   *outrun*. Wherever requests of several levels share a batch, some are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The order in which an HTTP server prepares requests for the engine: parse, template, tokenize."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import Counter

@@ -12,8 +12,6 @@ difference is made largest.
 of it is left, the more a step must be worth.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple

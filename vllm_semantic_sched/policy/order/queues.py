@@ -1,7 +1,5 @@
 """The waiting jobs of one level: a queue per tenant, and the choice of the next tenant."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from operator import itemgetter

@@ -5,8 +5,6 @@ hold total - R(T). Hard reservations enforce this at admission. Soft ones may be
 are preempted first, even if they are protected otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Running jobs: the eviction max-heap (paper, Alg. 3) and the timer of the supervisor."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """From queue to seat: aging, deadlines, shares, tenants and reservations decide who is next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 

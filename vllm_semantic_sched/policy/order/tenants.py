@@ -7,8 +7,6 @@ a level, their counters differ by at most U = P + m D, and their service over an
 P is the engine time of the longest prefill, m the seats, D the engine time of the longest decode.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any

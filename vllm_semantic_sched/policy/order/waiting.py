@@ -1,7 +1,5 @@
 """The waiting queue, which chooses among the queues of the levels."""
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Requests that wait for a first seat, by level and tenant: number, tokens, age."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Admission to the queue: bounds, replacement, and shares under pressure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

@@ -2,8 +2,6 @@
 jobs that must end; `step.py` makes the engine end them, and the lifecycle reports their ends back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 

@@ -1,7 +1,5 @@
 """Deduplication: only the newest of the requests with one key waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_semantic_sched.policy.config.overload import Dedup

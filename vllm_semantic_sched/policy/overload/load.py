@@ -1,7 +1,5 @@
 """Load of the engine: predicted work, throughput, pressure, kept promises and shed tiers."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

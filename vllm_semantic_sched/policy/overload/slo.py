@@ -1,7 +1,5 @@
 """Measures over a rolling window whether each tier gets its promised latency."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

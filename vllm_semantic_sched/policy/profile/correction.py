@@ -5,8 +5,6 @@ and copies one factor each, for what the levels leave of a step. The speed, a fa
 and on prefills, follows every step, so that levels keep their ratio while only some are visited.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Costs in seconds: of the rest of a job, and of keeping or rebuilding its KV."""
 
-from __future__ import annotations
-
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 

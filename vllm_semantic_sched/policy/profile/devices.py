@@ -1,7 +1,5 @@
 """The devices of devices.yaml, and what each can do."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

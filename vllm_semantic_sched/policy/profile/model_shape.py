@@ -1,7 +1,5 @@
 """The numbers of a transformer that cost time, from its `config.json`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ CACM 2009). `ProfileScale` corrects it by measured steps. Communication between 
 modeled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
