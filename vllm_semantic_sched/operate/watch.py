@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
 from vllm_semantic_sched.operate.figures import Figures, History, Page, Reading
-from vllm_semantic_sched.operate.maintenance import abandon_pause
 
 _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
