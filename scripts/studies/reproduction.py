@@ -39,8 +39,8 @@ def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
     flat = [task for group in tasks.values() for task in group]
     bar = (progress or Progress()).bar("simulating", len(flat))
     outcomes = []
-    with mapped(run_task, flat, workers) as stream, bar as advance:
-        for outcome in stream:
+    with bar as advance:
+        for outcome in mapped(run_task, flat, workers):
             outcomes.append(outcome)
             advance()
     results, place = {}, 0

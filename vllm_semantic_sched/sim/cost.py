@@ -1,6 +1,5 @@
-"""Two models of the duration of an engine step."""
+"""Two models of the duration of an engine step, in seconds."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,10 +24,6 @@ class StepWork:
     longest_context: int = 0  # tokens of the longest, if the cost model uses it
     chunks: list[Chunk] = field(default_factory=list)  # whole or partial prefills
     saved: list[int] = field(default_factory=list)  # tokens of victims whose KV goes to the host
-
-
-StepCost = Callable[[EngineProfile, StepWork], float]
-"""Duration of a step in seconds."""
 
 
 def slowest_of_batch(profile: EngineProfile, work: StepWork) -> float:
