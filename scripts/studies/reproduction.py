@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 from common import main
 
-from vllm_semantic_sched.cli.comparison import show_progress
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import load_scenarios
@@ -226,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate all scenarios and print or write the report; always 0."""
     started = time.perf_counter()
-    results = run_scenarios(args.workers, show_progress(args.quiet))
+    results = run_scenarios(args.workers, Progress(not args.quiet))
     seconds = time.perf_counter() - started
     text = "\n".join(report(results))
     if args.output is None:
